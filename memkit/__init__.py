@@ -1,0 +1,38 @@
+"""Less memory for PyTorch training: fused in-place layers, preallocated pools, and tools that measure both."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+
+from . import _build
+
+__version__ = "0.1.0"
+
+_build.check(torch.__version__, torch.version.cuda)
+
+from . import _C as _C  # noqa: E402  loading it registers torch.ops.memkit
+
+# name -> module that holds it; None where the name is the module. Loaded on first use: importing memkit costs torch alone.
+_PUBLIC = {
+    "functional": None,
+    "memory": None,
+    "nn": None,
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'memkit' has no attribute {name!r}")
+    home = _PUBLIC[name]
+    value = importlib.import_module(f"memkit.{home or name}")
+    if home is not None:
+        value = getattr(value, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC})

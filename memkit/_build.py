@@ -1,0 +1,66 @@
+"""Whether the compiled half fits the torch that is running, asked before it is loaded.
+
+A binary made for another torch fails to load with an undefined symbol that helps nobody, or loads and crashes later.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import sysconfig
+from pathlib import Path
+from types import ModuleType
+
+PACKAGE = Path(__file__).resolve().parent
+
+
+def load_info() -> ModuleType | None:
+    """`memkit/_build_info.py`, which setup.py writes beside the binary; None in a tree that was never built."""
+    if importlib.util.find_spec("memkit._build_info") is None:
+        return None
+    return importlib.import_module("memkit._build_info")
+
+
+def rebuild_command(package: Path = PACKAGE) -> str:
+    """In a source tree the tree is named, so that the command works from any folder."""
+    tree = package.parent
+    source = str(tree) if (tree / "setup.py").exists() else "memkit"
+    return f"pip install --no-build-isolation --force-reinstall --no-deps {source}"
+
+
+def problem(info: ModuleType | None, torch_version: str, torch_cuda: str | None, package: Path = PACKAGE) -> str | None:
+    """Why the binary must not be loaded, with the command that mends it; None if it fits."""
+    if info is None:
+        editable = rebuild_command(package).replace("--force-reinstall --no-deps", "-e")
+        return f"memkit: not built yet; build with: {editable} (or: make build)"
+    if _line(info.TORCH, info.TORCH_CUDA) != _line(torch_version, torch_cuda):
+        built, got = _name(info.TORCH, info.TORCH_CUDA), _name(torch_version, torch_cuda)
+        return f"memkit: built for torch {built}, got torch {got}; rebuild with: {rebuild_command(package)}"
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    if not info.BINARY.endswith(suffix):
+        return f"memkit: expected a binary that ends in {suffix}, got {info.BINARY}; rebuild with: {rebuild_command(package)}"
+    if not (package / info.BINARY).exists():
+        return f"memkit: {info.BINARY} is missing from {package}; rebuild with: {rebuild_command(package)}"
+    return None
+
+
+def check(torch_version: str, torch_cuda: str | None) -> None:
+    """Raises ImportError where loading `memkit._C` would fail or, worse, would not."""
+    text = problem(load_info(), torch_version, torch_cuda)
+    if text is not None:
+        raise ImportError(text)
+
+
+def _line(version: str, cuda: str | None) -> tuple[str, str | None]:
+    """What must be equal: torch's minor version (a pre-release as a whole) and its CUDA major version."""
+    public = version.split("+")[0]
+    release = re.fullmatch(r"(\d+\.\d+)(\.\d+)*", public)
+    return (release[1] if release else version), (cuda.split(".")[0] if cuda else None)
+
+
+def _name(version: str, cuda: str | None) -> str:
+    """2.14.0+cu130: a torch without a local version (conda, built from source) gets its variant added."""
+    if "+" in version:
+        return version
+    return version + ("+cu" + cuda.replace(".", "") if cuda else "+cpu")

@@ -1,0 +1,144 @@
+"""Builds memkit._C with torch.utils.cpp_extension and ninja. Metadata that does not depend on torch: pyproject.toml."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent
+os.chdir(ROOT)
+sys.path.insert(0, str(ROOT))  # PEP 517 builds do not put the source folder there
+
+import setup_checks as checks  # noqa: E402
+from setuptools import setup  # noqa: E402
+from setuptools.errors import BaseError  # noqa: E402
+
+# -fno-math-errno and -fno-trapping-math: without them g++ cannot vectorise the branch-free formulas (20 times slower).
+# No -march=native: the loops carry target_clones and choose at run time, so that a wheel runs everywhere.
+# -g0 undoes the -g of some distributions' Python, which doubles compile time. -fopenmp: at::parallel_for is serial without.
+CXX_FLAGS = ["-O3", "-g0", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-fopenmp"]
+NVCC_FLAGS = ["-O3", "-lineinfo", "-Xcompiler=-fvisibility=hidden"]
+
+
+def say(text: str) -> None:
+    print(text if text.startswith("memkit") else f"memkit: {text}", file=sys.stderr, flush=True)
+
+
+def ccache_environment() -> None:
+    """torch 2.13 and newer call ccache by themselves; for the older ones CXX becomes a link by which ccache poses as c++."""
+    import torch
+
+    ccache = shutil.which("ccache")
+    if ccache is None or checks.minor(torch.__version__) >= (2, 13) or "CXX" in os.environ:
+        return
+    link = ROOT / "build" / "ccache" / "c++"
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.unlink(missing_ok=True)
+    link.symlink_to(ccache)
+    os.environ["CXX"] = str(link)
+
+
+def build_arguments() -> dict[str, Any]:
+    try:
+        import torch
+    except ImportError:
+        sys.exit(checks.TORCH_MISSING.format(python=sys.executable))
+    warning = checks.check_torch(torch.__version__)
+    if warning:
+        say(warning)
+
+    def find(torch_cuda: str) -> tuple[checks.Toolkit | None, list[str]]:
+        return checks.find_toolkit(torch_cuda, checks.nvcc_candidates(os.environ, checks.site_folders()))
+
+    toolkit, reason = checks.choose_cuda(os.environ, torch.__version__, torch.version.cuda, find)
+    if toolkit:
+        os.environ["CUDA_HOME"] = str(toolkit.root)  # cpp_extension reads it on import, below
+        if not os.environ.get("TORCH_CUDA_ARCH_LIST") and not torch.cuda.is_available():
+            os.environ["TORCH_CUDA_ARCH_LIST"] = checks.DEFAULT_ARCHS
+    ccache_environment()
+
+    from torch.utils.cpp_extension import BuildExtension, CppExtension
+
+    sources = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.cpp"))
+    macros = [("MEMKIT_TORCH_VERSION", f'"{torch.__version__}"'), ("MEMKIT_CUDA_VERSION", '""')]
+    extra: dict[str, list[Any]] = {"include_dirs": [str(ROOT / "csrc")], "libraries": [], "extra_link_args": ["-fopenmp"]}
+    if toolkit:
+        sources += sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc" / "cuda").rglob("*.cu"))
+        macros[-1] = ("MEMKIT_CUDA_VERSION", f'"{toolkit.version}"')
+        macros.append(("MEMKIT_WITH_CUDA", "1"))
+        extra["include_dirs"].append(str(toolkit.include))
+        extra["libraries"] += ["c10_cuda", "torch_cuda"]
+        extra["extra_link_args"].append(str(toolkit.cudart))
+    extension = CppExtension(
+        "memkit._C",
+        sources,
+        define_macros=macros,
+        extra_compile_args={"cxx": CXX_FLAGS, "nvcc": NVCC_FLAGS},
+        depends=[str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.h")],
+        **extra,
+    )
+    version = torch.__version__ + ("-cuda" + toolkit.version if toolkit else "")
+
+    class Build(BuildExtension):  # type: ignore[misc]
+        """Checks first, keeps objects a torch version apart, and writes down what the binary was built for."""
+
+        def finalize_options(self) -> None:
+            super().finalize_options()
+            # One folder for pip's editable builds (which would use a throw-away one) and for `build_ext --inplace`.
+            self.build_temp = str(ROOT / "build" / f"{sys.implementation.cache_tag}-torch{version}")
+
+        def run(self) -> None:
+            try:
+                compiler = checks.check_compiler(os.environ.get("CXX", "c++"))
+                checks.check_python_headers(sysconfig.get_path("include"))
+                checks.check_disk(Path(self.build_temp))
+            except checks.BuildError as error:
+                raise BaseError(str(error)) from None
+            jobs = checks.max_jobs(os.environ, len(os.sched_getaffinity(0)), checks.available_memory())
+            os.environ["MAX_JOBS"] = str(jobs)
+            say(f"torch {torch.__version__}, {compiler}, {jobs} jobs; CUDA: {'yes, ' if toolkit else 'no, '}{reason}")
+            super().run()
+            self.write_info(Path(self.get_ext_fullpath("memkit._C")))
+
+        def write_info(self, binary: Path) -> None:
+            lines = {
+                "TORCH": torch.__version__,
+                "TORCH_CUDA": torch.version.cuda,
+                "CUDA": toolkit.version if toolkit else None,
+                "CUDA_ARCHS": os.environ.get("TORCH_CUDA_ARCH_LIST", "visible GPUs") if toolkit else None,
+                "WITHOUT_CUDA": None if toolkit else reason,
+                "COMPILER": checks.check_compiler(os.environ.get("CXX", "c++")),
+                "BINARY": binary.name,
+            }
+            text = '"""Written by setup.py: what memkit._C was built for."""\n\n'
+            text += "".join(f"{name}: str | None = {value!r}\n" for name, value in lines.items())
+            (binary.parent / "_build_info.py").write_text(text)
+
+    return {
+        "version": base_version() + "+" + checks.local_version(torch.__version__, torch.version.cuda, toolkit is not None),
+        "install_requires": [checks.torch_requirement(torch.__version__)],
+        "ext_modules": [extension],
+        "cmdclass": {"build_ext": Build},
+    }
+
+
+def base_version() -> str:
+    match = re.search(r'^__version__ = "(.+)"$', (ROOT / "memkit" / "__init__.py").read_text(), re.MULTILINE)
+    assert match is not None, "memkit/__init__.py has no __version__"
+    return match[1]
+
+
+# A source distribution fits every torch and must not ask for one.
+if {"sdist", "clean"} & set(sys.argv[1:]):
+    setup(version=base_version(), install_requires=[f"torch>={checks.dotted(checks.TORCH_OLDEST)}"])
+else:
+    try:
+        arguments = build_arguments()
+    except checks.BuildError as error:
+        sys.exit(str(error))
+    setup(**arguments)

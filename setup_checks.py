@@ -1,0 +1,283 @@
+"""What a build of memkit needs, found and checked before the compiler starts.
+
+Everything here is plain standard-library Python that takes its surroundings as arguments, so that the tests can
+describe a machine instead of owning one. `setup.py` calls it; `python setup_checks.py` prints requirements for the Makefile.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+TORCH_OLDEST = (2, 11)
+TORCH_NEWEST_TESTED = (2, 14)
+GCC_OLDEST = 11
+CLANG_OLDEST = 14
+DISK_NEEDED = 2 * 1024**3
+# 8.0 runs on every Ampere and Ada card, 9.0 on Hopper; its PTX is what newer cards compile from. Two, because each
+# one more costs every kernel file its whole compile time again.
+DEFAULT_ARCHS = "8.0;9.0+PTX"
+
+Run = Callable[[Sequence[str]], str]  # command -> stdout, raises OSError or CalledProcessError
+
+
+class BuildError(Exception):
+    """The build cannot work; the text says why and what to do."""
+
+
+def run(command: Sequence[str]) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def minor(version: str) -> tuple[int, int]:
+    """(2, 14) from "2.14.0+cu130"."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is None:
+        raise BuildError(f"memkit: expected a version like 2.14.0, got {version!r}")
+    return int(match[1]), int(match[2])
+
+
+def dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
+
+
+# torch
+
+
+TORCH_MISSING = (
+    "memkit: torch cannot be imported by {python}.\n"
+    "memkit is compiled against the torch that you already have; pip's build isolation hides it. Install torch "
+    f"({dotted(TORCH_OLDEST)} to {dotted(TORCH_NEWEST_TESTED)}), then:\n"
+    "  pip install setuptools ninja && pip install --no-build-isolation ."
+)
+
+
+def check_torch(version: str) -> str | None:
+    """Raises below the oldest torch that works; returns a warning above the newest that was tested."""
+    got = minor(version)
+    if got < TORCH_OLDEST:
+        raise BuildError(f"memkit: needs torch {dotted(TORCH_OLDEST)} or newer, got {version}")
+    if got > TORCH_NEWEST_TESTED:
+        return f"memkit: tested with torch up to {dotted(TORCH_NEWEST_TESTED)}, got {version}; building all the same"
+    return None
+
+
+def torch_requirement(version: str) -> str:
+    """The only torch line that a binary built with this torch can load into."""
+    return f"torch=={dotted(minor(version))}.*"
+
+
+def local_version(torch_version: str, torch_cuda: str | None, with_cuda: bool) -> str:
+    """torch2.14.cu130, torch2.13.cpu: what tells two wheels of one memkit version apart."""
+    variant = "cu" + torch_cuda.replace(".", "") if with_cuda and torch_cuda else "cpu"
+    return f"torch{dotted(minor(torch_version))}.{variant}"
+
+
+# Compiler, headers, disk
+
+
+def check_compiler(cxx: str, run: Run = run) -> str:
+    """Returns a line like "g++ 12.2.0"."""
+    try:
+        banner = run([*cxx.split(), "--version"])
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise BuildError(
+            f"memkit: needs a C++ compiler, and {cxx!r} does not run ({error}).\n"
+            f"Install g++ {GCC_OLDEST} or newer (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++) "
+            "or name one: CXX=/path/to/g++"
+        ) from None
+    clang = "clang" in banner
+    name, oldest = ("clang++", CLANG_OLDEST) if clang else ("g++", GCC_OLDEST)
+    match = re.search(r"version (\d+)[.\d]*" if clang else r"\) (\d+)[.\d]*", banner)
+    if match is None:  # a vendor's compiler with a banner of its own: let it try
+        return banner.splitlines()[0] if banner else cxx
+    if int(match[1]) < oldest:
+        raise BuildError(
+            f"memkit: needs {name} {oldest} or newer, got {match[0].split()[-1]} ({cxx}); name another: CXX=/path/to/g++"
+        )
+    return f"{name} {match[0].split()[-1]}"
+
+
+def check_python_headers(include: str) -> None:
+    if not (Path(include) / "Python.h").exists():
+        raise BuildError(
+            f"memkit: needs Python's headers, and {include}/Python.h is not there "
+            "(Debian, Ubuntu: apt install python3-dev; Fedora: dnf install python3-devel)"
+        )
+
+
+def check_disk(folder: Path, free: int | None = None) -> None:
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free if free is None else free
+    if free < DISK_NEEDED:
+        raise BuildError(
+            f"memkit: needs {DISK_NEEDED / 1e9:.1f} GB of free disk to build, got {free / 1e9:.1f} GB at {folder}"
+        )
+
+
+def max_jobs(env: Mapping[str, str], cores: int, memory: int | None) -> int:
+    """MAX_JOBS if it is set, else one compiler a core, and no more of them than memory holds (2 GB each)."""
+    if env.get("MAX_JOBS"):
+        return int(env["MAX_JOBS"])
+    return max(1, cores if memory is None else min(cores, memory // (2 * 1024**3)))
+
+
+def available_memory() -> int | None:
+    try:
+        text = Path("/proc/meminfo").read_text()
+    except OSError:
+        return None
+    match = re.search(r"MemAvailable:\s+(\d+) kB", text)
+    return int(match[1]) * 1024 if match else None
+
+
+# CUDA
+
+
+@dataclass(frozen=True)
+class Toolkit:
+    root: Path  # holds bin/nvcc
+    version: str  # "13.0"
+
+    @property
+    def include(self) -> Path:
+        return self._first("include", "targets/x86_64-linux/include", "targets/sbsa-linux/include", file="cuda_runtime.h")
+
+    @property
+    def cudart(self) -> Path:
+        """The shared runtime by its versioned name: the wheels carry no unversioned libcudart.so."""
+        name = f"libcudart.so.{self.version.split('.')[0]}"
+        return self._first("lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib", file=name) / name
+
+    def _first(self, *folders: str, file: str) -> Path:
+        for folder in folders:
+            if (self.root / folder / file).exists():
+                return self.root / folder
+        raise BuildError(f"memkit: nvcc {self.version} at {self.root} lacks {file}; is the CUDA runtime's package installed?")
+
+
+def read_toolkit(nvcc: Path, run: Run = run) -> Toolkit | None:
+    """None where `nvcc` does not run. The root is asked of nvcc itself: on PATH it is often a wrapper or a link."""
+    try:
+        release = re.search(r"release (\d+\.\d+)", run([str(nvcc), "--version"]))
+        if release is None:
+            return None
+        here = re.search(r"_HERE_=(.*)", run([str(nvcc), "--dryrun", "-x", "cu", "-c", os.devnull]))
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    folder = Path(here[1].strip()) if here else nvcc.resolve().parent
+    return Toolkit(folder.parent, release[1])
+
+
+def nvcc_candidates(env: Mapping[str, str], site: Sequence[str], cuda: str = "/usr/local/cuda") -> list[Path]:
+    """Every nvcc of this machine, the most deliberate choice first."""
+    found = [Path(env[name]) / "bin" / "nvcc" for name in ("CUDA_HOME", "CUDA_PATH") if env.get(name)]
+    on_path = shutil.which("nvcc", path=env.get("PATH", ""))
+    found += [Path(on_path)] if on_path else []
+    found.append(Path(cuda) / "bin" / "nvcc")
+    for folder in site:  # the PyPI wheels: nvidia/cu13
+        found += sorted(Path(folder).glob("nvidia/cu*/bin/nvcc"), reverse=True)
+    return [nvcc for nvcc in dict.fromkeys(found) if nvcc.exists()]
+
+
+def find_toolkit(
+    torch_cuda: str, candidates: Sequence[Path], read: Callable[[Path], Toolkit | None] = read_toolkit
+) -> tuple[Toolkit | None, list[str]]:
+    """The first toolkit of torch's CUDA major, and what was turned down."""
+    turned_down = []
+    for nvcc in candidates:
+        toolkit = read(nvcc)
+        if toolkit is None:
+            turned_down.append(f"{nvcc} does not run")
+        elif toolkit.version.split(".")[0] == torch_cuda.split(".")[0]:
+            return toolkit, turned_down
+        else:
+            turned_down.append(f"{nvcc} is CUDA {toolkit.version}")
+    return None, turned_down
+
+
+def choose_cuda(
+    env: Mapping[str, str],
+    torch_version: str,
+    torch_cuda: str | None,
+    find: Callable[[str], tuple[Toolkit | None, list[str]]],
+) -> tuple[Toolkit | None, str]:
+    """The toolkit to build the CUDA half with, or None and the reason. MEMKIT_CUDA=1 turns a reason into an error."""
+    wish = env.get("MEMKIT_CUDA", "")
+    if wish not in ("", "0", "1"):
+        raise BuildError(f"memkit: expected MEMKIT_CUDA to be 0, 1 or unset, got {wish!r}")
+    if wish == "0":
+        return None, "MEMKIT_CUDA=0"
+    if torch_cuda is None:
+        if wish == "1":
+            raise BuildError(f"memkit: MEMKIT_CUDA=1 needs a CUDA build of torch, got torch {torch_version}")
+        return None, f"torch {torch_version} is a CPU build"
+    toolkit, turned_down = find(torch_cuda)
+    if toolkit is not None:
+        return toolkit, f"nvcc {toolkit.version} at {toolkit.root}"
+    major = torch_cuda.split(".")[0]
+    reason = f"torch {torch_version} needs nvcc {major}.x" + "".join(f"; {line}" for line in turned_down or ["none was found"])
+    wheels = cuda_wheels(torch_cuda)
+    cure = (
+        "pip install " + " ".join(wheels)
+        if wheels
+        else f"install NVIDIA's CUDA {major} toolkit and set CUDA_HOME (PyPI has no whole nvcc of CUDA {major})"
+    )
+    if wish == "1":
+        raise BuildError(f"memkit: MEMKIT_CUDA=1, but {reason}.\n{cure}")
+    return None, f"{reason}. The CUDA half is left out; to have it: {cure}"
+
+
+def cuda_wheels(torch_cuda: str) -> list[str]:
+    """The PyPI wheels that make up an nvcc of torch's own CUDA line. Before CUDA 13 the wheels held no nvcc driver."""
+    if minor(torch_cuda) < (13, 0):
+        return []
+    names = ("nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm", "nvidia-cuda-runtime", "nvidia-cuda-cccl")
+    return [f"{name}=={dotted(minor(torch_cuda))}.*" for name in names]
+
+
+def site_folders() -> list[str]:
+    return [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+
+
+def missing_wheels(env: Mapping[str, str], torch_cuda: str | None) -> list[str]:
+    """The wheels this machine needs to compile the CUDA half; none where it has an nvcc or wants no CUDA."""
+    if torch_cuda is None or env.get("MEMKIT_CUDA") == "0":
+        return []
+    toolkit, _ = find_toolkit(torch_cuda, nvcc_candidates(env, site_folders()))
+    return [] if toolkit else cuda_wheels(torch_cuda)
+
+
+def extra(name: str, pyproject: Path) -> list[str]:
+    """One extra's requirements, without building memkit to learn them."""
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        from pip._vendor import tomli as tomllib
+    return list(tomllib.loads(pyproject.read_text())["project"]["optional-dependencies"][name])
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Prints requirements for the Makefile to hand to pip."""
+    match list(arguments):
+        case ["cuda-wheels"]:
+            import torch
+
+            print(*missing_wheels(os.environ, torch.version.cuda))
+        case ["extra", name]:
+            print(*extra(name, Path(__file__).with_name("pyproject.toml")))
+        case _:
+            print("usage: setup_checks.py cuda-wheels | extra NAME", file=sys.stderr)
+            return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
