@@ -24,7 +24,7 @@ DISK_NEEDED = 2 * 1024**3
 # one more costs every kernel file its whole compile time again.
 DEFAULT_ARCHS = "8.0;9.0+PTX"
 
-Run = Callable[[Sequence[str]], str]  # command -> stdout, raises OSError or CalledProcessError
+Run = Callable[[Sequence[str]], str]  # command -> what it printed; raises OSError or CalledProcessError
 
 
 class BuildError(Exception):
@@ -32,7 +32,7 @@ class BuildError(Exception):
 
 
 def run(command: Sequence[str]) -> str:
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True).stdout
 
 
 def minor(version: str) -> tuple[int, int]:
@@ -145,35 +145,30 @@ def available_memory() -> int | None:
 class Toolkit:
     root: Path  # holds bin/nvcc
     version: str  # "13.0"
-
-    @property
-    def include(self) -> Path:
-        return self._first("include", "targets/x86_64-linux/include", "targets/sbsa-linux/include", file="cuda_runtime.h")
-
-    @property
-    def cudart(self) -> Path:
-        """The shared runtime by its versioned name: the wheels carry no unversioned libcudart.so."""
-        name = f"libcudart.so.{self.version.split('.')[0]}"
-        return self._first("lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib", file=name) / name
-
-    def _first(self, *folders: str, file: str) -> Path:
-        for folder in folders:
-            if (self.root / folder / file).exists():
-                return self.root / folder
-        raise BuildError(f"memkit: nvcc {self.version} at {self.root} lacks {file}; is the CUDA runtime's package installed?")
+    include: Path
+    cudart: Path  # by its versioned name: the wheels carry no unversioned libcudart.so
 
 
-def read_toolkit(nvcc: Path, run: Run = run) -> Toolkit | None:
-    """None where `nvcc` does not run. The root is asked of nvcc itself: on PATH it is often a wrapper or a link."""
+def read_toolkit(nvcc: Path, run: Run = run) -> Toolkit | str:
+    """The toolkit around `nvcc`, or what is wrong with it. On PATH nvcc is often a wrapper or a link: it knows its root."""
     try:
         release = re.search(r"release (\d+\.\d+)", run([str(nvcc), "--version"]))
-        if release is None:
-            return None
         here = re.search(r"_HERE_=(.*)", run([str(nvcc), "--dryrun", "-x", "cu", "-c", os.devnull]))
     except (OSError, subprocess.CalledProcessError):
-        return None
-    folder = Path(here[1].strip()) if here else nvcc.resolve().parent
-    return Toolkit(folder.parent, release[1])
+        return f"{nvcc} does not run"
+    if release is None:
+        return f"{nvcc} does not say its version"
+    root = (Path(here[1].strip()) if here else nvcc.resolve().parent).parent
+    runtime = f"libcudart.so.{release[1].split('.')[0]}"
+    include = _first(root, ("include", "targets/*/include"), "cuda_runtime.h")
+    cudart = _first(root, ("lib64", "lib", "targets/*/lib"), runtime)
+    if include is None or cudart is None:
+        return f"{root} (CUDA {release[1]}) lacks {runtime if include else 'cuda_runtime.h'}"
+    return Toolkit(root, release[1], include.parent, cudart)
+
+
+def _first(root: Path, folders: Sequence[str], file: str) -> Path | None:
+    return next((path for folder in folders for path in sorted(root.glob(f"{folder}/{file}"))), None)
 
 
 def nvcc_candidates(env: Mapping[str, str], site: Sequence[str], cuda: str = "/usr/local/cuda") -> list[Path]:
@@ -188,14 +183,14 @@ def nvcc_candidates(env: Mapping[str, str], site: Sequence[str], cuda: str = "/u
 
 
 def find_toolkit(
-    torch_cuda: str, candidates: Sequence[Path], read: Callable[[Path], Toolkit | None] = read_toolkit
+    torch_cuda: str, candidates: Sequence[Path], read: Callable[[Path], Toolkit | str] = read_toolkit
 ) -> tuple[Toolkit | None, list[str]]:
     """The first toolkit of torch's CUDA major, and what was turned down."""
     turned_down = []
     for nvcc in candidates:
         toolkit = read(nvcc)
-        if toolkit is None:
-            turned_down.append(f"{nvcc} does not run")
+        if isinstance(toolkit, str):
+            turned_down.append(toolkit)
         elif toolkit.version.split(".")[0] == torch_cuda.split(".")[0]:
             return toolkit, turned_down
         else:
