@@ -1,0 +1,9 @@
+// memkit._C: what is not an operator. The operators register themselves with the dispatcher when this library loads.
+#include <pybind11/pybind11.h>
+
+#include "torch/fast_call.h"
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "memkit's compiled core; use memkit.functional, memkit.nn, memkit.memory";
+  memkit::bind_fast_call(m);
+}

@@ -1,0 +1,36 @@
+// What every engine is handed: raw pointers and sizes, no framework types.
+#pragma once
+
+#include <cstdint>
+
+#include "activation.h"
+
+namespace memkit {
+
+// Halves are computed in float.
+enum class Dtype : int { float32, float64, float16, bfloat16 };
+
+// Element i of the flat tensor gets data[(i / inner) % size] added; no bias when data is null.
+struct Bias {
+  const void* data = nullptr;
+  int64_t size = 1;
+  int64_t inner = 1;
+};
+
+// The flat, dense view of one activation call. Pointers are to `dtype` elements; out may be x or grad itself.
+struct ActivationArgs {
+  Act act;
+  ActParams params;
+  Dtype dtype;
+  int64_t numel = 0;
+  Bias bias;
+  const void* x = nullptr;       // forward: the input; backward: the saved input or the saved output
+  const void* grad = nullptr;    // backward: the gradient of the output
+  void* out = nullptr;           // forward: the output; backward: the gradient of the input
+  uint8_t* bits = nullptr;       // bit i % 8 of byte i / 8: element i lies right of the minimum; null where not kept
+};
+
+// The number of bytes that hold one bit an element.
+constexpr int64_t bit_bytes(int64_t numel) { return numel / 8 + (numel % 8 != 0); }
+
+}  // namespace memkit

@@ -1,0 +1,128 @@
+// memkit::_activation and its companions below autograd, on CPU, CUDA and meta tensors.
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+#include "checks.h"
+#include "engine.h"
+#include "layout.h"
+#include "spec.h"
+
+namespace memkit {
+namespace {
+
+using at::Tensor;
+using Params = c10::ArrayRef<double>;
+using OptionalTensor = std::optional<Tensor>;
+
+Tensor flat(const Tensor& x, bool biased, int64_t dim) { return is_walkable(x, biased, dim) ? x : x.contiguous(); }
+
+// other in the memory order of `like`.
+Tensor in_order_of(const Tensor& like, const Tensor& other) {
+  return other.strides() == like.strides() ? other : at::empty_like(like).copy_(other);
+}
+
+Bias bias_of(const Tensor& x, const OptionalTensor& bias, int64_t dim) {
+  if (!bias) return {};
+  const int64_t d = dim < 0 ? dim + x.dim() : dim;
+  int64_t inner = 1;
+  if (x.is_contiguous())
+    for (int64_t i = d + 1; i < x.dim(); ++i) inner *= x.size(i);
+  return {bias->const_data_ptr(), x.size(d), inner};
+}
+
+OptionalTensor contiguous(const OptionalTensor& bias) { return bias ? OptionalTensor(bias->contiguous()) : bias; }
+
+void forward_into(const Tensor& x, const OptionalTensor& bias, int64_t dim, const ActivationSpec& spec, const Tensor& out,
+                  const Tensor* bits) {
+  if (x.is_meta()) return;
+  const OptionalTensor dense_bias = contiguous(bias);
+  ActivationArgs args{spec.act, spec.params, dtype_of(x), x.numel(), bias_of(x, dense_bias, dim)};
+  args.x = x.const_data_ptr();
+  args.out = out.mutable_data_ptr();
+  args.bits = bits ? static_cast<uint8_t*>(bits->mutable_data_ptr()) : nullptr;
+  run_activation(Pass::forward, args, x.device());
+}
+
+Tensor empty_bits(const Tensor& x) {
+  return at::empty_symint({(x.sym_numel() + 7) / 8}, x.options().dtype(at::kByte));
+}
+
+Tensor activation(const Tensor& input, const OptionalTensor& bias, int64_t dim, c10::string_view op, Params params,
+                  c10::string_view) {
+  const Tensor x = flat(input, bias.has_value(), dim);
+  Tensor out = at::empty_like(x);
+  forward_into(x, bias, dim, ActivationSpec(op, params), out, nullptr);
+  return out;
+}
+
+std::tuple<Tensor, Tensor> activation_with_bits(const Tensor& input, const OptionalTensor& bias, int64_t dim,
+                                                c10::string_view op, Params params) {
+  const Tensor x = flat(input, bias.has_value(), dim);
+  Tensor out = at::empty_like(x);
+  Tensor bits = empty_bits(x);
+  forward_into(x, bias, dim, ActivationSpec(op, params), out, &bits);
+  return {out, bits};
+}
+
+// In place, memory that cannot be walked is worked on in a copy and written back.
+Tensor& activation_(Tensor& input, const OptionalTensor& bias, int64_t dim, c10::string_view op, Params params,
+                    c10::string_view) {
+  const Tensor x = flat(input, bias.has_value(), dim);
+  forward_into(x, bias, dim, ActivationSpec(op, params), x, nullptr);
+  if (!x.is_same(input)) input.copy_(x);
+  return input;
+}
+
+Tensor activation_with_bits_(Tensor& input, const OptionalTensor& bias, int64_t dim, c10::string_view op, Params params) {
+  const Tensor x = flat(input, bias.has_value(), dim);
+  Tensor bits = empty_bits(x);
+  forward_into(x, bias, dim, ActivationSpec(op, params), x, &bits);
+  if (!x.is_same(input)) input.copy_(x);
+  return bits;
+}
+
+void backward_into(const Tensor& grad, const Tensor& saved, const OptionalTensor& bias, int64_t dim,
+                   const OptionalTensor& bits, const ActivationSpec& spec, bool from_output, const Tensor& out) {
+  if (saved.is_meta()) return;
+  const OptionalTensor dense_bias = contiguous(bias);
+  ActivationArgs args{spec.act, spec.params, dtype_of(saved), saved.numel(), bias_of(saved, dense_bias, dim)};
+  args.x = saved.const_data_ptr();
+  args.grad = grad.const_data_ptr();
+  args.out = out.mutable_data_ptr();
+  if (bits) args.bits = const_cast<uint8_t*>(bits->const_data_ptr<uint8_t>());
+  run_activation(from_output ? Pass::backward_from_output : Pass::backward_from_input, args, saved.device());
+}
+
+Tensor activation_backward(const Tensor& grad, const Tensor& saved, const OptionalTensor& bias, int64_t dim,
+                           const OptionalTensor& bits, c10::string_view op, Params params, bool from_output) {
+  const Tensor s = flat(saved, bias.has_value(), dim);
+  Tensor out = at::empty_like(s);
+  backward_into(in_order_of(s, grad), s, bias, dim, bits, ActivationSpec(op, params), from_output, out);
+  return out;
+}
+
+Tensor& activation_backward_(Tensor& grad, const Tensor& saved, const OptionalTensor& bias, int64_t dim,
+                             const OptionalTensor& bits, c10::string_view op, Params params, bool from_output) {
+  const Tensor s = flat(saved, bias.has_value(), dim);
+  const Tensor g = in_order_of(s, grad);
+  backward_into(g, s, bias, dim, bits, ActivationSpec(op, params), from_output, g);
+  if (!g.is_same(grad)) grad.copy_(g);
+  return grad;
+}
+
+void register_backend(torch::Library& m) {
+  m.impl("_activation", activation);
+  m.impl("_activation_", activation_);
+  m.impl("_activation_with_bits", activation_with_bits);
+  m.impl("_activation_with_bits_", activation_with_bits_);
+  m.impl("_activation_backward", activation_backward);
+  m.impl("_activation_backward_", activation_backward_);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(memkit, CPU, m) { register_backend(m); }
+TORCH_LIBRARY_IMPL(memkit, CUDA, m) { register_backend(m); }
+TORCH_LIBRARY_IMPL(memkit, Meta, m) { register_backend(m); }
+
+}  // namespace memkit

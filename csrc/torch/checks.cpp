@@ -1,0 +1,149 @@
+#include "checks.h"
+
+#include <ATen/TensorSubclassLikeUtils.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <numeric>
+#include <sstream>
+
+#include "activation_node.h"
+#include "node.h"
+
+namespace memkit {
+
+using at::Tensor;
+namespace autograd = torch::autograd;
+
+namespace {
+
+// Nodes of PyTorch's own that keep their output for backward (derivatives.yaml: `result`), by the name they print.
+// Overwriting such an output makes backward raise; knowing the producer lets the message name it beforehand.
+constexpr std::string_view kOutputSavers[] = {
+    "SigmoidBackward", "TanhBackward", "ExpBackward", "Exp2Backward", "Expm1Backward", "SqrtBackward", "RsqrtBackward",
+    "ReciprocalBackward", "SoftmaxBackward", "LogSoftmaxBackward", "SparseSoftmaxBackward", "SparseLogSoftmaxBackward",
+    "SafeSoftmaxBackward", "MaskedSoftmaxBackward", "ReluBackward", "CumprodBackward", "TanBackward", "PowBackward1",
+    "NormBackward", "LinalgVectorNormBackward", "CholeskyBackward", "LinalgInvExBackward", "LogsumexpBackward",
+    "LogcumsumexpBackward", "ProdBackward", "AmaxBackward", "AminBackward", "CudnnRnnBackward",
+    "ScaledDotProductFlashAttentionBackward", "ScaledDotProductFlashAttentionForCpuBackward",
+    "ScaledDotProductEfficientAttentionBackward", "ScaledDotProductCudnnAttentionBackward",
+    "ScaledDotProductFusedAttentionOverrideableBackward"};
+
+// "ReluBackward0" and in-place "EluBackward1" alike: the digits at the end number a function's overloads.
+bool saves_output(const autograd::Node& node) {
+  if (const auto* own = dynamic_cast<const ActivationBackward*>(&node)) return own->from_output();
+  const std::string name = node.name();
+  for (std::string_view saver : kOutputSavers) {
+    if (name.size() <= saver.size() + 1 && name.compare(0, saver.size(), saver) == 0) return true;
+  }
+  // In place, these keep their result where out of place they keep their input.
+  for (std::string_view saver : {"EluBackward1", "LeakyReluBackward1", "CeluBackward1", "SeluBackward1", "HardtanhBackward1"}) {
+    if (name == saver) return true;
+  }
+  return false;
+}
+
+bool overlaps_itself(const Tensor& x) {
+  if (x.numel() < 2 || x.is_non_overlapping_and_dense()) return false;
+  std::vector<int64_t> order(x.dim());
+  std::iota(order.begin(), order.end(), 0);
+  std::sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return x.stride(a) < x.stride(b); });
+  int64_t extent = 1;  // elements spanned by the dimensions so far
+  for (int64_t d : order) {
+    if (x.size(d) == 1) continue;
+    if (x.stride(d) < extent) return true;
+    extent += (x.size(d) - 1) * x.stride(d);
+  }
+  return false;
+}
+
+std::optional<std::string> producer_blocker(const Tensor& x) {
+  const auto& producer = x.grad_fn();
+  if (producer && saves_output(*producer)) {
+    return "the output of " + producer->name() + ", which keeps it for its backward";
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+std::string describe(const Tensor& x) {
+  std::ostringstream out;
+  std::string dtype = c10::toString(x.scalar_type());
+  if (const auto names = c10::getDtypeNames(x.scalar_type()); !names.first.empty()) dtype = names.first;
+  out << "torch." << dtype << " " << x.sym_sizes();
+  return out.str();
+}
+
+void check_float_tensor(std::string_view op, const Tensor& x) {
+  TORCH_CHECK(x.defined(), op, ": expected a tensor, got None");
+  TORCH_CHECK(!x.is_nested(), op, ": expected a dense tensor, got a nested tensor");
+  TORCH_CHECK(x.layout() == at::kStrided, op, ": expected a dense (strided) tensor, got layout ", x.layout());
+  const auto dtype = x.scalar_type();
+  TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf || dtype == at::kBFloat16, op,
+                   ": expected float32, float64, float16 or bfloat16, got ", describe(x));
+  TORCH_CHECK(x.is_cpu() || x.is_cuda() || x.is_meta(), op, ": expected a CPU or CUDA tensor, got one on ", x.device());
+}
+
+void check_bias(std::string_view op, const Tensor& x, const Tensor& bias, int64_t dim) {
+  check_float_tensor(op, bias);
+  TORCH_CHECK(x.dim() > 0, op, ": expected an input with at least 1 dimension beside a bias, got 0");
+  TORCH_CHECK_INDEX(dim >= -x.dim() && dim < x.dim(), op, ": expected dim in [", -x.dim(), ", ", x.dim() - 1, "], got ", dim);
+  TORCH_CHECK_VALUE(bias.dim() == 1 && bias.sym_size(0) == x.sym_size(dim), op, ": expected a bias of shape [",
+                    x.sym_size(dim), "] for dim ", dim, " of input ", x.sym_sizes(), ", got ", bias.sym_sizes());
+  TORCH_CHECK_TYPE(bias.scalar_type() == x.scalar_type(), op, ": expected input and bias of one dtype, got ", describe(x),
+                   " and ", describe(bias));
+  TORCH_CHECK(bias.device() == x.device(), op, ": expected input and bias on one device, got ", x.device(), " and ",
+              bias.device());
+}
+
+std::optional<std::string> inplace_blocker(const Tensor& x) {
+  if (x.is_inference() && !c10::InferenceMode::is_enabled()) return "an inference tensor outside inference_mode";
+  if (overlaps_itself(x)) return "expanded or self-overlapping memory (strides " + c10::str(x.strides()) + ")";
+  if (!at::GradMode::is_enabled() || !x.requires_grad()) return std::nullopt;
+  if (x.is_leaf()) return "a leaf that requires grad";
+  if (const auto* view = autograd::impl::get_view_autograd_meta(x); view && view->has_bw_view()) {
+    switch (view->get_creation_meta()) {
+      case autograd::CreationMeta::DEFAULT: break;
+      case autograd::CreationMeta::MULTI_OUTPUT_NODE:
+        return "one of several views made by one call (split, chunk or unbind)";
+      default: return "a view made under no_grad, inference_mode or by a custom function";
+    }
+    if (x._base().is_leaf()) return "a view of a leaf that requires grad";
+    if (auto blocker = producer_blocker(view->get_backward_view().base_)) return blocker;
+  }
+  return producer_blocker(x);
+}
+
+std::optional<std::string> inplace_blocker_strict(const Tensor& x) {
+  if (auto blocker = inplace_blocker(x)) return blocker;
+  if (!x.has_storage()) return "a tensor without storage";
+  size_t holders = 1;
+  if (const auto* view = autograd::impl::get_view_autograd_meta(x); view && view->has_bw_view()) {
+    if (view->get_backward_view().base_.use_count() > 1) return "a view whose base is still referenced";
+    ++holders;
+  }
+  if (x.use_count() > 1) return "a tensor that an operation saved for its backward";
+  if (x.storage().use_count() > holders) return "memory that another tensor shares";
+  return std::nullopt;
+}
+
+void raise_inplace(std::string_view op, const Tensor& x, const std::string& blocker) {
+  TORCH_CHECK(false, op, ": expected, in place, a tensor that nothing else needs, got ", describe(x), ", ", blocker,
+              "; use inplace=False or inplace='auto', or pass a clone");
+}
+
+void check_inplace_allowed(std::string_view op, const Tensor& x) {
+  if (auto blocker = inplace_blocker(x)) raise_inplace(op, x, *blocker);
+}
+
+bool is_plain(const Tensor& x) { return !at::isTensorSubclassLike(x); }
+
+bool is_sole_owner(const Tensor& x) {
+  return x.use_count() == 1 && x.has_storage() && x.storage().use_count() == 1 && x.is_non_overlapping_and_dense() &&
+         !x.is_view() && is_plain(x);
+}
+
+}  // namespace memkit

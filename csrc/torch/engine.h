@@ -1,0 +1,17 @@
+// Runs a kernel of memkit's on the device its tensors live on.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "../formulas/arguments.h"
+
+namespace memkit {
+
+Dtype dtype_of(const at::Tensor& x);
+
+enum class Pass { forward, backward_from_input, backward_from_output };
+
+// On the CPU: split over torch's intra-op threads. On CUDA: on the current stream of the tensors' device.
+void run_activation(Pass pass, const ActivationArgs& args, c10::Device device);
+
+}  // namespace memkit

@@ -1,0 +1,90 @@
+#include "fast_call.h"
+
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <c10/util/SmallVector.h>
+
+#include "activation_ops.h"
+#include "checks.h"
+
+namespace memkit {
+namespace {
+
+using at::Tensor;
+
+enum class Inplace { never, forced, automatic };
+
+std::string_view text(PyObject* object) {
+  Py_ssize_t size = 0;
+  const char* data = PyUnicode_AsUTF8AndSize(object, &size);
+  if (!data) throw python_error();
+  return {data, static_cast<size_t>(size)};
+}
+
+Inplace inplace_of(PyObject* object, std::string_view op) {
+  if (object == Py_False) return Inplace::never;
+  if (object == Py_True) return Inplace::forced;
+  TORCH_CHECK_VALUE(PyUnicode_Check(object) && text(object) == "auto", op,
+                    ": expected inplace True, False or 'auto', got ",
+                    std::string(pybind11::repr(object)));
+  return Inplace::automatic;
+}
+
+// 0 op, 1 input, 2 bias or None, 3 dim, 4 params (tuple of float), 5 inplace, 6 save
+PyObject* activation(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 7, "activation: expected 7 arguments, got ", count);
+  const std::string_view op = text(args[0]), save = text(args[6]);
+  TORCH_CHECK_TYPE(THPVariable_Check(args[1]), op, ": expected input to be a Tensor, got ", Py_TYPE(args[1])->tp_name);
+  const bool biased = args[2] != Py_None;
+  TORCH_CHECK_TYPE(!biased || THPVariable_Check(args[2]), op, ": expected bias to be a Tensor, got ",
+                   Py_TYPE(args[2])->tp_name);
+  if (!THPVariable_CheckExact(args[1]) || (biased && !THPVariable_CheckExact(args[2])) ||
+      at::impl::torch_function_mode_enabled()) {
+    Py_RETURN_NONE;
+  }
+  const Tensor& input = THPVariable_Unpack(args[1]);
+  const std::optional<Tensor> bias = biased ? std::optional<Tensor>(THPVariable_Unpack(args[2])) : std::nullopt;
+  const int64_t dim = PyLong_AsLongLong(args[3]);
+  if (dim == -1 && PyErr_Occurred()) throw python_error();
+  c10::SmallVector<double, 2> params;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args[4]); ++i) {
+    params.push_back(PyFloat_AsDouble(PyTuple_GET_ITEM(args[4], i)));
+    if (PyErr_Occurred()) throw python_error();
+  }
+  Inplace inplace = inplace_of(args[5], op);
+  if (inplace == Inplace::automatic) {
+    inplace = inplace_blocker_strict(input) ? Inplace::never : Inplace::forced;
+  }
+  if (inplace == Inplace::forced) {
+    Tensor self = input;
+    {
+      const pybind11::gil_scoped_release no_gil;
+      ops::activation_(self, bias, dim, op, params, save);
+    }
+    Py_INCREF(args[1]);
+    return args[1];
+  }
+  Tensor out;
+  {
+    const pybind11::gil_scoped_release no_gil;
+    out = ops::activation(input, bias, dim, op, params, save);
+  }
+  return THPVariable_Wrap(std::move(out));
+  END_HANDLE_TH_ERRORS
+}
+
+PyMethodDef kMethods[] = {
+    {"activation", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(activation)), METH_FASTCALL,
+     "activation(op, input, bias, dim, params, inplace, save) -> Tensor or None"},
+    {nullptr, nullptr, 0, nullptr}};
+
+}  // namespace
+
+void bind_fast_call(pybind11::module_& m) {
+  if (PyModule_AddFunctions(m.ptr(), kMethods) != 0) throw pybind11::error_already_set();
+}
+
+}  // namespace memkit

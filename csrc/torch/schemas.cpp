@@ -1,0 +1,56 @@
+// Every operator memkit registers, in one readable place. Kernels register themselves where they are defined.
+//
+// The named operators (memkit::gelu, memkit::gelu_, ...) are what models call and graphs show; each is one line over
+// memkit::_activation, which carries the derivative. The operators after it are the backends' part, below autograd.
+//   op      one of the names below, or "gelu_tanh"
+//   params  leaky_relu [negative_slope]; elu, celu [alpha]; softplus [beta, threshold]; hardtanh [min, max]; else []
+//   save    "auto" | "input" | "output": what backward computes the slope from
+//   bits    one bit an element, packed: the element lies right of the function's minimum
+#include <torch/library.h>
+
+TORCH_LIBRARY(memkit, m) {
+#define MEMKIT_NAMED(NAME, ARGUMENTS)                                                           \
+  m.def(NAME "(Tensor input, " ARGUMENTS "*, str save='auto') -> Tensor");                       \
+  m.def(NAME "_(Tensor(a!) input, " ARGUMENTS "*, str save='auto') -> Tensor(a!)");
+
+  MEMKIT_NAMED("relu", "")
+  MEMKIT_NAMED("leaky_relu", "float negative_slope=0.01, ")
+  MEMKIT_NAMED("elu", "float alpha=1.0, ")
+  MEMKIT_NAMED("selu", "")
+  MEMKIT_NAMED("celu", "float alpha=1.0, ")
+  MEMKIT_NAMED("sigmoid", "")
+  MEMKIT_NAMED("tanh", "")
+  MEMKIT_NAMED("softplus", "float beta=1.0, float threshold=20.0, ")
+  MEMKIT_NAMED("relu6", "")
+  MEMKIT_NAMED("hardtanh", "float min_val=-1.0, float max_val=1.0, ")
+  MEMKIT_NAMED("hardsigmoid", "")
+  MEMKIT_NAMED("relu_squared", "")
+  MEMKIT_NAMED("gelu", "str approximate='none', ")
+  MEMKIT_NAMED("quick_gelu", "")
+  MEMKIT_NAMED("silu", "")
+  MEMKIT_NAMED("mish", "")
+  MEMKIT_NAMED("hardswish", "")
+#undef MEMKIT_NAMED
+
+  m.def(
+      "bias_act(Tensor input, Tensor bias, str act='gelu', *, int dim=-1, float[]? params=None, str save='auto') -> Tensor");
+  m.def(
+      "bias_act_(Tensor(a!) input, Tensor bias, str act='gelu', *, int dim=-1, float[]? params=None, str save='auto') -> "
+      "Tensor(a!)");
+
+  m.def("_activation(Tensor input, Tensor? bias, int dim, str op, float[] params, str save) -> Tensor");
+  m.def("_activation_(Tensor(a!) input, Tensor? bias, int dim, str op, float[] params, str save) -> Tensor(a!)");
+
+  // The bits' order is the order of the output's memory, so a compiler must not change strides on the way.
+  const std::vector<at::Tag> tags{at::Tag::needs_exact_strides};
+  m.def("_activation_with_bits(Tensor input, Tensor? bias, int dim, str op, float[] params) -> (Tensor, Tensor)", tags);
+  m.def("_activation_with_bits_(Tensor(a!) input, Tensor? bias, int dim, str op, float[] params) -> Tensor", tags);
+  m.def(
+      "_activation_backward(Tensor grad, Tensor saved, Tensor? bias, int dim, Tensor? bits, str op, float[] params, bool "
+      "from_output) -> Tensor",
+      tags);
+  m.def(
+      "_activation_backward_(Tensor(a!) grad, Tensor saved, Tensor? bias, int dim, Tensor? bits, str op, float[] params, "
+      "bool from_output) -> Tensor(a!)",
+      tags);
+}

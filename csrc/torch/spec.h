@@ -1,0 +1,32 @@
+// An activation by name: its formula, its parameters checked, and how it may be saved.
+#pragma once
+
+#include <c10/util/ArrayRef.h>
+#include <string_view>
+
+#include "../formulas/activation.h"
+
+namespace memkit {
+
+struct ActivationSpec {
+  std::string_view name;  // as in the schema; static storage
+  Act act;
+  ActParams params;
+
+  // Raises on an unknown name, a wrong number of parameters or a parameter out of range.
+  ActivationSpec(std::string_view name, c10::ArrayRef<double> params);
+
+  bool has_branch() const { return act >= Act::gelu; }
+  // Whether the slope is a function of the output (and the branch) at these parameters.
+  bool invertible() const;
+};
+
+// "gelu" or "gelu_tanh".
+std::string_view gelu_name(std::string_view approximate);
+
+enum class Save { input, output };
+
+// What `save` means for this call.
+Save resolve_save(const ActivationSpec& spec, std::string_view save, bool inplace);
+
+}  // namespace memkit

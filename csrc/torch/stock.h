@@ -1,0 +1,18 @@
+// The activations in ATen's own differentiable operators: what memkit's are held against, and what serves where memkit's
+// kernels do not apply (function transforms, forward-mode derivatives, derivatives of derivatives).
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "spec.h"
+
+namespace memkit {
+
+at::Tensor stock_activation(const ActivationSpec& spec, const at::Tensor& x);
+
+// grad * f'(...), differentiable in both arguments; `saved` is the output where from_output, else the input.
+// Raises for an output-saving activation that is not monotone: its input is gone.
+at::Tensor stock_activation_backward(const ActivationSpec& spec, const at::Tensor& grad, const at::Tensor& saved,
+                                     bool from_output);
+
+}  // namespace memkit
