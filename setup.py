@@ -13,6 +13,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent
 os.chdir(ROOT)
 sys.path.insert(0, str(ROOT))  # PEP 517 builds do not put the source folder there
+# A virtual environment need not be activated to hold the ninja that builds.
+os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
 
 import setup_checks as checks  # noqa: E402
 from setuptools import setup  # noqa: E402
@@ -46,8 +48,8 @@ def ccache_environment() -> None:
 def build_arguments() -> dict[str, Any]:
     try:
         import torch
-    except ImportError:
-        sys.exit(checks.TORCH_MISSING.format(python=sys.executable))
+    except (ImportError, OSError) as error:  # OSError: a CUDA library that torch loads is missing
+        raise checks.BuildError(checks.TORCH_MISSING.format(python=sys.executable, error=error)) from None
     warning = checks.check_torch(torch.__version__)
     if warning:
         say(warning)
@@ -96,10 +98,11 @@ def build_arguments() -> dict[str, Any]:
             try:
                 compiler = checks.check_compiler(os.environ.get("CXX", "c++"))
                 checks.check_python_headers(sysconfig.get_path("include"))
+                checks.check_ninja(os.environ["PATH"])
                 checks.check_disk(Path(self.build_temp))
+                jobs = checks.max_jobs(os.environ, len(os.sched_getaffinity(0)), checks.available_memory())
             except checks.BuildError as error:
                 raise BaseError(str(error)) from None
-            jobs = checks.max_jobs(os.environ, len(os.sched_getaffinity(0)), checks.available_memory())
             os.environ["MAX_JOBS"] = str(jobs)
             say(f"torch {torch.__version__}, {compiler}, {jobs} jobs; CUDA: {'yes, ' if toolkit else 'no, '}{reason}")
             super().run()

@@ -51,7 +51,7 @@ def dotted(version: tuple[int, int]) -> str:
 
 
 TORCH_MISSING = (
-    "memkit: torch cannot be imported by {python}.\n"
+    "memkit: {python} cannot import torch ({error}).\n"
     "memkit is compiled against the torch that you already have; pip's build isolation hides it. Install torch "
     f"({dotted(TORCH_OLDEST)} to {dotted(TORCH_NEWEST_TESTED)}), then:\n"
     "  pip install setuptools ninja && pip install --no-build-isolation ."
@@ -112,6 +112,11 @@ def check_python_headers(include: str) -> None:
         )
 
 
+def check_ninja(path: str) -> None:
+    if shutil.which("ninja", path=path) is None:
+        raise BuildError("memkit: needs ninja to build, and it is not on PATH: pip install ninja")
+
+
 def check_disk(folder: Path, free: int | None = None) -> None:
     while not folder.exists():
         folder = folder.parent
@@ -124,8 +129,11 @@ def check_disk(folder: Path, free: int | None = None) -> None:
 
 def max_jobs(env: Mapping[str, str], cores: int, memory: int | None) -> int:
     """MAX_JOBS if it is set, else one compiler a core, and no more of them than memory holds (2 GB each)."""
-    if env.get("MAX_JOBS"):
-        return int(env["MAX_JOBS"])
+    wish = env.get("MAX_JOBS")
+    if wish:
+        if not wish.isdecimal() or int(wish) < 1:
+            raise BuildError(f"memkit: expected MAX_JOBS to be a number from 1, got {wish!r}")
+        return int(wish)
     return max(1, cores if memory is None else min(cores, memory // (2 * 1024**3)))
 
 
@@ -266,10 +274,10 @@ def main(arguments: Sequence[str]) -> int:
             import torch
 
             print(*missing_wheels(os.environ, torch.version.cuda))
-        case ["extra", name]:
-            print(*extra(name, Path(__file__).with_name("pyproject.toml")))
+        case ["extra", *names] if names:
+            print(*(line for name in names for line in extra(name, Path(__file__).with_name("pyproject.toml"))))
         case _:
-            print("usage: setup_checks.py cuda-wheels | extra NAME", file=sys.stderr)
+            print("usage: setup_checks.py cuda-wheels | extra NAME...", file=sys.stderr)
             return 2
     return 0
 
