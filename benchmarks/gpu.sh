@@ -1,0 +1,120 @@
+#!/usr/bin/env bash
+# Everything that needs a GPU, on a machine that has one and torch, and maybe no network: builds in place with PYTHON,
+# installs nothing (wheels in .whl/ are unpacked to a throw-away folder), and writes to the folder named by $1, as it goes:
+#   summary.json  hardware, versions, and one entry a stage: ok, failed, out of time, absent; seconds; the last lines
+#   build.log tests.log memcheck.log racecheck.log      kernels.json steps.json pool.json
+# A stage that fails does not stop the next; the exit status is 1 if any failed. BUDGET seconds in all.
+set -uo pipefail
+
+OUT=$(mkdir -p "${1:?usage: benchmarks/gpu.sh OUT}" && cd "$1" && pwd)
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+PYTHON=${PYTHON:-python3}
+BUDGET=${BUDGET:-530}
+SECONDS=0
+SCRATCH=$(mktemp -d)
+trap 'rm -rf "$SCRATCH"' EXIT
+failed=0
+
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+if compgen -G '.whl/*.whl' >/dev/null; then
+  "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --target "$SCRATCH/site" .whl/*.whl &&
+    export PYTHONPATH="$PYTHONPATH:$SCRATCH/site" # behind: what the machine has wins
+fi
+
+# summary STAGE NAME VALUE...: writes into summary.json. STAGE . is the file as a whole; VALUE is JSON, or @LOG for its end.
+summary() {
+  "$PYTHON" - "$OUT/summary.json" "$@" <<'PY'
+import json, pathlib, sys
+file, stage, *pairs = sys.argv[1:]
+path = pathlib.Path(file)
+whole = json.loads(path.read_text()) if path.exists() else {}
+entry = whole if stage == "." else whole.setdefault("stages", {}).setdefault(stage, {})
+for name, value in zip(pairs[::2], pairs[1::2], strict=True):
+    if value.startswith("@"):
+        log = pathlib.Path(value[1:])
+        entry[name] = log.read_text(errors="replace").splitlines()[-15:] if log.exists() else []
+    else:
+        entry[name] = json.loads(value)
+path.write_text(json.dumps(whole, indent=2) + "\n")
+PY
+}
+
+# stage NAME LIMIT LOG COMMAND...: runs COMMAND for at most LIMIT seconds or what is left of BUDGET.
+stage() {
+  local name=$1 limit=$2 log=$3 left=$((BUDGET - SECONDS)) start=$SECONDS status=0 word=ok
+  shift 3
+  [ "$limit" -lt "$left" ] || limit=$left
+  if [ "$limit" -lt 10 ]; then
+    echo "$name: not started, ${BUDGET} s are used up" | tee -a "$log"
+    status=124
+  else
+    timeout -k 5 "$limit" "$@" </dev/null 2>&1 | tee -a "$log" || status=${PIPESTATUS[0]}
+  fi
+  [ "$status" = 0 ] || { failed=1 && word=failed; }
+  [ "$status" != 124 ] && [ "$status" != 137 ] || word="out of time"
+  summary "$name" result "\"$word\"" exit "$status" seconds $((SECONDS - start)) tail "@$log"
+  echo "== $name: $word ($((SECONDS - start)) s)"
+  return "$status"
+}
+
+rm -f "$OUT"/{summary,kernels,steps,pool}.json "$OUT"/{build,tests,memcheck,racecheck}.log
+
+"$PYTHON" - >"$SCRATCH/machine.json" 2>"$SCRATCH/machine.log" <<'PY'
+import json, platform, subprocess, torch
+
+def ask(*command):
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
+    except OSError:
+        return ""
+
+there = torch.cuda.is_available()
+print(json.dumps({
+    "gpu": torch.cuda.get_device_name() if there else None,
+    "capability": "%d.%d" % torch.cuda.get_device_capability() if there else None,
+    "memory_bytes": torch.cuda.get_device_properties(0).total_memory if there else None,
+    "driver": ask("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+    "torch": torch.__version__,
+    "torch_cuda": torch.version.cuda,
+    "nvcc": ask("nvcc", "--version").split("release ")[-1].split(",")[0],
+    "python": platform.python_version(),
+    "cpu_cores": len(__import__("os").sched_getaffinity(0)),
+}))
+PY
+machine=$(cat "$SCRATCH/machine.json")
+commit=${COMMIT:-$(git rev-parse HEAD 2>/dev/null || echo unknown)}
+summary . machine "${machine:-null}" commit "\"$commit\"" date "\"$(date -u +%Y-%m-%dT%H:%M:%SZ)\""
+capability=$("$PYTHON" -c 'import json, sys; print(json.load(sys.stdin)["capability"] or "")' <<<"$machine" 2>/dev/null)
+if [ -z "$capability" ]; then
+  cat "$SCRATCH/machine.log"
+  echo "gpu.sh: $PYTHON has no torch that sees a CUDA device" | tee "$OUT/build.log"
+  summary build result '"failed"' exit 1 tail "@$OUT/build.log"
+  exit 1
+fi
+export TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-$capability} MEMKIT_CUDA=1
+
+if stage build 240 "$OUT/build.log" "$PYTHON" setup.py -q build_ext --inplace; then
+  if "$PYTHON" -c 'import pytest' 2>/dev/null; then
+    pytest=("$PYTHON" -m pytest -q -p no:cacheprovider)
+    stage tests_cuda 120 "$OUT/tests.log" "${pytest[@]}" -m "cuda and not slow"
+    # Each tensor its own cudaMalloc: behind the caching allocator a write past the end lands in a neighbour unseen.
+    for tool in memcheck racecheck; do
+      stage $tool 90 "$OUT/$tool.log" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+        compute-sanitizer --tool $tool --error-exitcode 99 "${pytest[@]}" -m sanitize
+    done
+  else
+    stage tests_cuda 10 "$OUT/tests.log" sh -c \
+      'echo "pytest is missing: put its wheels (pytest, pluggy, iniconfig, packaging) into .whl/"; exit 127'
+  fi
+  stage kernels 100 "$SCRATCH/kernels.log" "$PYTHON" benchmarks/bench_activation.py --device cuda --json "$OUT/kernels.json"
+  stage steps 150 "$SCRATCH/steps.log" "$PYTHON" -m memkit.cli bench --device cuda --json "$OUT/steps.json"
+  if [ -f benchmarks/bench_pool.py ]; then
+    stage pool 60 "$SCRATCH/pool.log" "$PYTHON" benchmarks/bench_pool.py --device cuda --json "$OUT/pool.json"
+  fi
+  # Last: what a machine without a GPU has tested already.
+  if [ -n "${pytest:-}" ]; then
+    stage tests_cpu 120 "$OUT/tests.log" "${pytest[@]}" -m "not cuda and not slow"
+  fi
+fi
+summary . seconds "$SECONDS" ok "$([ "$failed" = 0 ] && echo true || echo false)"
+exit "$failed"

@@ -1,0 +1,381 @@
+"""The build's checks and the import check, on machines that are described and not owned."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+import memkit
+from memkit import _build, _build_info
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+import setup_checks as checks  # noqa: E402
+
+SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
+
+
+def info(torch_version: str, cuda: str | None, binary: str = f"_C{SUFFIX}") -> types.ModuleType:
+    module = types.ModuleType("memkit._build_info")
+    module.TORCH, module.TORCH_CUDA, module.BINARY = torch_version, cuda, binary
+    return module
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """An installed memkit: a binary, and no source tree around it."""
+    folder = tmp_path / "memkit"
+    folder.mkdir()
+    (folder / f"_C{SUFFIX}").touch()
+    return folder
+
+
+# The import check
+
+
+@pytest.mark.parametrize(
+    ("built", "built_cuda", "got", "got_cuda"),
+    [
+        ("2.13.0+cpu", None, "2.13.0+cpu", None),
+        ("2.14.0+cu130", "13.0", "2.14.1+cu130", "13.0"),
+        ("2.14.0+cu130", "13.0", "2.14.0+cu132", "13.2"),
+        ("2.14.0+cpu", None, "2.14.0", None),
+        ("2.16.0.dev20261101+cpu", None, "2.16.0.dev20261101+cpu", None),
+    ],
+)
+def test_the_same_torch_is_accepted(package, built, built_cuda, got, got_cuda):
+    assert _build.problem(info(built, built_cuda), got, got_cuda, package) is None
+
+
+@pytest.mark.parametrize(
+    ("built", "built_cuda", "got", "got_cuda", "names"),
+    [
+        ("2.13.0+cpu", None, "2.14.0+cu130", "13.0", ("2.13.0+cpu", "2.14.0+cu130")),
+        ("2.13.0+cpu", None, "2.14.0+cpu", None, ("2.13.0+cpu", "2.14.0+cpu")),
+        ("2.14.0+cpu", None, "2.14.0+cu130", "13.0", ("2.14.0+cpu", "2.14.0+cu130")),
+        ("2.14.0+cu130", "13.0", "2.14.0+cu128", "12.8", ("2.14.0+cu130", "2.14.0+cu128")),
+        ("2.1.0", None, "2.14.0", "13.0", ("2.1.0+cpu", "2.14.0+cu130")),
+        ("2.16.0.dev20261101+cpu", None, "2.16.0.dev20261102+cpu", None, ("2.16.0.dev20261101+cpu", "2.16.0.dev20261102+cpu")),
+    ],
+)
+def test_another_torch_is_named_with_the_cure(package, built, built_cuda, got, got_cuda, names):
+    assert _build.problem(info(built, built_cuda), got, got_cuda, package) == (
+        f"memkit: built for torch {names[0]}, got torch {names[1]}; "
+        "rebuild with: pip install --no-build-isolation --force-reinstall --no-deps memkit"
+    )
+
+
+def test_in_a_source_tree_the_cure_names_the_tree(package):
+    (package.parent / "setup.py").touch()
+    text = _build.problem(info("2.13.0+cpu", None), "2.14.0+cpu", None, package)
+    assert text.endswith(f"pip install --no-build-isolation --force-reinstall --no-deps {package.parent}")
+
+
+def test_a_tree_that_was_never_built_says_how_to_build(package):
+    (package.parent / "setup.py").touch()
+    assert _build.problem(None, "2.14.0+cpu", None, package) == (
+        f"memkit: not built yet; build with: pip install --no-build-isolation -e {package.parent} (or: make build)"
+    )
+
+
+def test_a_binary_of_another_python_is_named(package):
+    text = _build.problem(info("2.14.0+cpu", None, "_C.cpython-37m-x86_64-linux-gnu.so"), "2.14.0+cpu", None, package)
+    assert text.startswith(f"memkit: expected a binary that ends in {SUFFIX}, got _C.cpython-37m-x86_64-linux-gnu.so; ")
+
+
+def test_a_lost_binary_is_named(package):
+    (package / f"_C{SUFFIX}").unlink()
+    text = _build.problem(info("2.14.0+cpu", None), "2.14.0+cpu", None, package)
+    assert text.startswith(f"memkit: _C{SUFFIX} is missing from {package}; ")
+
+
+def test_import_fails_before_the_binary_is_loaded():
+    """A fresh interpreter, so that the order inside memkit/__init__.py counts."""
+    code = (
+        "import importlib.util, sys\n"
+        f"spec = importlib.util.spec_from_file_location('memkit._build_info', {_build_info.__file__!r})\n"
+        "info = importlib.util.module_from_spec(spec); spec.loader.exec_module(info)\n"
+        "info.TORCH = '1.0.0+cpu'\n"
+        "sys.modules['memkit._build_info'] = info\n"
+        "try:\n    import memkit\n"
+        "except ImportError as error:\n    print(error); print('memkit._C' in sys.modules)\n"
+    )
+    lines = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT).stdout.splitlines()
+    assert re.fullmatch(r"memkit: built for torch 1\.0\.0\+cpu, got torch .*; rebuild with: pip install .*", lines[0])
+    assert lines[1] == "False"
+
+
+# What this build says of itself
+
+
+def test_the_build_info_is_this_torch():
+    assert _build_info.TORCH == torch.__version__
+    assert _build_info.TORCH_CUDA == torch.version.cuda
+
+
+def test_the_metadata_names_the_torch_of_the_build():
+    try:
+        requires = importlib.metadata.requires("memkit")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("built in place and not installed: there is no metadata")
+    assert requires is not None
+    core = [line for line in requires if "extra ==" not in line]
+    assert core == [checks.torch_requirement(torch.__version__)]
+    assert importlib.metadata.version("memkit").startswith(f"{memkit.__version__}+torch")
+
+
+def test_every_public_name_resolves():
+    assert [name for name in memkit._PUBLIC if not hasattr(memkit, name)] == []
+    with pytest.raises(AttributeError, match="module 'memkit' has no attribute 'no_such_name'"):
+        memkit.no_such_name  # noqa: B018
+
+
+# Checks before the compiler starts
+
+
+def test_torch_versions():
+    assert checks.check_torch("2.11.0+cu130") is None
+    assert checks.check_torch("2.14.1") is None
+    with pytest.raises(checks.BuildError, match=r"^memkit: needs torch 2\.11 or newer, got 2\.10\.0\+cpu$"):
+        checks.check_torch("2.10.0+cpu")
+    with pytest.raises(checks.BuildError, match="expected a version like"):
+        checks.check_torch("main")
+    assert checks.check_torch("2.99.0") == (
+        f"memkit: tested with torch up to {checks.dotted(checks.TORCH_NEWEST_TESTED)}, got 2.99.0; building all the same"
+    )
+
+
+def test_requirement_and_version_name_torch():
+    assert checks.torch_requirement("2.14.0+cu130") == "torch==2.14.*"
+    assert checks.local_version("2.14.0+cu130", "13.0", with_cuda=True) == "torch2.14.cu130"
+    assert checks.local_version("2.14.0+cu130", "13.0", with_cuda=False) == "torch2.14.cpu"
+    assert checks.local_version("2.13.0+cpu", None, with_cuda=False) == "torch2.13.cpu"
+
+
+GCC = "g++ (Debian {0}-14) {0}\nCopyright (C) 2022 Free Software Foundation, Inc.\n"
+CLANG = "Ubuntu clang version {0} (++2024)\nTarget: x86_64-pc-linux-gnu\n"
+
+
+def test_compilers():
+    assert checks.check_compiler("c++", lambda _: GCC.format("12.2.0")) == "g++ 12.2.0"
+    assert checks.check_compiler("clang++", lambda _: CLANG.format("18.1.3")) == "clang++ 18.1.3"
+    asked: list[list[str]] = []
+    checks.check_compiler("ccache g++-13", lambda command: asked.append(list(command)) or GCC.format("13.1.0"))
+    assert asked == [["ccache", "g++-13", "--version"]]
+
+
+@pytest.mark.parametrize(
+    ("cxx", "banner", "message"),
+    [
+        ("c++", GCC.format("9.4.0"), r"^memkit: needs g\+\+ 11 or newer, got 9\.4\.0 \(c\+\+\)"),
+        ("clang++", CLANG.format("10.0.1"), r"^memkit: needs clang\+\+ 14 or newer, got 10\.0\.1 \(clang\+\+\)"),
+    ],
+)
+def test_old_compilers_are_named(cxx, banner, message):
+    with pytest.raises(checks.BuildError, match=message):
+        checks.check_compiler(cxx, lambda _: banner)
+
+
+def test_a_missing_compiler_is_named():
+    with pytest.raises(checks.BuildError, match=r"needs a C\+\+ compiler, and '/no/such/g\+\+' does not run"):
+        checks.check_compiler("/no/such/g++")
+
+
+def test_missing_python_headers(tmp_path):
+    with pytest.raises(checks.BuildError, match=r"needs Python's headers, and .*/Python\.h is not there"):
+        checks.check_python_headers(str(tmp_path))
+    (tmp_path / "Python.h").touch()
+    checks.check_python_headers(str(tmp_path))
+
+
+def test_missing_ninja(tmp_path):
+    with pytest.raises(checks.BuildError, match=r"needs ninja .*pip install ninja"):
+        checks.check_ninja(str(tmp_path))
+    (tmp_path / "ninja").touch(mode=0o755)
+    checks.check_ninja(str(tmp_path))
+
+
+def test_too_little_disk(tmp_path):
+    with pytest.raises(checks.BuildError, match=r"needs 2\.1 GB of free disk to build, got 0\.5 GB at "):
+        checks.check_disk(tmp_path / "not" / "yet", free=5 * 10**8)
+    checks.check_disk(tmp_path / "not" / "yet", free=3 * 10**9)
+
+
+def test_jobs():
+    giga = 1024**3
+    assert checks.max_jobs({"MAX_JOBS": "7"}, cores=2, memory=giga) == 7
+    assert checks.max_jobs({}, cores=8, memory=64 * giga) == 8
+    assert checks.max_jobs({}, cores=8, memory=5 * giga) == 2
+    assert checks.max_jobs({}, cores=8, memory=giga) == 1
+    assert checks.max_jobs({"MAX_JOBS": ""}, cores=3, memory=None) == 3
+    with pytest.raises(checks.BuildError, match="expected MAX_JOBS to be a number from 1, got 'all'"):
+        checks.max_jobs({"MAX_JOBS": "all"}, cores=2, memory=None)
+
+
+# Which nvcc
+
+
+def toolkit(root: Path, version: str = "13.0", here: bool = True) -> Path:
+    """A toolkit whose nvcc is a shell script; with `here` it tells its root, as nvcc does."""
+    major = version.split(".")[0]
+    for file in ("bin/nvcc", "include/cuda_runtime.h", f"lib/libcudart.so.{major}"):
+        (root / file).parent.mkdir(parents=True, exist_ok=True)
+        (root / file).touch()
+    nvcc = root / "bin" / "nvcc"
+    told = f"echo '#$ _HERE_={nvcc.parent}' >&2" if here else ":"
+    nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {version}, V{version}.88'\n{told}\n")
+    nvcc.chmod(0o755)
+    return nvcc
+
+
+def test_a_toolkit_with_the_layout_of_the_wheels(tmp_path):
+    found = checks.read_toolkit(toolkit(tmp_path / "nvidia" / "cu13"))
+    root = tmp_path / "nvidia" / "cu13"
+    assert found == checks.Toolkit(root, "13.0", root / "include", root / "lib" / "libcudart.so.13")
+
+
+def test_nvcc_behind_a_wrapper_tells_its_root(tmp_path):
+    real = toolkit(tmp_path / "cuda")
+    wrapper = tmp_path / "bin" / "nvcc"
+    wrapper.parent.mkdir()
+    wrapper.write_text(f'#!/bin/sh\nexec {real} "$@"\n')
+    wrapper.chmod(0o755)
+    found = checks.read_toolkit(wrapper)
+    assert isinstance(found, checks.Toolkit)
+    assert found.root == tmp_path / "cuda"
+
+
+def test_a_conda_toolkit_keeps_its_headers_under_targets(tmp_path):
+    nvcc = toolkit(tmp_path)
+    (tmp_path / "include").rename(tmp_path / "headers")
+    (tmp_path / "targets" / "x86_64-linux").mkdir(parents=True)
+    (tmp_path / "headers").rename(tmp_path / "targets" / "x86_64-linux" / "include")
+    found = checks.read_toolkit(nvcc)
+    assert isinstance(found, checks.Toolkit)
+    assert found.include == tmp_path / "targets" / "x86_64-linux" / "include"
+
+
+def test_toolkits_that_cannot_compile_are_turned_down(tmp_path):
+    bare, broken = toolkit(tmp_path / "bare"), tmp_path / "broken" / "nvcc"
+    (tmp_path / "bare" / "include" / "cuda_runtime.h").unlink()
+    broken.parent.mkdir()
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    broken.chmod(0o755)
+    old, good = toolkit(tmp_path / "old", "12.8"), toolkit(tmp_path / "good", "13.2")
+    found, turned_down = checks.find_toolkit("13.0", [bare, broken, old, good])
+    assert isinstance(found, checks.Toolkit)
+    assert found.version == "13.2"
+    assert turned_down == [
+        f"{tmp_path / 'bare'} (CUDA 13.0) lacks cuda_runtime.h",
+        f"{broken} does not run",
+        f"{old} is CUDA 12.8",
+    ]
+
+
+def test_the_most_deliberate_nvcc_comes_first(tmp_path):
+    chosen, on_path, system = (toolkit(tmp_path / name) for name in ("chosen", "path", "system"))
+    wheels = toolkit(tmp_path / "site-packages" / "nvidia" / "cu13")
+    env = {"CUDA_HOME": str(tmp_path / "chosen"), "PATH": str(tmp_path / "path" / "bin")}
+    site = [str(tmp_path / "site-packages")]
+    assert checks.nvcc_candidates(env, site, str(tmp_path / "system")) == [chosen, on_path, system, wheels]
+    assert checks.nvcc_candidates({"PATH": ""}, [], str(tmp_path / "nowhere")) == []
+
+
+def nothing(torch_cuda: str) -> tuple[None, list[str]]:
+    return None, []
+
+
+def test_a_cpu_torch_gets_no_cuda():
+    assert checks.choose_cuda({}, "2.13.0+cpu", None, nothing) == (None, "torch 2.13.0+cpu is a CPU build")
+    with pytest.raises(checks.BuildError, match=r"^memkit: MEMKIT_CUDA=1 needs a CUDA build of torch, got torch 2\.13\.0\+cpu$"):
+        checks.choose_cuda({"MEMKIT_CUDA": "1"}, "2.13.0+cpu", None, nothing)
+
+
+def test_memkit_cuda_0_asks_no_nvcc():
+    def find(torch_cuda: str) -> tuple[None, list[str]]:
+        raise AssertionError("nvcc was looked for")
+
+    assert checks.choose_cuda({"MEMKIT_CUDA": "0"}, "2.14.0+cu130", "13.0", find) == (None, "MEMKIT_CUDA=0")
+    with pytest.raises(checks.BuildError, match="expected MEMKIT_CUDA to be 0, 1 or unset, got 'yes'"):
+        checks.choose_cuda({"MEMKIT_CUDA": "yes"}, "2.14.0+cu130", "13.0", find)
+
+
+def test_nvcc_of_another_major_is_named_with_the_cure():
+    def find(torch_cuda: str) -> tuple[None, list[str]]:
+        return None, ["/usr/bin/nvcc is CUDA 12.8"]
+
+    message = r"MEMKIT_CUDA=1, but torch 2\.14\.0\+cu130 needs nvcc 13\.x; /usr/bin/nvcc is CUDA 12\.8\.\npip install nvidia-cuda-nvcc==13\.0\.\* "
+    with pytest.raises(checks.BuildError, match=message):
+        checks.choose_cuda({"MEMKIT_CUDA": "1"}, "2.14.0+cu130", "13.0", find)
+    chosen, reason = checks.choose_cuda({}, "2.14.0+cu130", "13.0", find)
+    assert chosen is None
+    assert "The CUDA half is left out; to have it: pip install nvidia-cuda-nvcc==13.0.* " in reason
+
+
+def test_cuda_12_has_no_wheels_to_offer():
+    _, reason = checks.choose_cuda({}, "2.13.0+cu126", "12.6", nothing)
+    assert "needs nvcc 12.x; none was found" in reason
+    assert "install NVIDIA's CUDA 12 toolkit and set CUDA_HOME" in reason
+
+
+def test_wheels_follow_torchs_cuda_line():
+    assert checks.cuda_wheels("13.2") == [
+        f"nvidia-{name}==13.2.*" for name in ("cuda-nvcc", "cuda-crt", "nvvm", "cuda-runtime", "cuda-cccl")
+    ]
+    assert checks.missing_wheels({}, None) == []
+    assert checks.missing_wheels({"MEMKIT_CUDA": "0", "PATH": ""}, "13.0") == []
+
+
+# The command line of setup.py
+
+
+def build_command(env: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "setup.py", "-q", *arguments], cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ({"CXX": "/no/such/g++"}, "error: memkit: needs a C++ compiler, and '/no/such/g++' does not run"),
+        ({"MEMKIT_CUDA": "maybe"}, "memkit: expected MEMKIT_CUDA to be 0, 1 or unset, got 'maybe'"),
+        ({"MAX_JOBS": "0"}, "error: memkit: expected MAX_JOBS to be a number from 1, got '0'"),
+    ],
+)
+def test_a_build_that_cannot_work_ends_without_a_traceback(env, message):
+    done = build_command(env, "build_ext", "--inplace")
+    assert done.returncode != 0
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_without_torch_the_build_says_what_to_install(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('No module named torch')\n")
+    done = build_command({"PYTHONPATH": str(tmp_path)}, "build_ext", "--inplace")
+    assert done.returncode != 0
+    assert "cannot import torch (No module named torch)" in done.stderr
+    assert "pip install --no-build-isolation ." in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# The rim: what may include torch
+
+TORCH_INCLUDE = re.compile(r'^\s*#\s*include\s*[<"](torch|ATen|c10)/', re.MULTILINE)
+
+
+def test_only_the_rim_includes_torch():
+    code = [path for path in (ROOT / "csrc").rglob("*") if path.suffix in {".h", ".cpp", ".cu", ".cuh"}]
+    assert len(code) > 3
+    inside = [path for path in code if path.parent.name in {"formulas", "cpu", "cuda", "arena"}]
+    assert [path.name for path in inside if TORCH_INCLUDE.search(path.read_text())] == []
+    assert any(TORCH_INCLUDE.search(path.read_text()) for path in code if path.parent.name == "torch")
