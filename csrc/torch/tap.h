@@ -1,0 +1,37 @@
+// The memory tap: memkit's place in front of torch's CPU allocator.
+// It counts CPU tensor storage for memkit.memory, and lets a thread take that storage from elsewhere
+// (pool.use()).
+#pragma once
+
+#include <cstddef>
+
+namespace pybind11 {
+class module_;
+}
+
+namespace memkit {
+
+// One block of a source, embedded in the source's own bookkeeping.
+struct CpuBlock {
+    void* data;                           // aligned to 64 bytes
+    void (*release)(CpuBlock*) noexcept;  // called once: from any thread, also long after the scope was left
+};
+
+// Where CPU tensor storage may come from instead of torch's allocator. Outlives its scopes and its blocks.
+class CpuSource {
+  public:
+    // nullptr: this one from torch's allocator, please. nbytes > 0.
+    virtual CpuBlock* allocate(std::size_t nbytes) = 0;
+
+  protected:
+    ~CpuSource() = default;
+};
+
+// Makes `source` this thread's, from now on; nullptr is torch's allocator. Returns the one it replaces, to
+// put back.
+CpuSource* exchange_cpu_source(CpuSource* source);
+
+// Installs the tap in the process, for good, and adds `Tap` to the module.
+void bind_tap(pybind11::module_& module);
+
+}  // namespace memkit

@@ -1,0 +1,94 @@
+"""Which storages autograd saves for backward, seen through saved-tensor hooks that change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ._meters import Meter
+
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+
+class SavedStorages:
+    """Adds up the storages that autograd saves while `hooks()` are active, without keeping any of them alive.
+
+    A weak reference to each keeps its address from naming another one later.
+    """
+
+    def __init__(self, meter: Meter, device: torch.device) -> None:
+        self._meter = meter
+        self._device = device
+        self._seen: dict[int, tuple[StorageWeakRef, int, Any]] = {}
+
+    def hooks(self) -> AbstractContextManager[None]:
+        outer = _active_hooks()
+        if outer is None:
+            return saved_tensors_hooks(self._pack, _unpack)
+        # Only the innermost hooks are called, so those around this are called from here.
+        outer_pack, outer_unpack = outer
+
+        def pack(tensor: torch.Tensor) -> Any:
+            self._note(tensor)
+            return outer_pack(tensor)
+
+        return saved_tensors_hooks(pack, outer_unpack)
+
+    def close(self) -> tuple[int, int]:
+        """Bytes of the storages that are younger than the meter's start, and of all."""
+        saved = sum(nbytes for _, nbytes, mark in self._seen.values() if self._meter.is_new(mark))
+        total = sum(nbytes for _, nbytes, _ in self._seen.values())
+        self._seen.clear()
+        return saved, total
+
+    def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+        self._note(tensor)
+        # Not the tensor itself: an output that its own node saves would keep the graph alive for ever.
+        return tensor.detach(), tensor._version
+
+    def _note(self, tensor: torch.Tensor) -> None:
+        for storage in storages(tensor):
+            key = storage._cdata
+            if key not in self._seen and storage.device == self._device:
+                weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+                self._seen[key] = weak, storage.nbytes(), self._meter.mark(storage)
+
+
+def storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
+    """The memory behind a tensor: none for opaque layouts, several for sparse ones and wrapper subclasses."""
+    parts: list[Any] = []
+    wrapper: Any = tensor
+    if is_traceable_wrapper_subclass(wrapper):
+        parts = [getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0]]
+    elif tensor.layout is torch.strided:
+        yield tensor.untyped_storage()
+    elif tensor.layout is torch.sparse_coo:
+        parts = [tensor._indices(), tensor._values()]
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    for part in parts:
+        yield from storages(part)
+
+
+def _active_hooks() -> Hooks | None:
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def _unpack(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
+    tensor, version = packed
+    # With hooks, autograd leaves this check to them.
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; "
+            f"expected version {version} instead."
+        )
+    return tensor
