@@ -1,0 +1,41 @@
+"""Activation modules: each is its ``torch.nn`` twin, with the same arguments and state, over :mod:`memkit.functional`."""
+
+from .activation import (
+    CELU,
+    ELU,
+    GELU,
+    SELU,
+    Hardsigmoid,
+    Hardswish,
+    Hardtanh,
+    LeakyReLU,
+    Mish,
+    QuickGELU,
+    ReLU,
+    ReLU6,
+    ReLUSquared,
+    Sigmoid,
+    SiLU,
+    Softplus,
+    Tanh,
+)
+
+__all__ = [
+    "CELU",
+    "ELU",
+    "GELU",
+    "SELU",
+    "Hardsigmoid",
+    "Hardswish",
+    "Hardtanh",
+    "LeakyReLU",
+    "Mish",
+    "QuickGELU",
+    "ReLU",
+    "ReLU6",
+    "ReLUSquared",
+    "SiLU",
+    "Sigmoid",
+    "Softplus",
+    "Tanh",
+]
