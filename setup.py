@@ -16,13 +16,14 @@ sys.path.insert(0, str(ROOT))  # PEP 517 builds do not put the source folder the
 # A virtual environment need not be activated to hold the ninja that builds.
 os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
 
-import setup_checks as checks  # noqa: E402
 from setuptools import setup  # noqa: E402
 from setuptools.errors import BaseError  # noqa: E402
 
-# -fno-math-errno and -fno-trapping-math: without them g++ cannot vectorise the branch-free formulas (20 times slower).
+import setup_checks as checks  # noqa: E402
+
+# -fno-math-errno and -fno-trapping-math: without them g++ cannot vectorise the branch-free formulas.
 # No -march=native: the loops carry target_clones and choose at run time, so that a wheel runs everywhere.
-# -g0 undoes the -g of some distributions' Python, which doubles compile time. -fopenmp: at::parallel_for is serial without.
+# -fopenmp: at::parallel_for is serial without it. -g0 undoes the -g of some distributions' Python.
 CXX_FLAGS = ["-O3", "-g0", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-fopenmp"]
 NVCC_FLAGS = ["-O3", "-lineinfo", "-Xcompiler=-fvisibility=hidden"]
 
@@ -31,18 +32,19 @@ def say(text: str) -> None:
     print(text if text.startswith("memkit") else f"memkit: {text}", file=sys.stderr, flush=True)
 
 
-def ccache_environment() -> None:
-    """torch 2.13 and newer call ccache by themselves; for the older ones CXX becomes a link by which ccache poses as c++."""
-    import torch
-
+def use_ccache(toolkit: checks.Toolkit | None) -> None:
+    """For a torch that does not call ccache by itself: CXX becomes a link by which ccache poses as c++."""
     ccache = shutil.which("ccache")
-    if ccache is None or checks.minor(torch.__version__) >= (2, 13) or "CXX" in os.environ:
+    if ccache is None:
         return
-    link = ROOT / "build" / "ccache" / "c++"
-    link.parent.mkdir(parents=True, exist_ok=True)
-    link.unlink(missing_ok=True)
-    link.symlink_to(ccache)
-    os.environ["CXX"] = str(link)
+    if "CXX" not in os.environ:
+        link = ROOT / "build" / "ccache" / "c++"
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.unlink(missing_ok=True)
+        link.symlink_to(ccache)
+        os.environ["CXX"] = str(link)
+    if toolkit:
+        os.environ.setdefault("PYTORCH_NVCC", f"{ccache} {toolkit.root / 'bin' / 'nvcc'}")
 
 
 def build_arguments() -> dict[str, Any]:
@@ -62,31 +64,32 @@ def build_arguments() -> dict[str, Any]:
         os.environ["CUDA_HOME"] = str(toolkit.root)  # cpp_extension reads it on import, below
         if not os.environ.get("TORCH_CUDA_ARCH_LIST") and not torch.cuda.is_available():
             os.environ["TORCH_CUDA_ARCH_LIST"] = checks.DEFAULT_ARCHS
-    ccache_environment()
+    from torch.utils import cpp_extension
 
-    from torch.utils.cpp_extension import BuildExtension, CppExtension
-
+    if not hasattr(cpp_extension, "_wrap_compiler"):
+        use_ccache(toolkit)
     sources = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.cpp"))
     macros = [("MEMKIT_TORCH_VERSION", f'"{torch.__version__}"'), ("MEMKIT_CUDA_VERSION", '""')]
-    extra: dict[str, list[Any]] = {"include_dirs": [str(ROOT / "csrc")], "libraries": [], "extra_link_args": ["-fopenmp"]}
+    include_dirs, libraries, link = [str(ROOT / "csrc")], [], ["-fopenmp"]
     if toolkit:
-        sources += sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc" / "cuda").rglob("*.cu"))
+        sources += sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.cu"))
         macros[-1] = ("MEMKIT_CUDA_VERSION", f'"{toolkit.version}"')
         macros.append(("MEMKIT_WITH_CUDA", "1"))
-        extra["include_dirs"].append(str(toolkit.include))
-        extra["libraries"] += ["c10_cuda", "torch_cuda"]
-        extra["extra_link_args"].append(str(toolkit.cudart))
-    extension = CppExtension(
+        include_dirs.append(str(toolkit.include))
+        libraries += ["c10_cuda", "torch_cuda"]
+        link.append(str(toolkit.cudart))
+    extension = cpp_extension.CppExtension(
         "memkit._C",
         sources,
         define_macros=macros,
         extra_compile_args={"cxx": CXX_FLAGS, "nvcc": NVCC_FLAGS},
-        depends=[str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.h")],
-        **extra,
+        include_dirs=include_dirs,
+        libraries=libraries,
+        extra_link_args=link,
     )
     version = torch.__version__ + ("-cuda" + toolkit.version if toolkit else "")
 
-    class Build(BuildExtension):  # type: ignore[misc]
+    class Build(cpp_extension.BuildExtension):  # type: ignore[misc]
         """Checks first, keeps objects a torch version apart, and writes down what the binary was built for."""
 
         def finalize_options(self) -> None:
@@ -104,7 +107,8 @@ def build_arguments() -> dict[str, Any]:
             except checks.BuildError as error:
                 raise BaseError(str(error)) from None
             os.environ["MAX_JOBS"] = str(jobs)
-            say(f"torch {torch.__version__}, {compiler}, {jobs} jobs; CUDA: {'yes, ' if toolkit else 'no, '}{reason}")
+            cuda = f"yes, {reason}" if toolkit else f"no, {reason}"
+            say(f"torch {torch.__version__}, {compiler}, {jobs} jobs; CUDA: {cuda}")
             super().run()
             self.write_info(Path(self.get_ext_fullpath("memkit._C")))
 
@@ -122,8 +126,9 @@ def build_arguments() -> dict[str, Any]:
             text += "".join(f"{name}: str | None = {value!r}\n" for name, value in lines.items())
             (binary.parent / "_build_info.py").write_text(text)
 
+    local = checks.local_version(torch.__version__, torch.version.cuda, toolkit is not None)
     return {
-        "version": base_version() + "+" + checks.local_version(torch.__version__, torch.version.cuda, toolkit is not None),
+        "version": f"{base_version()}+{local}",
         "install_requires": [checks.torch_requirement(torch.__version__)],
         "ext_modules": [extension],
         "cmdclass": {"build_ext": Build},

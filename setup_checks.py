@@ -32,7 +32,9 @@ class BuildError(Exception):
 
 
 def run(command: Sequence[str]) -> str:
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True).stdout
+    return subprocess.run(
+        command, check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ).stdout
 
 
 def minor(version: str) -> tuple[int, int]:
@@ -99,7 +101,8 @@ def check_compiler(cxx: str, run: Run = run) -> str:
         return banner.splitlines()[0] if banner else cxx
     if int(match[1]) < oldest:
         raise BuildError(
-            f"memkit: needs {name} {oldest} or newer, got {match[0].split()[-1]} ({cxx}); name another: CXX=/path/to/g++"
+            f"memkit: needs {name} {oldest} or newer, got {match[0].split()[-1]} ({cxx}); "
+            "name another: CXX=/path/to/g++"
         )
     return f"{name} {match[0].split()[-1]}"
 
@@ -123,7 +126,8 @@ def check_disk(folder: Path, free: int | None = None) -> None:
     free = shutil.disk_usage(folder).free if free is None else free
     if free < DISK_NEEDED:
         raise BuildError(
-            f"memkit: needs {DISK_NEEDED / 1e9:.1f} GB of free disk to build, got {free / 1e9:.1f} GB at {folder}"
+            f"memkit: needs {DISK_NEEDED / 1e9:.1f} GB of free disk to build, "
+            f"got {free / 1e9:.1f} GB at {folder}"
         )
 
 
@@ -226,7 +230,7 @@ def choose_cuda(
     if toolkit is not None:
         return toolkit, f"nvcc {toolkit.version} at {toolkit.root}"
     major = torch_cuda.split(".")[0]
-    reason = f"torch {torch_version} needs nvcc {major}.x" + "".join(f"; {line}" for line in turned_down or ["none was found"])
+    reason = "; ".join([f"torch {torch_version} needs nvcc {major}.x", *(turned_down or ["none was found"])])
     wheels = cuda_wheels(torch_cuda)
     cure = (
         "pip install " + " ".join(wheels)
@@ -275,7 +279,8 @@ def main(arguments: Sequence[str]) -> int:
 
             print(*missing_wheels(os.environ, torch.version.cuda))
         case ["extra", *names] if names:
-            print(*(line for name in names for line in extra(name, Path(__file__).with_name("pyproject.toml"))))
+            pyproject = Path(__file__).with_name("pyproject.toml")
+            print(*(requirement for name in names for requirement in extra(name, pyproject)))
         case _:
             print("usage: setup_checks.py cuda-wheels | extra NAME...", file=sys.stderr)
             return 2

@@ -29,7 +29,9 @@ def rebuild_command(package: Path = PACKAGE) -> str:
     return f"pip install --no-build-isolation --force-reinstall --no-deps {source}"
 
 
-def problem(info: ModuleType | None, torch_version: str, torch_cuda: str | None, package: Path = PACKAGE) -> str | None:
+def problem(
+    info: ModuleType | None, torch_version: str, torch_cuda: str | None, package: Path = PACKAGE
+) -> str | None:
     """Why the binary must not be loaded, with the command that mends it; None if it fits."""
     if info is None:
         editable = rebuild_command(package).replace("--force-reinstall --no-deps", "-e")
@@ -39,7 +41,8 @@ def problem(info: ModuleType | None, torch_version: str, torch_cuda: str | None,
         return f"memkit: built for torch {built}, got torch {got}; rebuild with: {rebuild_command(package)}"
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     if not info.BINARY.endswith(suffix):
-        return f"memkit: expected a binary that ends in {suffix}, got {info.BINARY}; rebuild with: {rebuild_command(package)}"
+        cure = rebuild_command(package)
+        return f"memkit: expected a binary that ends in {suffix}, got {info.BINARY}; rebuild with: {cure}"
     if not (package / info.BINARY).exists():
         return f"memkit: {info.BINARY} is missing from {package}; rebuild with: {rebuild_command(package)}"
     return None

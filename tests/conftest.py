@@ -18,7 +18,7 @@ def without_cuda() -> str | None:
 
 
 def pytest_report_header() -> list[str]:
-    cuda = without_cuda() or f"{torch.cuda.get_device_name()}, nvcc {_build_info.CUDA} for {_build_info.CUDA_ARCHS}"
+    cuda = without_cuda() or f"{torch.cuda.get_device_name()}, built for {_build_info.CUDA_ARCHS}"
     return [f"torch {torch.__version__}, {torch.get_num_threads()} threads, CUDA: {cuda}"]
 
 

@@ -64,7 +64,13 @@ def test_the_same_torch_is_accepted(package, built, built_cuda, got, got_cuda):
         ("2.14.0+cpu", None, "2.14.0+cu130", "13.0", ("2.14.0+cpu", "2.14.0+cu130")),
         ("2.14.0+cu130", "13.0", "2.14.0+cu128", "12.8", ("2.14.0+cu130", "2.14.0+cu128")),
         ("2.1.0", None, "2.14.0", "13.0", ("2.1.0+cpu", "2.14.0+cu130")),
-        ("2.16.0.dev20261101+cpu", None, "2.16.0.dev20261102+cpu", None, ("2.16.0.dev20261101+cpu", "2.16.0.dev20261102+cpu")),
+        (
+            "2.16.0.dev20261101+cpu",
+            None,
+            "2.16.0.dev20261102+cpu",
+            None,
+            ("2.16.0.dev20261101+cpu", "2.16.0.dev20261102+cpu"),
+        ),
     ],
 )
 def test_another_torch_is_named_with_the_cure(package, built, built_cuda, got, got_cuda, names):
@@ -88,8 +94,12 @@ def test_a_tree_that_was_never_built_says_how_to_build(package):
 
 
 def test_a_binary_of_another_python_is_named(package):
-    text = _build.problem(info("2.14.0+cpu", None, "_C.cpython-37m-x86_64-linux-gnu.so"), "2.14.0+cpu", None, package)
-    assert text.startswith(f"memkit: expected a binary that ends in {SUFFIX}, got _C.cpython-37m-x86_64-linux-gnu.so; ")
+    text = _build.problem(
+        info("2.14.0+cpu", None, "_C.cpython-37m-x86_64-linux-gnu.so"), "2.14.0+cpu", None, package
+    )
+    assert text.startswith(
+        f"memkit: expected a binary that ends in {SUFFIX}, got _C.cpython-37m-x86_64-linux-gnu.so; "
+    )
 
 
 def test_a_lost_binary_is_named(package):
@@ -109,8 +119,12 @@ def test_import_fails_before_the_binary_is_loaded():
         "try:\n    import memkit\n"
         "except ImportError as error:\n    print(error); print('memkit._C' in sys.modules)\n"
     )
-    lines = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT).stdout.splitlines()
-    assert re.fullmatch(r"memkit: built for torch 1\.0\.0\+cpu, got torch .*; rebuild with: pip install .*", lines[0])
+    lines = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT
+    ).stdout.splitlines()
+    assert re.fullmatch(
+        r"memkit: built for torch 1\.0\.0\+cpu, got torch .*; rebuild with: pip install .*", lines[0]
+    )
     assert lines[1] == "False"
 
 
@@ -118,8 +132,8 @@ def test_import_fails_before_the_binary_is_loaded():
 
 
 def test_the_build_info_is_this_torch():
-    assert _build_info.TORCH == torch.__version__
-    assert _build_info.TORCH_CUDA == torch.version.cuda
+    assert torch.__version__ == _build_info.TORCH
+    assert torch.version.cuda == _build_info.TORCH_CUDA
 
 
 def test_the_metadata_names_the_torch_of_the_build():
@@ -169,7 +183,9 @@ def test_compilers():
     assert checks.check_compiler("c++", lambda _: GCC.format("12.2.0")) == "g++ 12.2.0"
     assert checks.check_compiler("clang++", lambda _: CLANG.format("18.1.3")) == "clang++ 18.1.3"
     asked: list[list[str]] = []
-    checks.check_compiler("ccache g++-13", lambda command: asked.append(list(command)) or GCC.format("13.1.0"))
+    checks.check_compiler(
+        "ccache g++-13", lambda command: asked.append(list(command)) or GCC.format("13.1.0")
+    )
     assert asked == [["ccache", "g++-13", "--version"]]
 
 
@@ -177,7 +193,11 @@ def test_compilers():
     ("cxx", "banner", "message"),
     [
         ("c++", GCC.format("9.4.0"), r"^memkit: needs g\+\+ 11 or newer, got 9\.4\.0 \(c\+\+\)"),
-        ("clang++", CLANG.format("10.0.1"), r"^memkit: needs clang\+\+ 14 or newer, got 10\.0\.1 \(clang\+\+\)"),
+        (
+            "clang++",
+            CLANG.format("10.0.1"),
+            r"^memkit: needs clang\+\+ 14 or newer, got 10\.0\.1 \(clang\+\+\)",
+        ),
     ],
 )
 def test_old_compilers_are_named(cxx, banner, message):
@@ -296,7 +316,10 @@ def nothing(torch_cuda: str) -> tuple[None, list[str]]:
 
 def test_a_cpu_torch_gets_no_cuda():
     assert checks.choose_cuda({}, "2.13.0+cpu", None, nothing) == (None, "torch 2.13.0+cpu is a CPU build")
-    with pytest.raises(checks.BuildError, match=r"^memkit: MEMKIT_CUDA=1 needs a CUDA build of torch, got torch 2\.13\.0\+cpu$"):
+    with pytest.raises(
+        checks.BuildError,
+        match=r"^memkit: MEMKIT_CUDA=1 needs a CUDA build of torch, got torch 2\.13\.0\+cpu$",
+    ):
         checks.choose_cuda({"MEMKIT_CUDA": "1"}, "2.13.0+cpu", None, nothing)
 
 
@@ -313,7 +336,10 @@ def test_nvcc_of_another_major_is_named_with_the_cure():
     def find(torch_cuda: str) -> tuple[None, list[str]]:
         return None, ["/usr/bin/nvcc is CUDA 12.8"]
 
-    message = r"MEMKIT_CUDA=1, but torch 2\.14\.0\+cu130 needs nvcc 13\.x; /usr/bin/nvcc is CUDA 12\.8\.\npip install nvidia-cuda-nvcc==13\.0\.\* "
+    message = (
+        r"MEMKIT_CUDA=1, but torch 2\.14\.0\+cu130 needs nvcc 13\.x; /usr/bin/nvcc is CUDA 12\.8\.\n"
+        r"pip install nvidia-cuda-nvcc==13\.0\.\* "
+    )
     with pytest.raises(checks.BuildError, match=message):
         checks.choose_cuda({"MEMKIT_CUDA": "1"}, "2.14.0+cu130", "13.0", find)
     chosen, reason = checks.choose_cuda({}, "2.14.0+cu130", "13.0", find)
@@ -340,7 +366,11 @@ def test_wheels_follow_torchs_cuda_line():
 
 def build_command(env: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "setup.py", "-q", *arguments], cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True
+        [sys.executable, "setup.py", "-q", *arguments],
+        cwd=ROOT,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
     )
 
 
