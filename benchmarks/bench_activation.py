@@ -1,0 +1,371 @@
+"""Activations: stock eager, stock with a reused output, stock compiled, memkit, memkit in place; CPU or CUDA.
+
+    python benchmarks/bench_activation.py --quick
+    python benchmarks/bench_activation.py --json            # benchmarks/results/activation-cpu.json
+
+Times are medians over rounds in which all contenders take turns; ratios are the median of each round's own
+ratio to stock eager. Every sample starts from inputs that were just written, for all contenders alike, since
+those in place consume theirs. Forward and backward: `torch.autograd.grad` down to the input, which was
+made by another op. One function an op and dtype is compiled with dynamic=True, at the largest size first (one
+compilation a size would take five times as long).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from common import Contender, buffer_count, measure, normal, ratios
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+import memkit.functional as M
+from memkit.bench import machine
+from memkit.bench.report import origin, text_table, write_json
+
+KIND = "memkit-activation"
+FORMAT = 1
+RESULTS = Path(__file__).resolve().parent / "results"
+aten = torch.ops.aten
+
+Function = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Op:
+    """Stock and memkit's form of one activation.
+
+    `out` writes into a second tensor, where stock PyTorch has that; `in_place` works on the input, under
+    autograd too, unless `in_place_grad` takes its place there.
+    """
+
+    stock: Function
+    memkit: Callable[..., Tensor]
+    out: Callable[[Tensor, Tensor], Tensor] | None = None
+    in_place: Function | None = None
+    in_place_grad: Function | None = None
+
+
+def _gelu_tanh(x: Tensor, *, inplace: bool = False) -> Tensor:
+    return M.gelu(x, "tanh", inplace=inplace)
+
+
+OPS: dict[str, Op] = {
+    "relu": Op(F.relu, M.relu, None, torch.relu_),
+    "leaky_relu": Op(
+        F.leaky_relu, M.leaky_relu, lambda x, o: aten.leaky_relu.out(x, 0.01, out=o), F.leaky_relu_
+    ),
+    "elu": Op(F.elu, M.elu, lambda x, o: aten.elu.out(x, out=o), F.elu_),
+    "selu": Op(F.selu, M.selu, None, torch.selu_),
+    "celu": Op(F.celu, M.celu, None, torch.celu_),
+    "sigmoid": Op(torch.sigmoid, M.sigmoid, lambda x, o: torch.sigmoid(x, out=o), torch.sigmoid_),
+    "tanh": Op(torch.tanh, M.tanh, lambda x, o: torch.tanh(x, out=o), torch.tanh_),
+    "softplus": Op(F.softplus, M.softplus, lambda x, o: aten.softplus.out(x, out=o)),
+    "relu6": Op(
+        F.relu6, M.relu6, lambda x, o: aten.hardtanh.out(x, 0.0, 6.0, out=o), lambda x: F.relu6(x, True)
+    ),
+    "hardtanh": Op(F.hardtanh, M.hardtanh, lambda x, o: aten.hardtanh.out(x, out=o), F.hardtanh_),
+    "hardsigmoid": Op(
+        F.hardsigmoid,
+        M.hardsigmoid,
+        lambda x, o: aten.hardsigmoid.out(x, out=o),
+        lambda x: F.hardsigmoid(x, True),
+    ),
+    "relu_squared": Op(
+        lambda x: F.relu(x).square(),
+        M.relu_squared,
+        None,
+        lambda x: x.relu_().square_(),
+        lambda x: x.relu_().square(),
+    ),
+    "gelu": Op(F.gelu, M.gelu, lambda x, o: aten.gelu.out(x, out=o)),
+    "gelu_tanh": Op(
+        lambda x: F.gelu(x, approximate="tanh"),
+        _gelu_tanh,
+        lambda x, o: aten.gelu.out(x, approximate="tanh", out=o),
+    ),
+    "quick_gelu": Op(lambda x: x * torch.sigmoid(1.702 * x), M.quick_gelu),
+    "silu": Op(F.silu, M.silu, lambda x, o: aten.silu.out(x, out=o), lambda x: F.silu(x, True)),
+    "mish": Op(F.mish, M.mish, lambda x, o: aten.mish.out(x, out=o), lambda x: F.mish(x, True)),
+    "hardswish": Op(
+        F.hardswish, M.hardswish, lambda x, o: aten.hardswish.out(x, out=o), lambda x: F.hardswish(x, True)
+    ),
+}
+
+SIZES = {"16Ki": 1 << 14, "128Ki": 1 << 17, "1Mi": 1 << 20, "8Mi": 1 << 23, "32Mi": 1 << 25}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+MODES = ("forward", "forward+backward")
+CONTENDERS = {
+    "stock": "stock",
+    "reused": "stock, output reused",
+    "compiled": "stock compiled",
+    "memkit": "memkit",
+    "memkit_inplace": "memkit in place",
+}
+SLOWER = 1.05
+OVERHEAD_CALLS = 400
+
+
+class Buffers:
+    """Inputs of one size and dtype in pristine copies, and what the contenders work on."""
+
+    def __init__(self, elements: int, dtype: torch.dtype, device: str) -> None:
+        count = buffer_count(elements, dtype, device)
+        self.pristine = [normal(elements, dtype, device, seed) for seed in range(count)]
+        self.work = [torch.empty_like(x) for x in self.pristine]
+        self.outputs = [torch.empty_like(x) for x in self.pristine]
+        self.upstream = normal(elements, dtype, device, seed=1 << 20)
+        self.zero = torch.zeros((), dtype=dtype, device=device, requires_grad=True)
+
+    def inputs(self) -> list[tuple[Tensor]]:
+        for x, pristine in zip(self.work, self.pristine, strict=True):
+            x.copy_(pristine)
+        return [(x,) for x in self.work]
+
+    def inputs_and_outputs(self) -> list[tuple[Tensor, Tensor]]:
+        return [(x, out) for (x,), out in zip(self.inputs(), self.outputs, strict=True)]
+
+    def pre_activations(self) -> list[tuple[Tensor, GradientEdge, Tensor]]:
+        """Results of another op, which autograd lets one overwrite, with the edge to stop the backward at."""
+        made = [pristine + self.zero for pristine in self.pristine]
+        return [(h, get_gradient_edge(h), self.upstream) for h in made]
+
+
+def there_and_back(function: Function) -> Callable[[Tensor, GradientEdge, Tensor], object]:
+    def call(h: Tensor, edge: GradientEdge, upstream: Tensor) -> object:
+        return torch.autograd.grad(function(h), edge, upstream)
+
+    return call
+
+
+def contenders(op: Op, compiled: Function | None, mode: str, buffers: Buffers) -> dict[str, Contender]:
+    def memkit_inplace(x: Tensor) -> Tensor:
+        return op.memkit(x, inplace=True)
+
+    functions: dict[str, Function] = {
+        "stock": op.stock,
+        "memkit": op.memkit,
+        "memkit_inplace": memkit_inplace,
+    }
+    if compiled is not None:
+        functions["compiled"] = compiled
+    if mode == "forward":
+        found = {name: Contender(buffers.inputs, function) for name, function in functions.items()}
+        if op.out is not None:
+            found["reused"] = Contender(buffers.inputs_and_outputs, op.out)
+        elif op.in_place is not None:
+            found["reused"] = Contender(buffers.inputs, op.in_place)
+        found["copy"] = Contender(buffers.inputs_and_outputs, lambda x, out: out.copy_(x))
+        return found
+    in_place = op.in_place_grad or op.in_place  # out= has no gradient
+    if in_place is not None:
+        functions["reused"] = in_place
+    return {
+        name: Contender(buffers.pre_activations, there_and_back(each)) for name, each in functions.items()
+    }
+
+
+def compile_stock(op: Op, largest: int, dtype: torch.dtype, device: str, modes: list[str]) -> Function | None:
+    """The stock op compiled for any size, ready in the modes asked for; None where no compiler works."""
+    torch._dynamo.reset()
+    stock = op.stock
+    compiled = torch.compile(lambda x: stock(x), dynamic=True)
+    x = normal(largest, dtype, device, seed=0)
+    try:
+        if "forward" in modes:
+            with torch.no_grad():
+                compiled(x)
+        if "forward+backward" in modes:
+            x.requires_grad_()
+            compiled(x).backward(x.detach())
+    except Exception as error:
+        print(f"not compiled: {type(error).__name__}: {str(error).strip().splitlines()[0]}", file=sys.stderr)
+        return None
+    return compiled
+
+
+def run_case(
+    op: Op, compiled: Function | None, mode: str, buffers: Buffers, device: str, budget: float
+) -> dict[str, Any]:
+    entrants = contenders(op, compiled, mode, buffers)
+    with torch.set_grad_enabled(mode != "forward"):
+        times = measure(entrants, device, budget)
+    return {
+        "rounds": len(times["stock"]),
+        "seconds": {name: statistics.median(taken) for name, taken in times.items()},
+        "ratio": ratios(times, "stock"),
+    }
+
+
+def run_overhead(name: str, op: Op, device: str, budget: float) -> list[dict[str, Any]]:
+    """Nanoseconds a call takes on 8 elements, where there is nothing to compute."""
+    pristine = normal(8, torch.float32, device, seed=0)
+    zero = torch.zeros((), device=device, requires_grad=True)
+    rows = []
+    for grad in (False, True):
+        functions: dict[str, Function | None] = {
+            "stock": op.stock,
+            "memkit": op.memkit,
+            "stock_inplace": (op.in_place_grad if grad and op.in_place_grad else op.in_place),
+            "memkit_inplace": lambda x: op.memkit(x, inplace=True),
+        }
+
+        def prepare(grad: bool = grad) -> list[tuple[Any, ...]]:
+            made = [pristine + zero if grad else pristine.clone() for _ in range(OVERHEAD_CALLS)]
+            return [(made,)]
+
+        def entrant(function: Function, prepare: Callable[[], list[tuple[Any, ...]]] = prepare) -> Contender:
+            # The results are kept: freeing them, and the graph behind them, is not part of the call.
+            return Contender(prepare, lambda made: [function(x) for x in made])
+
+        with torch.set_grad_enabled(grad):
+            times = measure({n: entrant(f) for n, f in functions.items() if f is not None}, device, budget)
+        ns = {n: statistics.median(taken) / OVERHEAD_CALLS * 1e9 for n, taken in times.items()}
+        rows.append({"op": name, "grad": grad, "nanoseconds": ns})
+    return rows
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    result: dict[str, Any] = {
+        "kind": KIND,
+        "format": FORMAT,
+        **machine.stamp(args.device),
+        "cases": [],
+        "overhead": [],
+    }
+    result["options"] = {"ops": args.ops, "sizes": args.sizes, "dtypes": args.dtypes, "modes": args.modes}
+    budget = 0.15 if args.quick else 0.4
+    for name in args.ops:
+        op = OPS[name]
+        result["overhead"] += run_overhead(name, op, args.device, budget)
+        for dtype in args.dtypes:
+            largest = max(SIZES[size] for size in args.sizes)
+            compiled = compile_stock(op, largest, DTYPES[dtype], args.device, args.modes)
+            for size in args.sizes:
+                buffers = Buffers(SIZES[size], DTYPES[dtype], args.device)
+                for mode in args.modes:
+                    progress(f"{name} {dtype} {size} {mode}")
+                    head = {"op": name, "dtype": dtype, "size": size, "elements": SIZES[size], "mode": mode}
+                    result["cases"].append(head | run_case(op, compiled, mode, buffers, args.device, budget))
+    progress("")
+    result["slower"] = slower(result)
+    return result
+
+
+def progress(text: str) -> None:
+    if sys.stderr.isatty():
+        print(text, end="\x1b[K\r", file=sys.stderr, flush=True)
+
+
+def slower(result: dict[str, Any]) -> list[str]:
+    """Every case in which memkit takes more than SLOWER times what stock takes, in words."""
+    pairs = (("memkit", "stock"), ("memkit_inplace", "stock"), ("memkit_inplace", "reused"))
+    found = []
+    for case in result["cases"]:
+        where = f"{case['op']} {case['dtype']} {case['size']} {case['mode']}"
+        seconds = case["seconds"]
+        best = min(("memkit", "memkit_inplace"), key=seconds.__getitem__)
+        for mine, theirs in (*pairs, (best, "compiled")):
+            if theirs in seconds and case["ratio"][mine] > SLOWER * case["ratio"][theirs]:
+                factor = case["ratio"][mine] / case["ratio"][theirs]
+                found.append(
+                    f"{where}: {CONTENDERS[mine]} takes {factor:.2f}× the time of {CONTENDERS[theirs]}"
+                )
+    for row in result["overhead"]:
+        ns = row["nanoseconds"]
+        for mine, theirs in (("memkit", "stock"), ("memkit_inplace", "stock_inplace")):
+            if theirs in ns and ns[mine] > SLOWER * ns[theirs]:
+                where = f"{row['op']} 8 elements {'with' if row['grad'] else 'without'} grad"
+                found.append(f"{where}: {CONTENDERS[mine]} {ns[mine]:.0f} ns a call, stock {ns[theirs]:.0f}")
+    return found
+
+
+def table(result: dict[str, Any]) -> str:
+    gpu = result["hardware"]["device"] == "cuda"
+    columns = [
+        "op",
+        "dtype",
+        "size",
+        "mode",
+        "stock µs",
+        *(label for n, label in CONTENDERS.items() if n != "stock"),
+    ]
+    columns += ["memkit GB/s", "copy GB/s"] if gpu else []
+    body = []
+    for case in result["cases"]:
+        row = [case["op"], case["dtype"], case["size"], case["mode"], f"{case['seconds']['stock'] * 1e6:.1f}"]
+        row += [f"{case['ratio'][n]:.2f}×" if n in case["ratio"] else "" for n in CONTENDERS if n != "stock"]
+        if gpu:
+            moved = 2 * case["elements"] * DTYPES[case["dtype"]].itemsize / 1e9
+            row += [
+                f"{moved / case['seconds'][n]:.0f}" if "copy" in case["seconds"] else ""
+                for n in ("memkit", "copy")
+            ]
+        body.append(row)
+    return text_table(columns, body)
+
+
+def overhead_table(result: dict[str, Any]) -> str:
+    names = ("stock", "memkit", "stock_inplace", "memkit_inplace")
+    columns = ["op, 8 elements", "grad", *(f"{n.replace('_inplace', ' in place')} ns" for n in names)]
+    body = []
+    for row in result["overhead"]:
+        ns = row["nanoseconds"]
+        cells = [f"{ns[n]:.0f}" if n in ns else "" for n in names]
+        body.append([row["op"], "yes" if row["grad"] else "no", *cells])
+    return text_table(columns, body)
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    listed = {"ops": list(OPS), "sizes": list(SIZES), "dtypes": list(DTYPES), "modes": list(MODES)}
+    for name, known in listed.items():
+        parser.add_argument(f"--{name}", metavar="A,B", help=f"of {', '.join(known)} (default: all)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--quick", action="store_true", help="four ops, two sizes, float32: under 90 seconds")
+    parser.add_argument(
+        "--json", nargs="?", const="", metavar="FILE", help="default: results/activation-DEVICE.json"
+    )
+    args = parser.parse_args(argv)
+    quick = {
+        "ops": ["relu", "gelu", "silu", "relu_squared"],
+        "sizes": ["128Ki", "8Mi"],
+        "dtypes": ["float32"],
+    }
+    for name, known in listed.items():
+        text = getattr(args, name)
+        chosen = text.split(",") if text else (quick.get(name, known) if args.quick else known)
+        unknown = [each for each in chosen if each not in known]
+        if unknown:
+            parser.error(f"--{name}: expected some of {', '.join(known)}, got {', '.join(unknown)}")
+        setattr(args, name, chosen)
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: expected a CUDA GPU, got none")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = arguments(argv)
+    result = run(args)
+    print(table(result), overhead_table(result), origin(result), sep="\n\n")
+    print(f"\nmemkit slower than stock by more than {SLOWER - 1:.0%}: {len(result['slower']) or 'nowhere'}")
+    for line in result["slower"]:
+        print(f"  {line}")
+    if args.json is not None:
+        file = Path(args.json) if args.json else RESULTS / f"activation-{args.device}.json"
+        write_json(result, file)
+        print(f"wrote {file.name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

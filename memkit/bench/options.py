@@ -1,0 +1,156 @@
+"""What `memkit bench` can be asked for, and the checks that run before any work starts."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+MODELS = ("gpt", "cnn")
+VARIANTS = ("eager", "compile", "memkit")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# Sized so that the whole job, compilation included, stays under five minutes on two CPU cores.
+BATCH = {"gpt": 8, "cnn": 128}
+STEPS = {"gpt": 16, "cnn": 60}
+
+TRAIN_DIGITS = 1437  # 80% of scikit-learn's
+
+WARM_STEPS = 2  # the first steps compile and create the optimizer state: their times do not count
+
+
+class OptionError(ValueError):
+    """Options that cannot run here, or not together. Raised before any work."""
+
+
+@dataclass(frozen=True)
+class Options:
+    models: tuple[str, ...] = MODELS
+    variants: tuple[str, ...] = VARIANTS
+    layers: int = 6
+    d_model: int = 384
+    heads: int = 6
+    seq_len: int = 256
+    vocab: int = 8192
+    batch: int | None = None
+    steps: int | None = None
+    device: str = "auto"
+    dtype: str | None = None
+    amp: bool = False
+    seed: int = 0
+    out: Path = Path("benchmark-results")
+    plot: bool = True
+    quiet: bool = False
+
+    def batch_of(self, model: str) -> int:
+        return self.batch if self.batch is not None else BATCH[model]
+
+    def steps_of(self, model: str) -> int:
+        return self.steps if self.steps is not None else STEPS[model]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        assert self.dtype is not None, "checked() fills it in"
+        return DTYPES[self.dtype]
+
+    @property
+    def parameter_dtype(self) -> torch.dtype:
+        """Under AMP the parameters stay float32 and `dtype` is what autocast computes in."""
+        return torch.float32 if self.amp else self.torch_dtype
+
+    def as_json(self) -> dict[str, Any]:
+        # The output folder is a path of the machine that measured; it says nothing about the numbers.
+        kept = {k: v for k, v in asdict(self).items() if k not in ("out", "plot", "quiet")}
+        kept["batch"] = {m: self.batch_of(m) for m in self.models}
+        kept["steps"] = {m: self.steps_of(m) for m in self.models}
+        return kept
+
+
+def checked(options: Options) -> Options:
+    """`options` with the defaults that depend on the machine filled in; OptionError for what cannot run."""
+    _check_names(options)
+    _check_sizes(options)
+    device = _device(options.device)
+    dtype = options.dtype or ("bfloat16" if options.amp else "float32")
+    if dtype not in DTYPES:
+        raise OptionError(f"bench: dtype must be one of {', '.join(DTYPES)}, got {dtype}")
+    if options.amp and dtype == "float32":
+        raise OptionError("bench: amp needs dtype bfloat16 or float16 to compute in, got float32")
+    if dtype == "float16" and not options.amp:
+        raise OptionError("bench: dtype float16 needs amp (float16 weights underflow in AdamW), got amp off")
+    if dtype == "bfloat16" and device == "cuda" and not torch.cuda.is_bf16_supported():
+        raise OptionError(
+            f"bench: dtype bfloat16 needs a GPU that has it, got {torch.cuda.get_device_name()}"
+        )
+    if options.out.exists() and not options.out.is_dir():
+        raise OptionError(f"bench: out must be a folder, got the file {options.out}")
+    _check_packages(options)
+    return replace(options, device=device, dtype=dtype)
+
+
+def _check_names(options: Options) -> None:
+    for what, got, known in (("model", options.models, MODELS), ("variants", options.variants, VARIANTS)):
+        unknown = [name for name in got if name not in known]
+        if unknown or not got:
+            raise OptionError(
+                f"bench: {what} must be of {', '.join(known)}, got {', '.join(unknown) or 'nothing'}"
+            )
+        if len(set(got)) != len(got):
+            raise OptionError(f"bench: {what} must name each once, got {', '.join(got)}")
+    if "eager" not in options.variants:
+        given = ", ".join(options.variants)
+        raise OptionError(f"bench: variants must contain eager, to which the others are compared, got {given}")
+
+
+def _check_sizes(options: Options) -> None:
+    floors = {
+        "layers": 1,
+        "d_model": 1,
+        "heads": 1,
+        "seq_len": 2,
+        "vocab": 300,
+        "batch": 2,
+        "steps": WARM_STEPS + 1,
+    }
+    for name, floor in floors.items():
+        value = getattr(options, name)
+        if value is not None and value < floor:
+            raise OptionError(f"bench: {name.replace('_', '-')} must be at least {floor}, got {value}")
+    if "cnn" in options.models and options.batch_of("cnn") > TRAIN_DIGITS:
+        raise OptionError(
+            f"bench: batch must be at most {TRAIN_DIGITS} for the cnn, which trains on as many digits, "
+            f"got {options.batch_of('cnn')}"
+        )
+    if options.d_model % options.heads:
+        raise OptionError(
+            f"bench: d-model must be a multiple of heads, got {options.d_model} and {options.heads}"
+        )
+    if not 0 <= options.seed < 2**31:
+        raise OptionError(f"bench: seed must lie in 0 .. 2^31 - 1, got {options.seed}")
+
+
+def _device(name: str) -> str:
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name not in ("cpu", "cuda"):
+        raise OptionError(f"bench: device must be auto, cpu or cuda, got {name}")
+    if name == "cuda" and not torch.cuda.is_available():
+        why = "no GPU in sight" if torch.version.cuda else f"the CPU build of torch ({torch.__version__})"
+        raise OptionError(f"bench: device cuda needs a CUDA GPU and a CUDA build of torch, got {why}")
+    return name
+
+
+def _check_packages(options: Options) -> None:
+    needed = {"tqdm": "tqdm"}
+    if "gpt" in options.models:
+        needed["tokenizers"] = "tokenizers"
+    if "cnn" in options.models:
+        needed["sklearn"] = "scikit-learn"
+    if options.plot:
+        needed["matplotlib"] = "matplotlib"
+    missing = [pip for module, pip in needed.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        raise OptionError(f"bench: needs packages that are not installed: pip install {' '.join(missing)}")

@@ -1,0 +1,54 @@
+"""Timing that survives a busy machine: contenders take turns, so that a drift hits all of them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+
+def seconds(work: Callable[[], object], device: str) -> float:
+    """Wall time of one call, with the GPU's queue empty before and after."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    work()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def rotated(names: Sequence[str], turn: int) -> list[str]:
+    """`names` starting `turn` places later: over the turns everyone is first, and last, equally often."""
+    shift = turn % len(names)
+    return [*names[shift:], *names[:shift]]
+
+
+def interleave(
+    contenders: Mapping[str, Callable[[], float]], repeats: int, warm: int = 1
+) -> dict[str, list[float]]:
+    """Each contender's times over `repeats` rounds, in which each runs once, after `warm` untimed rounds."""
+    names = list(contenders)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(-warm, repeats):
+        for name in rotated(names, turn):
+            taken = contenders[name]()
+            if turn >= 0:
+                times[name].append(taken)
+    return times
+
+
+def ratio(times: Sequence[float], reference: Sequence[float]) -> float:
+    """Median of the rounds' own ratios: within a round both ran seconds apart, so slow drift cancels."""
+    return statistics.median(a / b for a, b in zip(times, reference, strict=True))
+
+
+def summary(times: Sequence[float], reference: Sequence[float]) -> dict[str, float]:
+    return {
+        "seconds": statistics.median(times),
+        "fastest": min(times),
+        "ratio": ratio(times, reference),
+        "rounds": len(times),
+    }

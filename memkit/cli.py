@@ -1,0 +1,145 @@
+"""The `memkit` command. A subcommand is a function that adds its parser; SUBCOMMANDS lists them all."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+Parsers = Any  # argparse keeps the type of add_subparsers()'s result to itself
+Command = Callable[[argparse.Namespace], int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="memkit", description="Less memory for PyTorch training, and tools that measure it."
+    )
+    parsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for add in SUBCOMMANDS:
+        add(parsers)
+    args = parser.parse_args(argv)
+    command: Command = args.command
+    return command(args)
+
+
+def add_bench(parsers: Parsers) -> None:
+    from .bench.options import BATCH, DTYPES, MODELS, STEPS, VARIANTS, Options
+
+    default = Options()
+    parser = parsers.add_parser(
+        "bench",
+        help="train two models as stock eager, torch.compile and memkit; compare memory, time and loss",
+        description="Trains a transformer and a CNN from the same seed as stock eager, stock torch.compile "
+        "and memkit, and prints one table: peak memory, memory saved for backward, step time, loss. Writes "
+        "bench.json and memory.png into the output folder.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.set_defaults(command=run_bench)
+    what = parser.add_argument_group("what runs")
+    what.add_argument("--model", choices=(*MODELS, "both"), default="both", help="which model to train")
+    what.add_argument(
+        "--variants", type=_names, default=",".join(VARIANTS), metavar="A,B", help="of " + ", ".join(VARIANTS)
+    )
+    what.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default=default.device, help="auto: a GPU if any"
+    )
+    what.add_argument(
+        "--dtype", choices=tuple(DTYPES), help="of the weights, or with --amp of autocast (float32)"
+    )
+    what.add_argument(
+        "--amp", action="store_true", help="float32 weights under autocast (to bfloat16, or --dtype)"
+    )
+    what.add_argument("--seed", type=int, default=default.seed, help="of weights, data order and dropout")
+
+    sizes = parser.add_argument_group("sizes")
+    for name, value, text in (
+        ("layers", default.layers, "transformer blocks"),
+        ("d-model", default.d_model, "width of the transformer"),
+        ("heads", default.heads, "attention heads"),
+        ("seq-len", default.seq_len, "tokens in a sequence"),
+        ("vocab", default.vocab, "tokens in the vocabulary"),
+    ):
+        sizes.add_argument(f"--{name}", type=int, default=value, metavar="N", help=text)
+    hint = ", ".join(f"{model} {BATCH[model]}" for model in MODELS)
+    sizes.add_argument(
+        "--batch", type=int, default=argparse.SUPPRESS, metavar="N", help=f"batch size (default: {hint})"
+    )
+    hint = ", ".join(f"{model} {STEPS[model]}" for model in MODELS)
+    sizes.add_argument(
+        "--steps", type=int, default=argparse.SUPPRESS, metavar="N", help=f"steps (default: {hint})"
+    )
+
+    output = parser.add_argument_group("output")
+    output.add_argument("--out", type=Path, default=default.out, metavar="DIR", help="folder for results")
+    output.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="results file (default: DIR/bench.json)",
+    )
+    output.add_argument("--no-plot", action="store_true", help="no memory.png")
+    output.add_argument("--quiet", action="store_true", help="only the table: no progress")
+
+
+def run_bench(args: argparse.Namespace) -> int:
+    from . import bench
+    from .bench import report
+    from .bench.options import MODELS
+
+    options = bench.Options(
+        models=MODELS if args.model == "both" else (args.model,),
+        variants=args.variants,
+        layers=args.layers,
+        d_model=args.d_model,
+        heads=args.heads,
+        seq_len=args.seq_len,
+        vocab=args.vocab,
+        batch=getattr(args, "batch", None),
+        steps=getattr(args, "steps", None),
+        device=args.device,
+        dtype=args.dtype,
+        amp=args.amp,
+        seed=args.seed,
+        out=args.out,
+        plot=not args.no_plot,
+        quiet=args.quiet,
+    )
+    try:
+        result = bench.run(options)
+    except bench.OptionError as error:
+        print(f"memkit {error}", file=sys.stderr)
+        return 2
+    file = getattr(args, "json", options.out / "bench.json")
+    report.write_json(result, file)
+    written = [str(file)]
+    if options.plot:
+        report.plot(result, options.out / "memory.png")
+        written.append(str(options.out / "memory.png"))
+    print(report.full_text(result))
+    print(f"\n{result['wall_seconds']:.0f} s; wrote {' and '.join(written)}")
+    return 0
+
+
+def add_doctor(parsers: Parsers) -> None:
+    parser = parsers.add_parser("doctor", help="what is installed, what it was built for, and what runs here")
+    parser.set_defaults(command=run_doctor)
+
+
+def run_doctor(args: argparse.Namespace) -> int:
+    from .doctor import lines, works
+
+    print("\n".join(lines()))
+    return 0 if works() else 1
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+SUBCOMMANDS: tuple[Callable[[Parsers], None], ...] = (add_bench, add_doctor)
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""`memkit doctor`: versions, build, hardware, and small trials of what should run here."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import shutil
+from collections.abc import Callable, Iterator
+
+import torch
+
+from .bench import machine
+from .bench.report import size
+
+
+def lines() -> Iterator[str]:
+    """The whole report, line by line."""
+    versions = machine.versions()
+    commit = machine.commit()
+    at_commit = f", commit {commit}" if commit else ""
+    yield f"memkit   {versions['memkit'] or 'not installed as a package'}{at_commit}"
+    yield f"python   {versions['python']}"
+    yield f"torch    {versions['torch']}"
+    yield f"built    {_build()}"
+    hardware = machine.hardware("cpu")
+    memory = f", {size(hardware['memory_bytes'])}" if hardware["memory_bytes"] else ""
+    yield f"cpu      {hardware['cpu']}, {hardware['threads']} threads{memory}"
+    yield f"gpu      {_gpus()}"
+    for name, trial in TRIALS.items():
+        yield f"{name:<8} {_outcome(trial)}"
+
+
+def works() -> bool:
+    """Whether every trial that applies to this machine passed."""
+    return not any(_outcome(trial).startswith("FAILED") for trial in TRIALS.values())
+
+
+def _build() -> str:
+    info = importlib.import_module("memkit._build_info")
+    cuda = f"CUDA {info.CUDA} for {info.CUDA_ARCHS}" if info.CUDA else f"no CUDA: {info.WITHOUT_CUDA}"
+    return f"for torch {info.TORCH} by {info.COMPILER}; {cuda}"
+
+
+def _gpus() -> str:
+    if not torch.cuda.is_available():
+        return "none in sight" if torch.version.cuda else "none: torch is a CPU build"
+    found = []
+    for i in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(i)
+        found.append(f"{gpu.name} (capability {gpu.major}.{gpu.minor}, {size(gpu.total_memory)})")
+    return "; ".join(found)
+
+
+def _outcome(trial: Callable[[], str]) -> str:
+    try:
+        return trial()
+    except Exception as error:
+        return f"FAILED: {type(error).__name__}: {error}"
+
+
+def _fused_on(device: str) -> str:
+    from . import functional
+
+    x = torch.linspace(-3, 3, 64, device=device, requires_grad=True)
+    expected = torch.autograd.grad(torch.nn.functional.gelu(x * 1).sum(), x)[0]
+    got = torch.autograd.grad(functional.gelu(x * 1, inplace=True).sum(), x)[0]
+    worst = (got - expected).abs().max().item()
+    if not worst < 1e-3:
+        raise RuntimeError(f"gelu in place: expected the stock gradient, got one {worst:.1e} away")
+    return f"ok: gelu in place, gradient within {worst:.0e} of stock"
+
+
+def _fused_on_cuda() -> str:
+    if not torch.cuda.is_available():
+        return "no GPU to run on"
+    return _fused_on("cuda")
+
+
+def _measure() -> str:
+    from . import memory
+
+    measured = memory.measure(lambda: torch.empty(1 << 20, dtype=torch.uint8).fill_(1).sum())
+    if measured.peak < 1 << 20:
+        raise RuntimeError(f"measure: expected a peak of at least {size(1 << 20)}, got {size(measured.peak)}")
+    return "ok: measure sees every allocation"
+
+
+def _compiler() -> str:
+    if shutil.which("g++") or shutil.which("c++") or shutil.which("clang++"):
+        return "ok: a C++ compiler, so torch.compile runs on the CPU"
+    return "no C++ compiler: torch.compile does not run on the CPU"
+
+
+def _bench_packages() -> str:
+    packages = {
+        "tokenizers": "tokenizers",
+        "sklearn": "scikit-learn",
+        "matplotlib": "matplotlib",
+        "tqdm": "tqdm",
+    }
+    missing = [pip for module, pip in packages.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        return f"memkit bench needs: pip install {' '.join(missing)}"
+    return "ok: memkit bench has what it needs"
+
+
+TRIALS: dict[str, Callable[[], str]] = {
+    "kernels": lambda: _fused_on("cpu"),
+    "cuda": _fused_on_cuda,
+    "memory": _measure,
+    "compile": _compiler,
+    "bench": _bench_packages,
+}
