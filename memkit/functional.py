@@ -58,7 +58,13 @@ Save = Literal["auto", "input", "output"]
 
 
 def _apply(
-    op: str, input: Tensor, params: tuple[float, ...], inplace: Inplace, save: str, bias: Tensor | None = None, dim: int = -1
+    op: str,
+    input: Tensor,
+    params: tuple[float, ...],
+    inplace: Inplace,
+    save: str,
+    bias: Tensor | None = None,
+    dim: int = -1,
 ) -> Tensor:
     if not is_compiling():
         out = _C.activation(op, input, bias, dim, params, inplace, save)
@@ -68,13 +74,21 @@ def _apply(
 
 
 def _dispatched(
-    op: str, input: Tensor, params: tuple[float, ...], inplace: Inplace, save: str, bias: Tensor | None, dim: int
+    op: str,
+    input: Tensor,
+    params: tuple[float, ...],
+    inplace: Inplace,
+    save: str,
+    bias: Tensor | None,
+    dim: int,
 ) -> Tensor:
     """Through torch.ops: what a compiler traces and tensor subclasses intercept. Functional, with a copy in place."""
     if inplace not in (True, False, "auto"):
         raise ValueError(f"{op}: expected inplace True, False or 'auto', got {inplace!r}")
     if inplace is True and save == "input":
-        raise ValueError(f"{op}: expected save 'auto' or 'output' in place, got 'input', which is overwritten")
+        raise ValueError(
+            f"{op}: expected save 'auto' or 'output' in place, got 'input', which is overwritten"
+        )
     if inplace is True and save == "auto":
         save = "output"
     out: Tensor = torch.ops.memkit._activation(input, bias, dim, op, params, save)
@@ -119,7 +133,12 @@ def tanh(input: Tensor, *, inplace: Inplace = False, save: Save = "auto") -> Ten
 
 
 def softplus(
-    input: Tensor, beta: float = 1.0, threshold: float = 20.0, *, inplace: Inplace = False, save: Save = "auto"
+    input: Tensor,
+    beta: float = 1.0,
+    threshold: float = 20.0,
+    *,
+    inplace: Inplace = False,
+    save: Save = "auto",
 ) -> Tensor:
     """log(1 + exp(beta * x)) / beta, and x where beta * x > threshold. From the output where beta > 0."""
     return _apply("softplus", input, (beta, threshold), inplace, save)
@@ -131,7 +150,12 @@ def relu6(input: Tensor, *, inplace: Inplace = False, save: Save = "auto") -> Te
 
 
 def hardtanh(
-    input: Tensor, min_val: float = -1.0, max_val: float = 1.0, *, inplace: Inplace = False, save: Save = "auto"
+    input: Tensor,
+    min_val: float = -1.0,
+    max_val: float = 1.0,
+    *,
+    inplace: Inplace = False,
+    save: Save = "auto",
 ) -> Tensor:
     """min(max(min_val, x), max_val)."""
     return _apply("hardtanh", input, (min_val, max_val), inplace, save)

@@ -42,8 +42,8 @@ struct Loops {
     }
   }
 
-  MEMKIT_FN static void slope_from_output(const ActParams& params, const T* y, const uint8_t* bits, const T* grad, T* out,
-                                          int64_t n) {
+  MEMKIT_FN static void slope_from_output(const ActParams& params, const T* y, const uint8_t* bits, const T* grad,
+                                          T* out, int64_t n) {
     const Op op(params);
     if constexpr (Op::branch) {
       int32_t side[kBlock];
@@ -67,19 +67,21 @@ struct Table {
   void (*slope_from_output)(const ActParams&, const T*, const uint8_t*, const T*, T*, int64_t);
 };
 
-#define MEMKIT_LOOPS_FOR(NAME, TARGET)                                                                                  \
-  template <class Op, class T>                                                                                          \
-  struct NAME {                                                                                                         \
-    TARGET static void value(const ActParams& p, const T* x, T* y, int64_t n) { Loops<Op, T>::value(p, x, y, n); }      \
-    TARGET static void slope(const ActParams& p, const T* x, const T* g, T* o, int64_t n) {                             \
-      Loops<Op, T>::slope(p, x, g, o, n);                                                                               \
-    }                                                                                                                   \
-    TARGET static void right(const ActParams& p, const T* x, uint8_t* b, int64_t n) { Loops<Op, T>::right(p, x, b, n); } \
-    TARGET static void slope_from_output(const ActParams& p, const T* y, const uint8_t* b, const T* g, T* o,            \
-                                         int64_t n) {                                                                   \
-      Loops<Op, T>::slope_from_output(p, y, b, g, o, n);                                                                \
-    }                                                                                                                   \
-    static constexpr Table<T> table{value, slope, right, slope_from_output};                                            \
+#define MEMKIT_LOOPS_FOR(NAME, TARGET)                                                                             \
+  template <class Op, class T>                                                                                     \
+  struct NAME {                                                                                                    \
+    TARGET static void value(const ActParams& p, const T* x, T* y, int64_t n) { Loops<Op, T>::value(p, x, y, n); } \
+    TARGET static void slope(const ActParams& p, const T* x, const T* g, T* o, int64_t n) {                        \
+      Loops<Op, T>::slope(p, x, g, o, n);                                                                          \
+    }                                                                                                              \
+    TARGET static void right(const ActParams& p, const T* x, uint8_t* b, int64_t n) {                              \
+      Loops<Op, T>::right(p, x, b, n);                                                                             \
+    }                                                                                                              \
+    TARGET static void slope_from_output(const ActParams& p, const T* y, const uint8_t* b, const T* g, T* o,       \
+                                         int64_t n) {                                                              \
+      Loops<Op, T>::slope_from_output(p, y, b, g, o, n);                                                           \
+    }                                                                                                              \
+    static constexpr Table<T> table{value, slope, right, slope_from_output};                                       \
   };
 
 MEMKIT_LOOPS_FOR(BaseLoops, )
@@ -104,11 +106,11 @@ struct FindTable {
 };
 
 // Conversion of blocks, likewise for each instruction set.
-#define MEMKIT_CONVERT_FOR(NAME, TARGET)                                                            \
-  template <class S, class T>                                                                       \
-  struct NAME {                                                                                     \
-    TARGET static void in(const S* x, T* y, int64_t n) { load(x, y, n); }                           \
-    TARGET static void out(const T* x, S* y, int64_t n) { store(x, y, n); }                         \
+#define MEMKIT_CONVERT_FOR(NAME, TARGET)                                    \
+  template <class S, class T>                                               \
+  struct NAME {                                                             \
+    TARGET static void in(const S* x, T* y, int64_t n) { load(x, y, n); }   \
+    TARGET static void out(const T* x, S* y, int64_t n) { store(x, y, n); } \
   };
 
 MEMKIT_CONVERT_FOR(BaseConvert, )
@@ -243,7 +245,9 @@ void for_dtype(const ActivationArgs& args, int64_t begin, int64_t end) {
 
 }  // namespace
 
-void activation_forward(const ActivationArgs& args, int64_t begin, int64_t end) { for_dtype<Forward>(args, begin, end); }
+void activation_forward(const ActivationArgs& args, int64_t begin, int64_t end) {
+  for_dtype<Forward>(args, begin, end);
+}
 
 void activation_backward_from_input(const ActivationArgs& args, int64_t begin, int64_t end) {
   for_dtype<BackwardFromInput>(args, begin, end);

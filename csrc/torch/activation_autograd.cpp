@@ -15,12 +15,12 @@
 namespace memkit {
 namespace ops {
 
-#define MEMKIT_OPERATOR(NAME)                                                                                       \
-  static const auto op_handle =                                                                                     \
+#define MEMKIT_OPERATOR(NAME)   \
+  static const auto op_handle = \
       c10::Dispatcher::singleton().findSchemaOrThrow("memkit::_" #NAME, "").typed<decltype(NAME)>()
 
-at::Tensor activation(const at::Tensor& input, const OptionalTensor& bias, int64_t dim, std::string_view op, Params params,
-                      std::string_view save) {
+at::Tensor activation(const at::Tensor& input, const OptionalTensor& bias, int64_t dim, std::string_view op,
+                      Params params, std::string_view save) {
   MEMKIT_OPERATOR(activation);
   return op_handle.call(input, bias, dim, op, params, save);
 }
@@ -31,8 +31,8 @@ at::Tensor& activation_(at::Tensor& input, const OptionalTensor& bias, int64_t d
   return op_handle.call(input, bias, dim, op, params, save);
 }
 
-std::tuple<at::Tensor, at::Tensor> activation_with_bits(const at::Tensor& input, const OptionalTensor& bias, int64_t dim,
-                                                        std::string_view op, Params params) {
+std::tuple<at::Tensor, at::Tensor> activation_with_bits(const at::Tensor& input, const OptionalTensor& bias,
+                                                        int64_t dim, std::string_view op, Params params) {
   MEMKIT_OPERATOR(activation_with_bits);
   return op_handle.call(input, bias, dim, op, params);
 }
@@ -129,19 +129,13 @@ void ActivationBackward::release_variables() {
 
 namespace {
 
-constexpr c10::DispatchKeySet kTransforms(
-    {c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::FuncTorchBatched});
+constexpr c10::DispatchKeySet kTransforms({c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::FuncTorchBatched});
 
 // Function transforms and forward-mode derivatives see ATen's operators, whose rules they know.
 bool needs_stock(const Tensor& x) { return x.key_set().has_any(kTransforms) || autograd::isFwGradDefined(x); }
 
 Tensor stock_with_bias(const Tensor& x, const OptionalTensor& bias, int64_t dim, const ActivationSpec& spec) {
   return stock_activation(spec, bias ? x + along(*bias, x, dim) : x);
-}
-
-void check_arguments(const Tensor& x, const OptionalTensor& bias, int64_t dim, const ActivationSpec& spec) {
-  check_float_tensor(spec.name, x);
-  if (bias) check_bias(spec.name, x, *bias, dim);
 }
 
 auto new_node(const Tensor& x, const OptionalTensor& bias, int64_t dim, const ActivationSpec& spec, Params params,
@@ -161,7 +155,7 @@ Tensor activation(const Tensor& x, const OptionalTensor& bias, int64_t dim, c10:
                   c10::string_view save_name) {
   const ActivationSpec spec(op, params);
   const Save save = resolve_save(spec, save_name, false);
-  check_arguments(x, bias, dim, spec);
+  check_arguments(spec.name, x, bias, dim);
   if (needs_stock(x) || (bias && needs_stock(*bias))) return stock_with_bias(x, bias, dim, spec);
   if (!autograd::compute_requires_grad(x, bias)) {
     const at::AutoDispatchBelowADInplaceOrView below;
@@ -195,8 +189,8 @@ Tensor& activation_(Tensor& x, const OptionalTensor& bias, int64_t dim, c10::str
                     c10::string_view save_name) {
   const ActivationSpec spec(op, params);
   const Save save = resolve_save(spec, save_name, true);
-  check_arguments(x, bias, dim, spec);
-  check_inplace_allowed(spec.name, x);
+  check_arguments(spec.name, x, bias, dim);
+  check_inplace(spec.name, x, inplace_blocker(x));
   if (needs_stock(x) || (bias && needs_stock(*bias))) return x.copy_(stock_with_bias(x, bias, dim, spec));
   const bool requires_grad = autograd::compute_requires_grad(x, bias);
   autograd::check_inplace(x, requires_grad);
@@ -226,7 +220,8 @@ Tensor& activation_(Tensor& x, const OptionalTensor& bias, int64_t dim, c10::str
 
 // Overwriting bumps the version that saved tensors are checked against, with autograd recording or without.
 template <class Operator>
-auto bump_after(Tensor& x, Operator&& run) -> decltype(run()) {
+auto bump_and_run(c10::string_view op, Tensor& x, Operator&& run) -> decltype(run()) {
+  check_inplace(op, x, memory_blocker(x));
   const at::AutoDispatchBelowADInplaceOrView below;
   autograd::impl::bump_version(x);
   return run();
@@ -234,17 +229,17 @@ auto bump_after(Tensor& x, Operator&& run) -> decltype(run()) {
 
 Tensor& activation_bumping(Tensor& x, const OptionalTensor& bias, int64_t dim, c10::string_view op, Params params,
                            c10::string_view save) {
-  return bump_after(x, [&]() -> Tensor& { return ops::activation_(x, bias, dim, op, params, save); });
+  return bump_and_run(op, x, [&]() -> Tensor& { return ops::activation_(x, bias, dim, op, params, save); });
 }
 
 Tensor activation_with_bits_bumping(Tensor& x, const OptionalTensor& bias, int64_t dim, c10::string_view op,
                                     Params params) {
-  return bump_after(x, [&] { return ops::activation_with_bits_(x, bias, dim, op, params); });
+  return bump_and_run(op, x, [&] { return ops::activation_with_bits_(x, bias, dim, op, params); });
 }
 
 Tensor& activation_backward_bumping(Tensor& grad, const Tensor& saved, const OptionalTensor& bias, int64_t dim,
                                     const OptionalTensor& bits, c10::string_view op, Params params, bool from_output) {
-  return bump_after(grad, [&]() -> Tensor& {
+  return bump_and_run(op, grad, [&]() -> Tensor& {
     return ops::activation_backward_(grad, saved, bias, dim, bits, op, params, from_output);
   });
 }

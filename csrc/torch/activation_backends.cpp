@@ -32,8 +32,8 @@ Bias bias_of(const Tensor& x, const OptionalTensor& bias, int64_t dim) {
 
 OptionalTensor contiguous(const OptionalTensor& bias) { return bias ? OptionalTensor(bias->contiguous()) : bias; }
 
-void forward_into(const Tensor& x, const OptionalTensor& bias, int64_t dim, const ActivationSpec& spec, const Tensor& out,
-                  const Tensor* bits) {
+void forward_into(const Tensor& x, const OptionalTensor& bias, int64_t dim, const ActivationSpec& spec,
+                  const Tensor& out, const Tensor* bits) {
   if (x.is_meta()) return;
   const OptionalTensor dense_bias = contiguous(bias);
   ActivationArgs args{spec.act, spec.params, dtype_of(x), x.numel(), bias_of(x, dense_bias, dim)};
@@ -43,40 +43,52 @@ void forward_into(const Tensor& x, const OptionalTensor& bias, int64_t dim, cons
   run_activation(Pass::forward, args, x.device());
 }
 
-Tensor empty_bits(const Tensor& x) {
-  return at::empty_symint({(x.sym_numel() + 7) / 8}, x.options().dtype(at::kByte));
-}
+Tensor empty_bits(const Tensor& x) { return at::empty_symint({(x.sym_numel() + 7) / 8}, x.options().dtype(at::kByte)); }
 
 Tensor activation(const Tensor& input, const OptionalTensor& bias, int64_t dim, c10::string_view op, Params params,
                   c10::string_view) {
+  const ActivationSpec spec(op, params);
+  check_arguments(spec.name, input, bias, dim);
   const Tensor x = flat(input, bias.has_value(), dim);
   Tensor out = at::empty_like(x);
-  forward_into(x, bias, dim, ActivationSpec(op, params), out, nullptr);
+  forward_into(x, bias, dim, spec, out, nullptr);
   return out;
 }
 
 std::tuple<Tensor, Tensor> activation_with_bits(const Tensor& input, const OptionalTensor& bias, int64_t dim,
                                                 c10::string_view op, Params params) {
+  const ActivationSpec spec(op, params);
+  check_arguments(spec.name, input, bias, dim);
   const Tensor x = flat(input, bias.has_value(), dim);
   Tensor out = at::empty_like(x);
   Tensor bits = empty_bits(x);
-  forward_into(x, bias, dim, ActivationSpec(op, params), out, &bits);
+  forward_into(x, bias, dim, spec, out, &bits);
   return {out, bits};
+}
+
+void check_overwriting(const ActivationSpec& spec, const Tensor& input, const OptionalTensor& bias, int64_t dim) {
+  check_arguments(spec.name, input, bias, dim);
+  check_inplace(spec.name, input, memory_blocker(input));
 }
 
 // In place, memory that cannot be walked is worked on in a copy and written back.
 Tensor& activation_(Tensor& input, const OptionalTensor& bias, int64_t dim, c10::string_view op, Params params,
                     c10::string_view) {
+  const ActivationSpec spec(op, params);
+  check_overwriting(spec, input, bias, dim);
   const Tensor x = flat(input, bias.has_value(), dim);
-  forward_into(x, bias, dim, ActivationSpec(op, params), x, nullptr);
+  forward_into(x, bias, dim, spec, x, nullptr);
   if (!x.is_same(input)) input.copy_(x);
   return input;
 }
 
-Tensor activation_with_bits_(Tensor& input, const OptionalTensor& bias, int64_t dim, c10::string_view op, Params params) {
+Tensor activation_with_bits_(Tensor& input, const OptionalTensor& bias, int64_t dim, c10::string_view op,
+                             Params params) {
+  const ActivationSpec spec(op, params);
+  check_overwriting(spec, input, bias, dim);
   const Tensor x = flat(input, bias.has_value(), dim);
   Tensor bits = empty_bits(x);
-  forward_into(x, bias, dim, ActivationSpec(op, params), x, &bits);
+  forward_into(x, bias, dim, spec, x, &bits);
   if (!x.is_same(input)) input.copy_(x);
   return bits;
 }

@@ -1,8 +1,8 @@
 // The derivative of every activation, as one autograd node.
 #pragma once
 
-#include <c10/core/SymIntArrayRef.h>
 #include <ATen/core/DimVector.h>
+#include <c10/core/SymIntArrayRef.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
 #include <string>
@@ -24,7 +24,7 @@ struct ActivationBackward : torch::autograd::Node {
   torch::autograd::SavedVariable bias;   // where the input is saved
   bool saved_output = false;
   bool has_bits = false;
-  bool has_bias = false;   // a bias was added
+  bool has_bias = false;  // a bias was added
   bool released = false;
 
   bool from_output() const { return saved_output; }

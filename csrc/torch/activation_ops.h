@@ -12,12 +12,12 @@ namespace memkit::ops {
 using OptionalTensor = std::optional<at::Tensor>;
 using Params = c10::ArrayRef<double>;
 
-at::Tensor activation(const at::Tensor& input, const OptionalTensor& bias, int64_t dim, std::string_view op, Params params,
-                      std::string_view save);
+at::Tensor activation(const at::Tensor& input, const OptionalTensor& bias, int64_t dim, std::string_view op,
+                      Params params, std::string_view save);
 at::Tensor& activation_(at::Tensor& input, const OptionalTensor& bias, int64_t dim, std::string_view op, Params params,
                         std::string_view save);
-std::tuple<at::Tensor, at::Tensor> activation_with_bits(const at::Tensor& input, const OptionalTensor& bias, int64_t dim,
-                                                        std::string_view op, Params params);
+std::tuple<at::Tensor, at::Tensor> activation_with_bits(const at::Tensor& input, const OptionalTensor& bias,
+                                                        int64_t dim, std::string_view op, Params params);
 at::Tensor activation_with_bits_(at::Tensor& input, const OptionalTensor& bias, int64_t dim, std::string_view op,
                                  Params params);
 at::Tensor activation_backward(const at::Tensor& grad, const at::Tensor& saved, const OptionalTensor& bias, int64_t dim,

@@ -21,15 +21,39 @@ namespace {
 
 // Nodes of PyTorch's own that keep their output for backward (derivatives.yaml: `result`), by the name they print.
 // Overwriting such an output makes backward raise; knowing the producer lets the message name it beforehand.
-constexpr std::string_view kOutputSavers[] = {
-    "SigmoidBackward", "TanhBackward", "ExpBackward", "Exp2Backward", "Expm1Backward", "SqrtBackward", "RsqrtBackward",
-    "ReciprocalBackward", "SoftmaxBackward", "LogSoftmaxBackward", "SparseSoftmaxBackward", "SparseLogSoftmaxBackward",
-    "SafeSoftmaxBackward", "MaskedSoftmaxBackward", "ReluBackward", "CumprodBackward", "TanBackward", "PowBackward1",
-    "NormBackward", "LinalgVectorNormBackward", "CholeskyBackward", "LinalgInvExBackward", "LogsumexpBackward",
-    "LogcumsumexpBackward", "ProdBackward", "AmaxBackward", "AminBackward", "CudnnRnnBackward",
-    "ScaledDotProductFlashAttentionBackward", "ScaledDotProductFlashAttentionForCpuBackward",
-    "ScaledDotProductEfficientAttentionBackward", "ScaledDotProductCudnnAttentionBackward",
-    "ScaledDotProductFusedAttentionOverrideableBackward"};
+constexpr std::string_view kOutputSavers[] = {"SigmoidBackward",
+                                              "TanhBackward",
+                                              "ExpBackward",
+                                              "Exp2Backward",
+                                              "Expm1Backward",
+                                              "SqrtBackward",
+                                              "RsqrtBackward",
+                                              "ReciprocalBackward",
+                                              "SoftmaxBackward",
+                                              "LogSoftmaxBackward",
+                                              "SparseSoftmaxBackward",
+                                              "SparseLogSoftmaxBackward",
+                                              "SafeSoftmaxBackward",
+                                              "MaskedSoftmaxBackward",
+                                              "ReluBackward",
+                                              "CumprodBackward",
+                                              "TanBackward",
+                                              "PowBackward1",
+                                              "NormBackward",
+                                              "LinalgVectorNormBackward",
+                                              "CholeskyBackward",
+                                              "LinalgInvExBackward",
+                                              "LogsumexpBackward",
+                                              "LogcumsumexpBackward",
+                                              "ProdBackward",
+                                              "AmaxBackward",
+                                              "AminBackward",
+                                              "CudnnRnnBackward",
+                                              "ScaledDotProductFlashAttentionBackward",
+                                              "ScaledDotProductFlashAttentionForCpuBackward",
+                                              "ScaledDotProductEfficientAttentionBackward",
+                                              "ScaledDotProductCudnnAttentionBackward",
+                                              "ScaledDotProductFusedAttentionOverrideableBackward"};
 
 // "ReluBackward0" and in-place "EluBackward1" alike: the digits at the end number a function's overloads.
 bool saves_output(const autograd::Node& node) {
@@ -39,7 +63,8 @@ bool saves_output(const autograd::Node& node) {
     if (name.size() <= saver.size() + 1 && name.compare(0, saver.size(), saver) == 0) return true;
   }
   // In place, these keep their result where out of place they keep their input.
-  for (std::string_view saver : {"EluBackward1", "LeakyReluBackward1", "CeluBackward1", "SeluBackward1", "HardtanhBackward1"}) {
+  for (std::string_view saver :
+       {"EluBackward1", "LeakyReluBackward1", "CeluBackward1", "SeluBackward1", "HardtanhBackward1"}) {
     if (name == saver) return true;
   }
   return false;
@@ -90,18 +115,29 @@ void check_float_tensor(std::string_view op, const Tensor& x) {
 void check_bias(std::string_view op, const Tensor& x, const Tensor& bias, int64_t dim) {
   check_float_tensor(op, bias);
   TORCH_CHECK(x.dim() > 0, op, ": expected an input with at least 1 dimension beside a bias, got 0");
-  TORCH_CHECK_INDEX(dim >= -x.dim() && dim < x.dim(), op, ": expected dim in [", -x.dim(), ", ", x.dim() - 1, "], got ", dim);
+  TORCH_CHECK_INDEX(dim >= -x.dim() && dim < x.dim(), op, ": expected dim in [", -x.dim(), ", ", x.dim() - 1, "], got ",
+                    dim);
   TORCH_CHECK_VALUE(bias.dim() == 1 && bias.sym_size(0) == x.sym_size(dim), op, ": expected a bias of shape [",
                     x.sym_size(dim), "] for dim ", dim, " of input ", x.sym_sizes(), ", got ", bias.sym_sizes());
-  TORCH_CHECK_TYPE(bias.scalar_type() == x.scalar_type(), op, ": expected input and bias of one dtype, got ", describe(x),
-                   " and ", describe(bias));
+  TORCH_CHECK_TYPE(bias.scalar_type() == x.scalar_type(), op, ": expected input and bias of one dtype, got ",
+                   describe(x), " and ", describe(bias));
   TORCH_CHECK(bias.device() == x.device(), op, ": expected input and bias on one device, got ", x.device(), " and ",
               bias.device());
 }
 
-std::optional<std::string> inplace_blocker(const Tensor& x) {
+void check_arguments(std::string_view op, const Tensor& x, const std::optional<Tensor>& bias, int64_t dim) {
+  check_float_tensor(op, x);
+  if (bias) check_bias(op, x, *bias, dim);
+}
+
+std::optional<std::string> memory_blocker(const Tensor& x) {
   if (x.is_inference() && !c10::InferenceMode::is_enabled()) return "an inference tensor outside inference_mode";
   if (overlaps_itself(x)) return "expanded or self-overlapping memory (strides " + c10::str(x.strides()) + ")";
+  return std::nullopt;
+}
+
+std::optional<std::string> inplace_blocker(const Tensor& x) {
+  if (auto blocker = memory_blocker(x)) return blocker;
   if (!at::GradMode::is_enabled() || !x.requires_grad()) return std::nullopt;
   if (x.is_leaf()) return "a leaf that requires grad";
   if (const auto* view = autograd::impl::get_view_autograd_meta(x); view && view->has_bw_view()) {
@@ -117,12 +153,13 @@ std::optional<std::string> inplace_blocker(const Tensor& x) {
   return producer_blocker(x);
 }
 
-std::optional<std::string> inplace_blocker_strict(const Tensor& x) {
+std::optional<std::string> inplace_blocker_strict(const Tensor& x, size_t idle_base_handles) {
   if (auto blocker = inplace_blocker(x)) return blocker;
   if (!x.has_storage()) return "a tensor without storage";
   size_t holders = 1;
   if (const auto* view = autograd::impl::get_view_autograd_meta(x); view && view->has_bw_view()) {
-    if (view->get_backward_view().base_.use_count() > 1) return "a view whose base is still referenced";
+    if (view->get_backward_view().base_.use_count() > 1 + idle_base_handles)
+      return "a view whose base is still referenced";
     ++holders;
   }
   if (x.use_count() > 1) return "a tensor that an operation saved for its backward";
@@ -130,13 +167,15 @@ std::optional<std::string> inplace_blocker_strict(const Tensor& x) {
   return std::nullopt;
 }
 
-void raise_inplace(std::string_view op, const Tensor& x, const std::string& blocker) {
-  TORCH_CHECK(false, op, ": expected, in place, a tensor that nothing else needs, got ", describe(x), ", ", blocker,
-              "; use inplace=False or inplace='auto', or pass a clone");
+std::optional<std::string> saver_blocker(const Tensor& x) {
+  if (!at::GradMode::is_enabled() || !x.requires_grad() || !x.has_storage() || !is_plain(x)) return std::nullopt;
+  if (x.use_count() <= x.storage().use_count()) return std::nullopt;
+  return "a tensor that an operation saved for its backward";
 }
 
-void check_inplace_allowed(std::string_view op, const Tensor& x) {
-  if (auto blocker = inplace_blocker(x)) raise_inplace(op, x, *blocker);
+void check_inplace(std::string_view op, const Tensor& x, const std::optional<std::string>& blocker) {
+  TORCH_CHECK(!blocker, op, ": expected, in place, a tensor that nothing else needs, got ", describe(x), ", ", *blocker,
+              "; use inplace=False or inplace='auto', or pass a clone");
 }
 
 bool is_plain(const Tensor& x) { return !at::isTensorSubclassLike(x); }

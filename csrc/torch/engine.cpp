@@ -27,9 +27,8 @@ void run_on_cpu(Pass pass, const ActivationArgs& args) {
                       : pass == Pass::backward_from_input ? cpu::activation_backward_from_input
                                                           : cpu::activation_backward_from_output;
   const int64_t units = args.numel / kUnit + (args.numel % kUnit != 0);
-  at::parallel_for(0, units, kGrain / kUnit, [&](int64_t begin, int64_t end) {
-    kernel(args, begin * kUnit, std::min(end * kUnit, args.numel));
-  });
+  at::parallel_for(0, units, kGrain / kUnit,
+                   [&](int64_t begin, int64_t end) { kernel(args, begin * kUnit, std::min(end * kUnit, args.numel)); });
 }
 
 }  // namespace

@@ -1,10 +1,9 @@
 #include "fast_call.h"
 
 #include <ATen/PythonTorchFunctionTLS.h>
+#include <c10/util/SmallVector.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
-
-#include <c10/util/SmallVector.h>
 
 #include "activation_ops.h"
 #include "checks.h"
@@ -27,9 +26,16 @@ Inplace inplace_of(PyObject* object, std::string_view op) {
   if (object == Py_False) return Inplace::never;
   if (object == Py_True) return Inplace::forced;
   TORCH_CHECK_VALUE(PyUnicode_Check(object) && text(object) == "auto", op,
-                    ": expected inplace True, False or 'auto', got ",
-                    std::string(pybind11::repr(object)));
+                    ": expected inplace True, False or 'auto', got ", std::string(pybind11::repr(object)));
   return Inplace::automatic;
+}
+
+// A tensor that Python once held keeps its Python object, and that object a handle, for as long as C++ keeps the tensor.
+// 1 where the base of the view x has such an object and no Python code can reach it any more, else 0.
+size_t idle_base_handles(const Tensor& x) {
+  if (!x.is_view() || x._base().use_count() != 2) return 0;
+  const auto object = pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(x._base()));
+  return x._base().use_count() == 2 && object.ref_count() == 2;  // the tensor's own reference and this one
 }
 
 // 0 op, 1 input, 2 bias or None, 3 dim, 4 params (tuple of float), 5 inplace, 6 save
@@ -56,7 +62,9 @@ PyObject* activation(PyObject*, PyObject* const* args, Py_ssize_t count) {
   }
   Inplace inplace = inplace_of(args[5], op);
   if (inplace == Inplace::automatic) {
-    inplace = inplace_blocker_strict(input) ? Inplace::never : Inplace::forced;
+    inplace = inplace_blocker_strict(input, idle_base_handles(input)) ? Inplace::never : Inplace::forced;
+  } else if (inplace == Inplace::forced) {
+    check_inplace(op, input, saver_blocker(input));
   }
   if (inplace == Inplace::forced) {
     Tensor self = input;
@@ -76,10 +84,9 @@ PyObject* activation(PyObject*, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-PyMethodDef kMethods[] = {
-    {"activation", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(activation)), METH_FASTCALL,
-     "activation(op, input, bias, dim, params, inplace, save) -> Tensor or None"},
-    {nullptr, nullptr, 0, nullptr}};
+PyMethodDef kMethods[] = {{"activation", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(activation)),
+                           METH_FASTCALL, "activation(op, input, bias, dim, params, inplace, save) -> Tensor or None"},
+                          {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
 

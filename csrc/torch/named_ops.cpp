@@ -23,15 +23,15 @@ Tensor& run_(Tensor& input, Text op, Text save, Ts... params) {
   return ops::activation_(input, std::nullopt, -1, op, values, save);
 }
 
-#define MEMKIT_PLAIN(NAME)                                                                                     \
-  m.impl(#NAME, [](const Tensor& input, Text save) { return run(input, #NAME, save); });                        \
+#define MEMKIT_PLAIN(NAME)                                                               \
+  m.impl(#NAME, [](const Tensor& input, Text save) { return run(input, #NAME, save); }); \
   m.impl(#NAME "_", [](Tensor& input, Text save) -> Tensor& { return run_(input, #NAME, save); });
-#define MEMKIT_ONE(NAME)                                                                                       \
-  m.impl(#NAME, [](const Tensor& input, double a, Text save) { return run(input, #NAME, save, a); });           \
+#define MEMKIT_ONE(NAME)                                                                              \
+  m.impl(#NAME, [](const Tensor& input, double a, Text save) { return run(input, #NAME, save, a); }); \
   m.impl(#NAME "_", [](Tensor& input, double a, Text save) -> Tensor& { return run_(input, #NAME, save, a); });
-#define MEMKIT_TWO(NAME)                                                                                          \
+#define MEMKIT_TWO(NAME)                                                                                           \
   m.impl(#NAME, [](const Tensor& input, double a, double b, Text save) { return run(input, #NAME, save, a, b); }); \
-  m.impl(#NAME "_",                                                                                              \
+  m.impl(#NAME "_",                                                                                                \
          [](Tensor& input, double a, double b, Text save) -> Tensor& { return run_(input, #NAME, save, a, b); });
 
 // Under autocast a linear layer's output is in the autocast dtype and its bias, if kept apart, still in float32.
@@ -76,7 +76,8 @@ void register_named(torch::Library& m) {
   MEMKIT_PLAIN(silu)
   MEMKIT_PLAIN(mish)
   MEMKIT_PLAIN(hardswish)
-  m.impl("gelu", [](const Tensor& input, Text approximate, Text save) { return run(input, gelu_name(approximate), save); });
+  m.impl("gelu",
+         [](const Tensor& input, Text approximate, Text save) { return run(input, gelu_name(approximate), save); });
   m.impl("gelu_", [](Tensor& input, Text approximate, Text save) -> Tensor& {
     return run_(input, gelu_name(approximate), save);
   });

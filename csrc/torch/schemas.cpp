@@ -9,8 +9,8 @@
 #include <torch/library.h>
 
 TORCH_LIBRARY(memkit, m) {
-#define MEMKIT_NAMED(NAME, ARGUMENTS)                                                           \
-  m.def(NAME "(Tensor input, " ARGUMENTS "*, str save='auto') -> Tensor");                       \
+#define MEMKIT_NAMED(NAME, ARGUMENTS)                                      \
+  m.def(NAME "(Tensor input, " ARGUMENTS "*, str save='auto') -> Tensor"); \
   m.def(NAME "_(Tensor(a!) input, " ARGUMENTS "*, str save='auto') -> Tensor(a!)");
 
   MEMKIT_NAMED("relu", "")
@@ -33,9 +33,11 @@ TORCH_LIBRARY(memkit, m) {
 #undef MEMKIT_NAMED
 
   m.def(
-      "bias_act(Tensor input, Tensor bias, str act='gelu', *, int dim=-1, float[]? params=None, str save='auto') -> Tensor");
+      "bias_act(Tensor input, Tensor bias, str act='gelu', *, int dim=-1, float[]? params=None, str save='auto') -> "
+      "Tensor");
   m.def(
-      "bias_act_(Tensor(a!) input, Tensor bias, str act='gelu', *, int dim=-1, float[]? params=None, str save='auto') -> "
+      "bias_act_(Tensor(a!) input, Tensor bias, str act='gelu', *, int dim=-1, float[]? params=None, str save='auto') "
+      "-> "
       "Tensor(a!)");
 
   m.def("_activation(Tensor input, Tensor? bias, int dim, str op, float[] params, str save) -> Tensor");
@@ -46,11 +48,13 @@ TORCH_LIBRARY(memkit, m) {
   m.def("_activation_with_bits(Tensor input, Tensor? bias, int dim, str op, float[] params) -> (Tensor, Tensor)", tags);
   m.def("_activation_with_bits_(Tensor(a!) input, Tensor? bias, int dim, str op, float[] params) -> Tensor", tags);
   m.def(
-      "_activation_backward(Tensor grad, Tensor saved, Tensor? bias, int dim, Tensor? bits, str op, float[] params, bool "
+      "_activation_backward(Tensor grad, Tensor saved, Tensor? bias, int dim, Tensor? bits, str op, float[] params, "
+      "bool "
       "from_output) -> Tensor",
       tags);
   m.def(
-      "_activation_backward_(Tensor(a!) grad, Tensor saved, Tensor? bias, int dim, Tensor? bits, str op, float[] params, "
+      "_activation_backward_(Tensor(a!) grad, Tensor saved, Tensor? bias, int dim, Tensor? bits, str op, float[] "
+      "params, "
       "bool from_output) -> Tensor(a!)",
       tags);
 }

@@ -41,7 +41,8 @@ const Known& find(std::string_view name) {
 }
 
 ActParams parameters(const Known& known, c10::ArrayRef<double> given) {
-  TORCH_CHECK_VALUE(given.size() == known.arity, known.name, ": expected ", known.arity, " parameters, got ", given.size());
+  TORCH_CHECK_VALUE(given.size() == known.arity, known.name, ": expected ", known.arity, " parameters, got ",
+                    given.size());
   ActParams p;
   if (known.name == "elu") {
     p = {given[0], 1, 1};
@@ -89,15 +90,16 @@ std::string_view gelu_name(std::string_view approximate) {
 }
 
 Save resolve_save(const ActivationSpec& spec, std::string_view save, bool inplace) {
-  TORCH_CHECK_VALUE(save == "auto" || save == "input" || save == "output",
-                    spec.name, ": expected save 'auto', 'input' or 'output', got '", save, "'");
-  TORCH_CHECK_VALUE(!(inplace && save == "input"),
-                    spec.name, ": expected save 'auto' or 'output' in place, got 'input', which is overwritten");
+  TORCH_CHECK_VALUE(save == "auto" || save == "input" || save == "output", spec.name,
+                    ": expected save 'auto', 'input' or 'output', got '", save, "'");
+  TORCH_CHECK_VALUE(!(inplace && save == "input"), spec.name,
+                    ": expected save 'auto' or 'output' in place, got 'input', which is overwritten");
   const bool output = save == "output" || (save == "auto" && (inplace || (!spec.has_branch() && spec.invertible())));
-  TORCH_CHECK_VALUE(!output || spec.invertible(), spec.name,
-                    ": expected parameters with one input for each output (negative_slope >= 0, alpha >= 0, beta > 0) where the "
-                    "gradient comes from the output, got (", spec.params.a, ", ", spec.params.b, ", ", spec.params.c,
-                    "); use save='input' out of place");
+  TORCH_CHECK_VALUE(
+      !output || spec.invertible(), spec.name,
+      ": expected parameters with one input for each output (negative_slope >= 0, alpha >= 0, beta > 0) where the "
+      "gradient comes from the output, got (",
+      spec.params.a, ", ", spec.params.b, ", ", spec.params.c, "); use save='input' out of place");
   return output ? Save::output : Save::input;
 }
 

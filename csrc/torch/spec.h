@@ -2,6 +2,7 @@
 #pragma once
 
 #include <c10/util/ArrayRef.h>
+
 #include <string_view>
 
 #include "../formulas/activation.h"

@@ -28,7 +28,8 @@ at::Tensor stock_activation(const ActivationSpec& spec, const Tensor& x) {
   TORCH_INTERNAL_ASSERT(false);
 }
 
-at::Tensor stock_activation_backward(const ActivationSpec& spec, const Tensor& grad, const Tensor& saved, bool from_output) {
+at::Tensor stock_activation_backward(const ActivationSpec& spec, const Tensor& grad, const Tensor& saved,
+                                     bool from_output) {
   const ActParams& p = spec.params;
   TORCH_CHECK(!(from_output && spec.has_branch()), spec.name,
               ": expected save='input' for a derivative of the gradient, got save='output', whose input is gone");

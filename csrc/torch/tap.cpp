@@ -27,74 +27,74 @@ class Tap;
 
 // Leaked on purpose: tensors die after static objects do.
 struct State {
-    Ledger ledger;
-    std::atomic<std::uint64_t> epoch{0};
-    std::atomic<bool> tapped{false};  // whether any tap runs; read without the mutex
-    std::mutex mutex;  // guards the taps and all they count, so that counts are exact with any threads
-    std::vector<Tap*> taps;
-    c10::Allocator* wrapped = nullptr;
-    c10::DeleterFnPtr release_wrapped = nullptr;
+  Ledger ledger;
+  std::atomic<std::uint64_t> epoch{0};
+  std::atomic<bool> tapped{false};  // whether any tap runs; read without the mutex
+  std::mutex mutex;                 // guards the taps and all they count, so that counts are exact with any threads
+  std::vector<Tap*> taps;
+  c10::Allocator* wrapped = nullptr;
+  c10::DeleterFnPtr release_wrapped = nullptr;
 };
 
 State& state() {
-    static State& instance = *new State;
-    return instance;
+  static State& instance = *new State;
+  return instance;
 }
 
 class Tap {
-  public:
-    explicit Tap(std::size_t samples);
-    ~Tap() { stop(); }
-    Tap(const Tap&) = delete;
-    Tap& operator=(const Tap&) = delete;
+ public:
+  explicit Tap(std::size_t samples);
+  ~Tap() { stop(); }
+  Tap(const Tap&) = delete;
+  Tap& operator=(const Tap&) = delete;
 
-    void stop();
-    void count(std::int64_t nbytes);  // under the mutex
-    pybind11::tuple read() const;
-    pybind11::list samples() const;
-    bool covers(std::uintptr_t storage) const;
+  void stop();
+  void count(std::int64_t nbytes);  // under the mutex
+  pybind11::tuple read() const;
+  pybind11::list samples() const;
+  bool covers(std::uintptr_t storage) const;
 
-  private:
-    using Clock = std::chrono::steady_clock;
-    struct Sample {
-        Clock::duration time;
-        std::int64_t live;
-    };
-    void record();
+ private:
+  using Clock = std::chrono::steady_clock;
+  struct Sample {
+    Clock::duration time;
+    std::int64_t live;
+  };
+  void record();
 
-    bool running_ = true;
-    std::uint64_t epoch_;
-    std::int64_t live_ = 0;
-    std::int64_t peak_ = 0;
-    std::int64_t allocations_ = 0;
-    std::size_t limit_;       // of samples_; even
-    std::size_t stride_ = 1;  // events a sample stands for
-    std::size_t filled_ = 0;  // events in the last sample
-    std::vector<Sample> samples_;
-    Clock::time_point start_;
-    Clock::time_point end_;
+  bool running_ = true;
+  std::uint64_t epoch_;
+  std::int64_t live_ = 0;
+  std::int64_t peak_ = 0;
+  std::int64_t allocations_ = 0;
+  std::size_t limit_;       // of samples_; even
+  std::size_t stride_ = 1;  // events a sample stands for
+  std::size_t filled_ = 0;  // events in the last sample
+  std::vector<Sample> samples_;
+  Clock::time_point start_;
+  Clock::time_point end_;
 };
 
 void count(std::int64_t nbytes) {
-    State& s = state();
-    if (!s.tapped.load(std::memory_order_relaxed)) return;
-    std::lock_guard<std::mutex> guard(s.mutex);
-    for (Tap* tap : s.taps) tap->count(nbytes);
+  State& s = state();
+  if (!s.tapped.load(std::memory_order_relaxed)) return;
+  std::lock_guard<std::mutex> guard(s.mutex);
+  for (Tap* tap : s.taps) tap->count(nbytes);
 }
 
 void release(void* address) {
-    if (!address) return;
-    State& s = state();
-    const std::optional<LedgerEntry> entry = s.ledger.take(address);
-    if (entry) count(-static_cast<std::int64_t>(entry->nbytes));
-    if (entry && entry->block) {
-        c10::profiledCPUMemoryReporter().Delete(address);
-        entry->block->release(entry->block);
-    } else {
-        // Without an entry: raw_allocate before the installation, raw_deallocate after (weights that oneDNN
-        // packed).
-        s.release_wrapped(address);
-    }
+  if (!address) return;
+  State& s = state();
+  const std::optional<LedgerEntry> entry = s.ledger.take(address);
+  if (entry) count(-static_cast<std::int64_t>(entry->nbytes));
+  if (entry && entry->block) {
+    c10::profiledCPUMemoryReporter().Delete(address);
+    entry->block->release(entry->block);
+  } else {
+    // Without an entry: raw_allocate before the installation, raw_deallocate after (weights that oneDNN
+    // packed).
+    s.release_wrapped(address);
+  }
 }
 
 thread_local CpuSource* thread_source = nullptr;
@@ -102,141 +102,137 @@ thread_local CpuSource* thread_source = nullptr;
 // Data pointers are their own context and raw_deleter() is not null: oneDNN's raw_allocate (gelu) aborts
 // otherwise.
 class TapAllocator final : public c10::Allocator {
-  public:
-    c10::DataPtr allocate(std::size_t nbytes) override {
-        if (thread_source && nbytes)
-            if (CpuBlock* block = thread_source->allocate(nbytes)) return from_source(block, nbytes);
-        c10::DataPtr data = state().wrapped->allocate(nbytes);
-        if (data) admit(data.get(), nbytes, nullptr);
-        return wrap(data.release_context());
+ public:
+  c10::DataPtr allocate(std::size_t nbytes) override {
+    if (thread_source && nbytes)
+      if (CpuBlock* block = thread_source->allocate(nbytes)) return from_source(block, nbytes);
+    c10::DataPtr data = state().wrapped->allocate(nbytes);
+    if (data) admit(data.get(), nbytes, nullptr);
+    return wrap(data.release_context());
+  }
+
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+
+  void copy_data(void* to, const void* from, std::size_t nbytes) const override { default_copy_data(to, from, nbytes); }
+
+ private:
+  static c10::DataPtr wrap(void* data) { return {data, data, &release, c10::Device(c10::DeviceType::CPU)}; }
+
+  static void admit(void* data, std::size_t nbytes, CpuBlock* block) {
+    State& s = state();
+    s.ledger.add({data, nbytes, s.epoch.load(std::memory_order_relaxed), block});
+    count(static_cast<std::int64_t>(nbytes));
+  }
+
+  static c10::DataPtr from_source(CpuBlock* block, std::size_t nbytes) {
+    try {
+      admit(block->data, nbytes, block);
+    } catch (...) {
+      block->release(block);
+      throw;
     }
-
-    c10::DeleterFnPtr raw_deleter() const override { return &release; }
-
-    void copy_data(void* to, const void* from, std::size_t nbytes) const override {
-        default_copy_data(to, from, nbytes);
-    }
-
-  private:
-    static c10::DataPtr wrap(void* data) { return {data, data, &release, c10::Device(c10::DeviceType::CPU)}; }
-
-    static void admit(void* data, std::size_t nbytes, CpuBlock* block) {
-        State& s = state();
-        s.ledger.add({data, nbytes, s.epoch.load(std::memory_order_relaxed), block});
-        count(static_cast<std::int64_t>(nbytes));
-    }
-
-    static c10::DataPtr from_source(CpuBlock* block, std::size_t nbytes) {
-        try {
-            admit(block->data, nbytes, block);
-        } catch (...) {
-            block->release(block);
-            throw;
-        }
-        c10::profiledCPUMemoryReporter().New(block->data, nbytes);
-        return wrap(block->data);
-    }
+    c10::profiledCPUMemoryReporter().New(block->data, nbytes);
+    return wrap(block->data);
+  }
 };
 
 TapAllocator& allocator() {
-    static TapAllocator& instance = *new TapAllocator;
-    return instance;
+  static TapAllocator& instance = *new TapAllocator;
+  return instance;
 }
 
 // Once. An allocator of another extension that has no raw interface stays alone; Tap() then says so.
 void install() {
-    State& s = state();
-    c10::Allocator* wrapped = c10::GetCPUAllocator();
-    if (s.wrapped || !wrapped->raw_deleter()) return;
-    s.wrapped = wrapped;
-    s.release_wrapped = wrapped->raw_deleter();
-    // A child of fork() must not inherit a lock that another thread held.
-    const auto lock = [] {
-        state().mutex.lock();
-        state().ledger.lock();
-    };
-    const auto unlock = [] {
-        state().ledger.unlock();
-        state().mutex.unlock();
-    };
-    pthread_atfork(lock, unlock, unlock);
-    c10::SetCPUAllocator(&allocator());
+  State& s = state();
+  c10::Allocator* wrapped = c10::GetCPUAllocator();
+  if (s.wrapped || !wrapped->raw_deleter()) return;
+  s.wrapped = wrapped;
+  s.release_wrapped = wrapped->raw_deleter();
+  // A child of fork() must not inherit a lock that another thread held.
+  const auto lock = [] {
+    state().mutex.lock();
+    state().ledger.lock();
+  };
+  const auto unlock = [] {
+    state().ledger.unlock();
+    state().mutex.unlock();
+  };
+  pthread_atfork(lock, unlock, unlock);
+  c10::SetCPUAllocator(&allocator());
 }
 
 Tap::Tap(std::size_t samples) : limit_(samples + samples % 2) {
-    TORCH_CHECK(
-        c10::GetCPUAllocator() == &allocator(),
-        "memkit.memory: expected memkit's tap as torch's CPU allocator, got one that another extension set");
-    samples_.reserve(limit_);
-    State& s = state();
-    std::lock_guard<std::mutex> guard(s.mutex);
-    s.taps.push_back(this);
-    epoch_ = s.epoch.fetch_add(1, std::memory_order_relaxed) + 1;
-    s.tapped.store(true, std::memory_order_relaxed);
-    start_ = Clock::now();
+  TORCH_CHECK(c10::GetCPUAllocator() == &allocator(),
+              "memkit.memory: expected memkit's tap as torch's CPU allocator, got one that another extension set");
+  samples_.reserve(limit_);
+  State& s = state();
+  std::lock_guard<std::mutex> guard(s.mutex);
+  s.taps.push_back(this);
+  epoch_ = s.epoch.fetch_add(1, std::memory_order_relaxed) + 1;
+  s.tapped.store(true, std::memory_order_relaxed);
+  start_ = Clock::now();
 }
 
 void Tap::stop() {
-    State& s = state();
-    std::lock_guard<std::mutex> guard(s.mutex);
-    if (!running_) return;
-    end_ = Clock::now();
-    running_ = false;
-    s.taps.erase(std::find(s.taps.begin(), s.taps.end(), this));
-    s.tapped.store(!s.taps.empty(), std::memory_order_relaxed);
+  State& s = state();
+  std::lock_guard<std::mutex> guard(s.mutex);
+  if (!running_) return;
+  end_ = Clock::now();
+  running_ = false;
+  s.taps.erase(std::find(s.taps.begin(), s.taps.end(), this));
+  s.tapped.store(!s.taps.empty(), std::memory_order_relaxed);
 }
 
 void Tap::count(std::int64_t nbytes) {
-    live_ += nbytes;
-    peak_ = std::max(peak_, live_);
-    allocations_ += nbytes > 0;
-    if (limit_) record();
+  live_ += nbytes;
+  peak_ = std::max(peak_, live_);
+  allocations_ += nbytes > 0;
+  if (limit_) record();
 }
 
 // When the buffer is full, of two neighbours the higher stays, so that no peak is ever lost.
 void Tap::record() {
-    const Sample now{Clock::now() - start_, live_};
-    if (filled_ == 0) {
-        if (samples_.size() == limit_) {
-            for (std::size_t i = 0; i < limit_ / 2; ++i) {
-                const Sample &left = samples_[2 * i], &right = samples_[2 * i + 1];
-                samples_[i] = left.live > right.live ? left : right;
-            }
-            samples_.resize(limit_ / 2);
-            stride_ *= 2;
-        }
-        samples_.push_back(now);
-    } else if (now.live > samples_.back().live) {
-        samples_.back() = now;
+  const Sample now{Clock::now() - start_, live_};
+  if (filled_ == 0) {
+    if (samples_.size() == limit_) {
+      for (std::size_t i = 0; i < limit_ / 2; ++i) {
+        const Sample &left = samples_[2 * i], &right = samples_[2 * i + 1];
+        samples_[i] = left.live > right.live ? left : right;
+      }
+      samples_.resize(limit_ / 2);
+      stride_ *= 2;
     }
-    filled_ = (filled_ + 1) % stride_;
+    samples_.push_back(now);
+  } else if (now.live > samples_.back().live) {
+    samples_.back() = now;
+  }
+  filled_ = (filled_ + 1) % stride_;
 }
 
 pybind11::tuple Tap::read() const {
-    std::unique_lock<std::mutex> guard(state().mutex);
-    const auto live = live_, peak = peak_, allocations = allocations_;
-    guard.unlock();
-    return pybind11::make_tuple(live, peak, allocations);
+  std::unique_lock<std::mutex> guard(state().mutex);
+  const auto live = live_, peak = peak_, allocations = allocations_;
+  guard.unlock();
+  return pybind11::make_tuple(live, peak, allocations);
 }
 
 pybind11::list Tap::samples() const {
-    std::unique_lock<std::mutex> guard(state().mutex);
-    std::vector<Sample> copy = samples_;
-    copy.push_back({(running_ ? Clock::now() : end_) - start_, live_});
-    guard.unlock();
-    pybind11::list list;
-    list.append(pybind11::make_tuple(0.0, 0));
-    for (const Sample& sample : copy)
-        list.append(pybind11::make_tuple(std::chrono::duration<double>(sample.time).count(), sample.live));
-    return list;
+  std::unique_lock<std::mutex> guard(state().mutex);
+  std::vector<Sample> copy = samples_;
+  copy.push_back({(running_ ? Clock::now() : end_) - start_, live_});
+  guard.unlock();
+  pybind11::list list;
+  list.append(pybind11::make_tuple(0.0, 0));
+  for (const Sample& sample : copy)
+    list.append(pybind11::make_tuple(std::chrono::duration<double>(sample.time).count(), sample.live));
+  return list;
 }
 
 bool Tap::covers(std::uintptr_t storage) const {
-    const c10::DataPtr& data = reinterpret_cast<const c10::StorageImpl*>(storage)->data_ptr();
-    if (data.get_deleter() != &release)
-        return false;  // of numpy, of another process, of before the installation
-    const std::optional<LedgerEntry> entry = state().ledger.find(data.get_context());
-    return entry && entry->epoch >= epoch_;
+  const c10::DataPtr& data = reinterpret_cast<const c10::StorageImpl*>(storage)->data_ptr();
+  if (data.get_deleter() != &release) return false;  // of numpy, of another process, of before the installation
+  const std::optional<LedgerEntry> entry = state().ledger.find(data.get_context());
+  return entry && entry->epoch >= epoch_;
 }
 
 }  // namespace
@@ -244,15 +240,14 @@ bool Tap::covers(std::uintptr_t storage) const {
 CpuSource* exchange_cpu_source(CpuSource* source) { return std::exchange(thread_source, source); }
 
 void bind_tap(pybind11::module_& module) {
-    install();
-    namespace py = pybind11;
-    py::class_<Tap>(module, "Tap",
-                    "Counts the CPU tensor storage of the process, from its creation until stop().")
-        .def(py::init<std::size_t>(), py::arg("samples") = 0)
-        .def("stop", &Tap::stop)
-        .def("read", &Tap::read)
-        .def("samples", &Tap::samples)
-        .def("covers", &Tap::covers, py::arg("storage"));
+  install();
+  namespace py = pybind11;
+  py::class_<Tap>(module, "Tap", "Counts the CPU tensor storage of the process, from its creation until stop().")
+      .def(py::init<std::size_t>(), py::arg("samples") = 0)
+      .def("stop", &Tap::stop)
+      .def("read", &Tap::read)
+      .def("samples", &Tap::samples)
+      .def("covers", &Tap::covers, py::arg("storage"));
 }
 
 }  // namespace memkit

@@ -13,18 +13,18 @@ namespace memkit {
 
 // One block of a source, embedded in the source's own bookkeeping.
 struct CpuBlock {
-    void* data;                           // aligned to 64 bytes
-    void (*release)(CpuBlock*) noexcept;  // called once: from any thread, also long after the scope was left
+  void* data;                           // aligned to 64 bytes
+  void (*release)(CpuBlock*) noexcept;  // called once: from any thread, also long after the scope was left
 };
 
 // Where CPU tensor storage may come from instead of torch's allocator. Outlives its scopes and its blocks.
 class CpuSource {
-  public:
-    // nullptr: this one from torch's allocator, please. nbytes > 0.
-    virtual CpuBlock* allocate(std::size_t nbytes) = 0;
+ public:
+  // nullptr: this one from torch's allocator, please. nbytes > 0.
+  virtual CpuBlock* allocate(std::size_t nbytes) = 0;
 
-  protected:
-    ~CpuSource() = default;
+ protected:
+  ~CpuSource() = default;
 };
 
 // Makes `source` this thread's, from now on; nullptr is torch's allocator. Returns the one it replaces, to

@@ -37,7 +37,9 @@ class ReLU(_Variant, nn.ReLU):
 
 
 class LeakyReLU(_Variant, nn.LeakyReLU):
-    def __init__(self, negative_slope: float = 0.01, inplace: Inplace = False, *, save: Save = "auto") -> None:
+    def __init__(
+        self, negative_slope: float = 0.01, inplace: Inplace = False, *, save: Save = "auto"
+    ) -> None:
         super().__init__(negative_slope, inplace=inplace, save=save)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -94,7 +96,9 @@ class Hardtanh(_Variant, nn.Hardtanh):
         *,
         save: Save = "auto",
     ) -> None:
-        super().__init__(min_val, max_val, min_value=min_value, max_value=max_value, inplace=inplace, save=save)
+        super().__init__(
+            min_val, max_val, min_value=min_value, max_value=max_value, inplace=inplace, save=save
+        )
 
     def forward(self, input: Tensor) -> Tensor:
         return F.hardtanh(input, self.min_val, self.max_val, inplace=self.inplace, save=self.save)
