@@ -192,9 +192,9 @@ def test_a_later_saver_of_the_old_value_raises_in_backward():
 
 def test_changing_an_output_saved_for_backward_raises():
     for keep, raises in (
-        (dict(inplace=True), True),
-        (dict(save="output"), True),
-        (dict(save="input"), False),
+        ({"inplace": True}, True),
+        ({"save": "output"}, True),
+        ({"save": "input"}, False),
     ):
         y = M.gelu(X.clone().requires_grad_() * 2, **keep)
         y += 1
@@ -297,7 +297,7 @@ def test_a_second_backward_raises_and_a_retained_one_does_not(act):
 @acts
 def test_incoming_gradients_others_hold_are_left_alone(act):
     ours, stock = ACTS[act]
-    for keep in (dict(inplace=True), dict(save="input"), dict(save="output")):
+    for keep in ({"inplace": True}, {"save": "input"}, {"save": "output"}):
         given = W.clone()
         h = X.clone().requires_grad_() * 2
         ours(h, **keep).backward(given)
@@ -329,5 +329,5 @@ def test_the_incoming_gradients_memory_is_reused():
         return measure(out.backward).allocations
 
     stock = allocations(F.gelu)
-    for keep in (dict(inplace=True), dict(save="input"), dict(save="output")):
+    for keep in ({"inplace": True}, {"save": "input"}, {"save": "output"}):
         assert allocations(M.gelu, **keep) == stock - 1
