@@ -224,6 +224,16 @@ def test_auto_keeps_memory_that_others_hold():
     assert M.gelu(view, inplace="auto") is view
 
 
+def test_auto_is_out_of_place_where_the_output_is_not_enough():
+    for call in (
+        lambda h: M.gelu(h, inplace="auto", save="input"),
+        lambda h: M.leaky_relu(h, -0.1, inplace="auto"),
+    ):
+        h = X * 2
+        assert call(h) is not h
+        assert torch.equal(h, X * 2)
+
+
 def test_auto_overwrites_in_training_too():
     h = LINEAR(X)
     where = h.data_ptr()

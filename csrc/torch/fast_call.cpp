@@ -7,6 +7,7 @@
 
 #include "activation_ops.h"
 #include "checks.h"
+#include "spec.h"
 
 namespace memkit {
 namespace {
@@ -62,7 +63,9 @@ PyObject* activation(PyObject*, PyObject* const* args, Py_ssize_t count) {
   }
   Inplace inplace = inplace_of(args[5], op);
   if (inplace == Inplace::automatic) {
-    inplace = inplace_blocker_strict(input, idle_base_handles(input)) ? Inplace::never : Inplace::forced;
+    const bool possible = save != "input" && ActivationSpec(op, params).invertible() &&
+                          !inplace_blocker_strict(input, idle_base_handles(input));
+    inplace = possible ? Inplace::forced : Inplace::never;
   } else if (inplace == Inplace::forced) {
     check_inplace(op, input, saver_blocker(input));
   }
