@@ -22,7 +22,7 @@ from setuptools.errors import BaseError  # noqa: E402
 import setup_checks as checks  # noqa: E402
 
 # -fno-math-errno and -fno-trapping-math: without them g++ cannot vectorise the branch-free formulas.
-# No -march=native: the loops carry target_clones and choose at run time, so that a wheel runs everywhere.
+# No -march=native: the loops are compiled for three instruction sets and choose at run time, so wheels run everywhere.
 # -fopenmp: at::parallel_for is serial without it. -g0 undoes the -g of some distributions' Python.
 CXX_FLAGS = ["-O3", "-g0", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-fopenmp"]
 NVCC_FLAGS = ["-O3", "-lineinfo", "-Xcompiler=-fvisibility=hidden"]
