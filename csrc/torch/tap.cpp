@@ -25,21 +25,20 @@ namespace {
 
 class Tap;
 
-// Leaked on purpose: tensors die after static objects do.
 struct State {
   Ledger ledger;
   std::atomic<std::uint64_t> epoch{0};
   std::atomic<bool> tapped{false};  // whether any tap runs; read without the mutex
   std::mutex mutex;                 // guards the taps and all they count, so that counts are exact with any threads
   std::vector<Tap*> taps;
+  std::atomic<bool> sourced{false};  // whether any thread ever had a source: quicker to read than thread_source
   c10::Allocator* wrapped = nullptr;
   c10::DeleterFnPtr release_wrapped = nullptr;
 };
 
-State& state() {
-  static State& instance = *new State;
-  return instance;
-}
+// Leaked on purpose: tensors die after static objects do.
+State& state = *new State;
+thread_local CpuSource* thread_source = nullptr;
 
 class Tap {
  public:
@@ -76,37 +75,31 @@ class Tap {
 };
 
 void count(std::int64_t nbytes) {
-  State& s = state();
-  if (!s.tapped.load(std::memory_order_relaxed)) return;
-  std::lock_guard<std::mutex> guard(s.mutex);
-  for (Tap* tap : s.taps) tap->count(nbytes);
+  if (!state.tapped.load(std::memory_order_relaxed)) return;
+  std::lock_guard<std::mutex> guard(state.mutex);
+  for (Tap* tap : state.taps) tap->count(nbytes);
 }
 
 void release(void* address) {
   if (!address) return;
-  State& s = state();
-  const std::optional<LedgerEntry> entry = s.ledger.take(address);
+  const std::optional<LedgerEntry> entry = state.ledger.take(address);
   if (entry) count(-static_cast<std::int64_t>(entry->nbytes));
   if (entry && entry->block) {
     c10::profiledCPUMemoryReporter().Delete(address);
     entry->block->release(entry->block);
   } else {
-    // Without an entry: raw_allocate before the installation, raw_deallocate after (weights that oneDNN
-    // packed).
-    s.release_wrapped(address);
+    // Without an entry: raw_allocate before the installation, raw_deallocate after (oneDNN's packed weights).
+    state.release_wrapped(address);
   }
 }
 
-thread_local CpuSource* thread_source = nullptr;
-
-// Data pointers are their own context and raw_deleter() is not null: oneDNN's raw_allocate (gelu) aborts
-// otherwise.
+// oneDNN's raw_allocate (in gelu, say) aborts unless data pointers are their own context and there is a raw_deleter().
 class TapAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(std::size_t nbytes) override {
-    if (thread_source && nbytes)
+    if (state.sourced.load(std::memory_order_relaxed) && thread_source && nbytes)
       if (CpuBlock* block = thread_source->allocate(nbytes)) return from_source(block, nbytes);
-    c10::DataPtr data = state().wrapped->allocate(nbytes);
+    c10::DataPtr data = state.wrapped->allocate(nbytes);
     if (data) admit(data.get(), nbytes, nullptr);
     return wrap(data.release_context());
   }
@@ -119,8 +112,7 @@ class TapAllocator final : public c10::Allocator {
   static c10::DataPtr wrap(void* data) { return {data, data, &release, c10::Device(c10::DeviceType::CPU)}; }
 
   static void admit(void* data, std::size_t nbytes, CpuBlock* block) {
-    State& s = state();
-    s.ledger.add({data, nbytes, s.epoch.load(std::memory_order_relaxed), block});
+    state.ledger.add({data, nbytes, state.epoch.load(std::memory_order_relaxed), block});
     count(static_cast<std::int64_t>(nbytes));
   }
 
@@ -143,19 +135,18 @@ TapAllocator& allocator() {
 
 // Once. An allocator of another extension that has no raw interface stays alone; Tap() then says so.
 void install() {
-  State& s = state();
   c10::Allocator* wrapped = c10::GetCPUAllocator();
-  if (s.wrapped || !wrapped->raw_deleter()) return;
-  s.wrapped = wrapped;
-  s.release_wrapped = wrapped->raw_deleter();
+  if (state.wrapped || !wrapped->raw_deleter()) return;
+  state.wrapped = wrapped;
+  state.release_wrapped = wrapped->raw_deleter();
   // A child of fork() must not inherit a lock that another thread held.
   const auto lock = [] {
-    state().mutex.lock();
-    state().ledger.lock();
+    state.mutex.lock();
+    state.ledger.lock();
   };
   const auto unlock = [] {
-    state().ledger.unlock();
-    state().mutex.unlock();
+    state.ledger.unlock();
+    state.mutex.unlock();
   };
   pthread_atfork(lock, unlock, unlock);
   c10::SetCPUAllocator(&allocator());
@@ -165,22 +156,20 @@ Tap::Tap(std::size_t samples) : limit_(samples + samples % 2) {
   TORCH_CHECK(c10::GetCPUAllocator() == &allocator(),
               "memkit.memory: expected memkit's tap as torch's CPU allocator, got one that another extension set");
   samples_.reserve(limit_);
-  State& s = state();
-  std::lock_guard<std::mutex> guard(s.mutex);
-  s.taps.push_back(this);
-  epoch_ = s.epoch.fetch_add(1, std::memory_order_relaxed) + 1;
-  s.tapped.store(true, std::memory_order_relaxed);
+  std::lock_guard<std::mutex> guard(state.mutex);
+  state.taps.push_back(this);
+  epoch_ = state.epoch.fetch_add(1, std::memory_order_relaxed) + 1;
+  state.tapped.store(true, std::memory_order_relaxed);
   start_ = Clock::now();
 }
 
 void Tap::stop() {
-  State& s = state();
-  std::lock_guard<std::mutex> guard(s.mutex);
+  std::lock_guard<std::mutex> guard(state.mutex);
   if (!running_) return;
   end_ = Clock::now();
   running_ = false;
-  s.taps.erase(std::find(s.taps.begin(), s.taps.end(), this));
-  s.tapped.store(!s.taps.empty(), std::memory_order_relaxed);
+  state.taps.erase(std::find(state.taps.begin(), state.taps.end(), this));
+  state.tapped.store(!state.taps.empty(), std::memory_order_relaxed);
 }
 
 void Tap::count(std::int64_t nbytes) {
@@ -210,14 +199,14 @@ void Tap::record() {
 }
 
 pybind11::tuple Tap::read() const {
-  std::unique_lock<std::mutex> guard(state().mutex);
+  std::unique_lock<std::mutex> guard(state.mutex);
   const auto live = live_, peak = peak_, allocations = allocations_;
   guard.unlock();
   return pybind11::make_tuple(live, peak, allocations);
 }
 
 pybind11::list Tap::samples() const {
-  std::unique_lock<std::mutex> guard(state().mutex);
+  std::unique_lock<std::mutex> guard(state.mutex);
   std::vector<Sample> copy = samples_;
   copy.push_back({(running_ ? Clock::now() : end_) - start_, live_});
   guard.unlock();
@@ -231,13 +220,16 @@ pybind11::list Tap::samples() const {
 bool Tap::covers(std::uintptr_t storage) const {
   const c10::DataPtr& data = reinterpret_cast<const c10::StorageImpl*>(storage)->data_ptr();
   if (data.get_deleter() != &release) return false;  // of numpy, of another process, of before the installation
-  const std::optional<LedgerEntry> entry = state().ledger.find(data.get_context());
+  const std::optional<LedgerEntry> entry = state.ledger.find(data.get_context());
   return entry && entry->epoch >= epoch_;
 }
 
 }  // namespace
 
-CpuSource* exchange_cpu_source(CpuSource* source) { return std::exchange(thread_source, source); }
+CpuSource* exchange_cpu_source(CpuSource* source) {
+  if (source) state.sourced.store(true, std::memory_order_relaxed);
+  return std::exchange(thread_source, source);
+}
 
 void bind_tap(pybind11::module_& module) {
   install();

@@ -71,12 +71,13 @@ class CudaMeter:
         self._switch_off = not torch._C._cuda_isHistoryEnabled()
         if self._switch_off:
             torch.cuda.memory._record_memory_history("all", context=None, stacks="python", clear_history=True)
+        # Before the counters are read: that takes longer than the clocks of torch and Python differ.
+        self._began = time.time_ns() // 1000
         with self._lock:
             stats = self._read_peak()
             self._running.append(self)
             self._live = self._peak = stats[self._bytes + "current"]
         self._allocations = stats["allocation.all.allocated"]
-        self._began = time.time_ns() // 1000
 
     def stop(self) -> None:
         with self._lock:
@@ -116,8 +117,8 @@ class CudaMeter:
         events = [event for event in self._events if event["addr"] == address]
         if not events or events[0]["action"] == "alloc":
             return bool(events)
-        # Something older lived there first: whose time was it? The clocks of torch and Python differ by
-        # microseconds, but between the last save of the old and the next allocation lies all of backward.
+        # Something older lived there first: whose time was it? The clocks differ by microseconds, but between the
+        # last save of the old and the next allocation at its address lies all of backward.
         return any(event["action"] == "alloc" and event["time_us"] <= marked for event in events)
 
     def _read_peak(self) -> dict[str, Any]:
