@@ -138,6 +138,11 @@ Tensor stock_with_bias(const Tensor& x, const OptionalTensor& bias, int64_t dim,
   return stock_activation(spec, bias ? x + along(*bias, x, dim) : x);
 }
 
+// ATen's operators keep their input for backward, and it is overwritten here: they get a copy.
+Tensor& stock_with_bias_(Tensor& x, const OptionalTensor& bias, int64_t dim, const ActivationSpec& spec) {
+  return x.copy_(stock_with_bias(bias ? x : x.clone(), bias, dim, spec));
+}
+
 auto new_node(const Tensor& x, const OptionalTensor& bias, int64_t dim, const ActivationSpec& spec, Params params,
               Save save) {
   auto node = make_node<ActivationBackward>();
@@ -191,7 +196,7 @@ Tensor& activation_(Tensor& x, const OptionalTensor& bias, int64_t dim, c10::str
   const Save save = resolve_save(spec, save_name, true);
   check_arguments(spec.name, x, bias, dim);
   check_inplace(spec.name, x, inplace_blocker(x));
-  if (needs_stock(x) || (bias && needs_stock(*bias))) return x.copy_(stock_with_bias(x, bias, dim, spec));
+  if (needs_stock(x) || (bias && needs_stock(*bias))) return stock_with_bias_(x, bias, dim, spec);
   const bool requires_grad = autograd::compute_requires_grad(x, bias);
   autograd::check_inplace(x, requires_grad);
   if (!requires_grad) {
@@ -252,7 +257,20 @@ Tensor activation_batched(const Tensor& x, const OptionalTensor& bias, int64_t d
 
 Tensor& activation_batched_(Tensor& x, const OptionalTensor& bias, int64_t dim, c10::string_view op, Params params,
                             c10::string_view) {
-  return x.copy_(stock_with_bias(x, bias, dim, ActivationSpec(op, params)));
+  return stock_with_bias_(x, bias, dim, ActivationSpec(op, params));
+}
+
+// Functionalization turns a write into a value. PyTorch does it by itself for operators that do not return what they
+// overwrote.
+Tensor& activation_functional_(Tensor& x, const OptionalTensor& bias, int64_t dim, c10::string_view op, Params params,
+                               c10::string_view save) {
+  return x.copy_(ops::activation(x, bias, dim, op, params, save));
+}
+
+Tensor& activation_backward_functional_(Tensor& grad, const Tensor& saved, const OptionalTensor& bias, int64_t dim,
+                                        const OptionalTensor& bits, c10::string_view op, Params params,
+                                        bool from_output) {
+  return grad.copy_(ops::activation_backward(grad, saved, bias, dim, bits, op, params, from_output));
 }
 
 }  // namespace
@@ -271,6 +289,11 @@ TORCH_LIBRARY_IMPL(memkit, ADInplaceOrView, m) {
 TORCH_LIBRARY_IMPL(memkit, FuncTorchBatched, m) {
   m.impl("_activation", activation_batched);
   m.impl("_activation_", activation_batched_);
+}
+
+TORCH_LIBRARY_IMPL(memkit, Functionalize, m) {
+  m.impl("_activation_", activation_functional_);
+  m.impl("_activation_backward_", activation_backward_functional_);
 }
 
 }  // namespace memkit

@@ -71,15 +71,15 @@ bool saves_output(const autograd::Node& node) {
 }
 
 bool overlaps_itself(const Tensor& x) {
-  if (x.numel() < 2 || x.is_non_overlapping_and_dense()) return false;
+  if (x.is_non_overlapping_and_dense() || x.sym_numel() < 2) return false;
   std::vector<int64_t> order(x.dim());
   std::iota(order.begin(), order.end(), 0);
-  std::sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return x.stride(a) < x.stride(b); });
-  int64_t extent = 1;  // elements spanned by the dimensions so far
+  std::sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return x.sym_stride(a) < x.sym_stride(b); });
+  c10::SymInt extent = 1;  // elements spanned by the dimensions so far
   for (int64_t d : order) {
-    if (x.size(d) == 1) continue;
-    if (x.stride(d) < extent) return true;
-    extent += (x.size(d) - 1) * x.stride(d);
+    if (x.sym_size(d) == 1) continue;
+    if (x.sym_stride(d) < extent) return true;
+    extent += (x.sym_size(d) - 1) * x.sym_stride(d);
   }
   return false;
 }
@@ -132,7 +132,7 @@ void check_arguments(std::string_view op, const Tensor& x, const std::optional<T
 
 std::optional<std::string> memory_blocker(const Tensor& x) {
   if (x.is_inference() && !c10::InferenceMode::is_enabled()) return "an inference tensor outside inference_mode";
-  if (overlaps_itself(x)) return "expanded or self-overlapping memory (strides " + c10::str(x.strides()) + ")";
+  if (overlaps_itself(x)) return "expanded or self-overlapping memory (strides " + c10::str(x.sym_strides()) + ")";
   return std::nullopt;
 }
 
@@ -155,6 +155,7 @@ std::optional<std::string> inplace_blocker(const Tensor& x) {
 
 std::optional<std::string> inplace_blocker_strict(const Tensor& x, size_t idle_base_handles) {
   if (auto blocker = inplace_blocker(x)) return blocker;
+  if (x.is_leaf() && x.requires_grad()) return "a leaf that requires grad";  // a parameter, under no_grad
   if (!x.has_storage()) return "a tensor without storage";
   size_t holders = 1;
   if (const auto* view = autograd::impl::get_view_autograd_meta(x); view && view->has_bw_view()) {
