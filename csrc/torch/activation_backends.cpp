@@ -18,7 +18,7 @@ Tensor flat(const Tensor& x, bool biased, int64_t dim) { return is_walkable(x, b
 
 // other in the memory order of `like`.
 Tensor in_order_of(const Tensor& like, const Tensor& other) {
-  return other.strides() == like.strides() ? other : at::empty_like(like).copy_(other);
+  return other.sym_strides() == like.sym_strides() ? other : at::empty_like(like).copy_(other);
 }
 
 Bias bias_of(const Tensor& x, const OptionalTensor& bias, int64_t dim) {
@@ -43,11 +43,14 @@ void forward_into(const Tensor& x, const OptionalTensor& bias, int64_t dim, cons
   run_activation(Pass::forward, args, x.device());
 }
 
-Tensor empty_bits(const Tensor& x) { return at::empty_symint({(x.sym_numel() + 7) / 8}, x.options().dtype(at::kByte)); }
+c10::SymInt sym_bit_bytes(const Tensor& x) { return (x.sym_numel() + 7) / 8; }
+
+Tensor empty_bits(const Tensor& x) { return at::empty_symint({sym_bit_bytes(x)}, x.options().dtype(at::kByte)); }
 
 Tensor activation(const Tensor& input, const OptionalTensor& bias, int64_t dim, c10::string_view op, Params params,
-                  c10::string_view) {
+                  c10::string_view save) {
   const ActivationSpec spec(op, params);
+  resolve_save(spec, save, false);
   check_arguments(spec.name, input, bias, dim);
   const Tensor x = flat(input, bias.has_value(), dim);
   Tensor out = at::empty_like(x);
@@ -73,8 +76,9 @@ void check_overwriting(const ActivationSpec& spec, const Tensor& input, const Op
 
 // In place, memory that cannot be walked is worked on in a copy and written back.
 Tensor& activation_(Tensor& input, const OptionalTensor& bias, int64_t dim, c10::string_view op, Params params,
-                    c10::string_view) {
+                    c10::string_view save) {
   const ActivationSpec spec(op, params);
+  resolve_save(spec, save, true);
   check_overwriting(spec, input, bias, dim);
   const Tensor x = flat(input, bias.has_value(), dim);
   forward_into(x, bias, dim, spec, x, nullptr);
@@ -93,6 +97,22 @@ Tensor activation_with_bits_(Tensor& input, const OptionalTensor& bias, int64_t 
   return bits;
 }
 
+// Saved-tensor hooks may hand back anything.
+void check_saved(const ActivationSpec& spec, const Tensor& grad, const Tensor& saved, const OptionalTensor& bias,
+                 int64_t dim, const OptionalTensor& bits, bool from_output) {
+  check_arguments(spec.name, saved, bias, dim);
+  TORCH_CHECK(saved.scalar_type() == grad.scalar_type() && saved.device() == grad.device() &&
+                  saved.sym_sizes() == grad.sym_sizes(),
+              spec.name, ": expected a saved tensor like the gradient, ", describe(grad), " on ", grad.device(),
+              ", got ", describe(saved), " on ", saved.device());
+  TORCH_CHECK(bits.has_value() == (from_output && spec.has_branch()), spec.name, ": expected bits ",
+              bits ? "only " : "", "where the gradient comes from the output of a function with a minimum");
+  TORCH_CHECK(!bits || (bits->scalar_type() == at::kByte && bits->device() == saved.device() && bits->is_contiguous() &&
+                        bits->sym_numel() == sym_bit_bytes(saved)),
+              spec.name, ": expected ", sym_bit_bytes(saved), " contiguous bytes of bits on ", saved.device(), ", got ",
+              describe(*bits), " on ", bits->device());
+}
+
 void backward_into(const Tensor& grad, const Tensor& saved, const OptionalTensor& bias, int64_t dim,
                    const OptionalTensor& bits, const ActivationSpec& spec, bool from_output, const Tensor& out) {
   if (saved.is_meta()) return;
@@ -107,17 +127,21 @@ void backward_into(const Tensor& grad, const Tensor& saved, const OptionalTensor
 
 Tensor activation_backward(const Tensor& grad, const Tensor& saved, const OptionalTensor& bias, int64_t dim,
                            const OptionalTensor& bits, c10::string_view op, Params params, bool from_output) {
+  const ActivationSpec spec(op, params);
+  check_saved(spec, grad, saved, bias, dim, bits, from_output);
   const Tensor s = flat(saved, bias.has_value(), dim);
   Tensor out = at::empty_like(s);
-  backward_into(in_order_of(s, grad), s, bias, dim, bits, ActivationSpec(op, params), from_output, out);
+  backward_into(in_order_of(s, grad), s, bias, dim, bits, spec, from_output, out);
   return out;
 }
 
 Tensor& activation_backward_(Tensor& grad, const Tensor& saved, const OptionalTensor& bias, int64_t dim,
                              const OptionalTensor& bits, c10::string_view op, Params params, bool from_output) {
+  const ActivationSpec spec(op, params);
+  check_saved(spec, grad, saved, bias, dim, bits, from_output);
   const Tensor s = flat(saved, bias.has_value(), dim);
   const Tensor g = in_order_of(s, grad);
-  backward_into(g, s, bias, dim, bits, ActivationSpec(op, params), from_output, g);
+  backward_into(g, s, bias, dim, bits, spec, from_output, g);
   if (!g.is_same(grad)) grad.copy_(g);
   return grad;
 }
