@@ -140,7 +140,10 @@ def softplus(
     inplace: Inplace = False,
     save: Save = "auto",
 ) -> Tensor:
-    """log(1 + exp(beta * x)) / beta, and x where beta * x > threshold. From the output where beta > 0."""
+    """log(1 + exp(beta * x)) / beta, and x where beta * x > threshold.
+
+    From the output where beta > 0 and threshold >= 20: a lower threshold makes a step that two inputs share.
+    """
     return _apply("softplus", input, (beta, threshold), inplace, save)
 
 
@@ -229,6 +232,10 @@ def bias_act(
     names = _PARAMETERS.get(act, {})
     if not params.keys() <= names.keys():
         raise TypeError(f"bias_act: expected parameters {sorted(names)} for {act}, got {sorted(params)}")
+    if not isinstance(bias, Tensor):
+        raise TypeError(f"bias_act: expected bias to be a Tensor, got {type(bias).__name__}")
+    if not isinstance(input, Tensor):
+        raise TypeError(f"bias_act: expected input to be a Tensor, got {type(input).__name__}")
     if bias.dtype != input.dtype and torch.is_autocast_enabled(input.device.type):
         bias = bias.to(input.dtype)
     return _apply(act, input, tuple(params.get(k, v) for k, v in names.items()), inplace, save, bias, dim)

@@ -78,7 +78,9 @@ bool ActivationSpec::invertible() const {
   switch (act) {
     case Act::leaky_relu: return params.a >= 0;
     case Act::elu: return params.a >= 0 && params.b > 0 && params.c > 0;
-    case Act::softplus: return params.a > 0;
+    // Where softplus turns into the identity its value steps down by log1p(exp(-threshold)) / beta, and two inputs share
+    // an output. Beyond the default threshold that is less than the rounding.
+    case Act::softplus: return params.a > 0 && params.b >= 20;
     default: return true;
   }
 }
@@ -95,11 +97,11 @@ Save resolve_save(const ActivationSpec& spec, std::string_view save, bool inplac
   TORCH_CHECK_VALUE(!(inplace && save == "input"), spec.name,
                     ": expected save 'auto' or 'output' in place, got 'input', which is overwritten");
   const bool output = save == "output" || (save == "auto" && (inplace || (!spec.has_branch() && spec.invertible())));
-  TORCH_CHECK_VALUE(
-      !output || spec.invertible(), spec.name,
-      ": expected parameters with one input for each output (negative_slope >= 0, alpha >= 0, beta > 0) where the "
-      "gradient comes from the output, got (",
-      spec.params.a, ", ", spec.params.b, ", ", spec.params.c, "); use save='input' out of place");
+  TORCH_CHECK_VALUE(!output || spec.invertible(), spec.name,
+                    ": expected parameters with one slope for each output (negative_slope >= 0, alpha >= 0, beta > 0, "
+                    "threshold >= 20) "
+                    "where the gradient comes from the output, got (",
+                    spec.params.a, ", ", spec.params.b, ", ", spec.params.c, "); use save='input' out of place");
   return output ? Save::output : Save::input;
 }
 
