@@ -1,0 +1,74 @@
+// From an activation call to the launch of its kernel. Each .cu file instantiates one pass, so that they build in parallel.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <atomic>
+
+#include "activation_pass.cuh"
+
+namespace memkit::cuda {
+
+constexpr int kThreads = 128;
+constexpr int kWarps = kThreads / kLanes;
+constexpr int kResidentBlocks = 10;  // on a multiprocessor at least: 48 registers a thread, with which nothing spills
+// Many more blocks than fit at a time: the hardware's scheduler evens out the end.
+constexpr int kBlocksPerProcessor = 128;
+
+struct FromPeer {
+  __device__ unsigned operator()(unsigned value, int distance) const {
+    return distance == 0 ? value : __shfl_xor_sync(0xffffffffu, value, distance);
+  }
+};
+
+template <class Pass, class Op>
+__global__ void __launch_bounds__(kThreads, kResidentBlocks) activation_kernel(const Call call, const Op op) {
+  const int lane = threadIdx.x % kLanes;
+  const int64_t warps = int64_t(gridDim.x) * kWarps;
+  // The same for all lanes of a warp, which work on a tile together.
+  for (int64_t tile = int64_t(blockIdx.x) * kWarps + threadIdx.x / kLanes; tile < call.tiles; tile += warps)
+    Pass::run(call, op, typename Pass::Tile(tile, lane, call.numel, call.aligned), FromPeer{});
+}
+
+// Multiprocessors of the current device, asked once.
+inline cudaError_t processor_count(int& count) {
+  static std::atomic<int> known[64];
+  int device = 0;
+  if (const cudaError_t error = cudaGetDevice(&device)) return error;
+  std::atomic<int>& slot = known[device % 64];
+  if (device < 64 && (count = slot.load(std::memory_order_relaxed)) != 0) return cudaSuccess;
+  if (const cudaError_t error = cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device)) return error;
+  if (device < 64) slot.store(count, std::memory_order_relaxed);
+  return cudaSuccess;
+}
+
+template <template <class, class> class Pass, class S>
+struct Launch {
+  template <template <class> class Formula>
+  cudaError_t operator()(const ActivationArgs& args, cudaStream_t stream) const {
+    using Op = Formula<typename ComputeType<S>::type>;
+    using ThisPass = Pass<Op, S>;
+    if (args.numel == 0) return cudaSuccess;
+    int processors = 0;
+    if (const cudaError_t error = processor_count(processors)) return error;
+    const Call call = Call::of<typename ThisPass::Tile>(args);
+    const int64_t blocks =
+        std::min<int64_t>((call.tiles + kWarps - 1) / kWarps, int64_t(processors) * kBlocksPerProcessor);
+    activation_kernel<ThisPass, Op><<<unsigned(blocks), kThreads, 0, stream>>>(call, Op(args.params));
+    return cudaGetLastError();
+  }
+};
+
+template <template <class, class> class Pass>
+int launch(const ActivationArgs& args, cudaStream_t stream) {
+  switch (args.dtype) {
+    case Dtype::float32: return visit(args.act, Launch<Pass, float>{}, args, stream);
+    case Dtype::float64: return visit(args.act, Launch<Pass, double>{}, args, stream);
+    case Dtype::float16: return visit(args.act, Launch<Pass, Half>{}, args, stream);
+    case Dtype::bfloat16: return visit(args.act, Launch<Pass, Bfloat>{}, args, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace memkit::cuda
