@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import re
+import shlex
 import sysconfig
 from pathlib import Path
 from types import ModuleType
+from urllib.parse import unquote, urlsplit
 
 PACKAGE = Path(__file__).resolve().parent
 
@@ -23,10 +26,20 @@ def load_info() -> ModuleType | None:
 
 
 def rebuild_command(package: Path = PACKAGE) -> str:
-    """In a source tree the tree is named, so that the command works from any folder."""
-    tree = package.parent
-    source = str(tree) if (tree / "setup.py").exists() else "memkit"
-    return f"pip install --no-build-isolation --force-reinstall --no-deps {source}"
+    return f"pip install --no-build-isolation --force-reinstall --no-deps {_source(package)}"
+
+
+def _source(package: Path) -> str:
+    """What pip must be given: the tree around `package`, the folder or repository it came from, or the name alone."""
+    if (package.parent / "setup.py").exists():
+        return f"-e {shlex.quote(str(package.parent))}"
+    for record in package.parent.glob("memkit-*.dist-info/direct_url.json"):
+        origin = json.loads(record.read_text())
+        if "dir_info" in origin:
+            return shlex.quote(unquote(urlsplit(origin["url"]).path))
+        if "vcs_info" in origin:
+            return f"git+{origin['url']}"
+    return "memkit"
 
 
 def problem(
@@ -34,8 +47,7 @@ def problem(
 ) -> str | None:
     """Why the binary must not be loaded, with the command that mends it; None if it fits."""
     if info is None:
-        editable = rebuild_command(package).replace("--force-reinstall --no-deps", "-e")
-        return f"memkit: not built yet; build with: {editable} (or: make build)"
+        return f"memkit: not built yet; build with: pip install --no-build-isolation {_source(package)} (or: make build)"
     if _line(info.TORCH, info.TORCH_CUDA) != _line(torch_version, torch_cuda):
         built, got = _name(info.TORCH, info.TORCH_CUDA), _name(torch_version, torch_cuda)
         return f"memkit: built for torch {built}, got torch {got}; rebuild with: {rebuild_command(package)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import re
 import subprocess
@@ -83,7 +84,26 @@ def test_another_torch_is_named_with_the_cure(package, built, built_cuda, got, g
 def test_in_a_source_tree_the_cure_names_the_tree(package):
     (package.parent / "setup.py").touch()
     text = _build.problem(info("2.13.0+cpu", None), "2.14.0+cpu", None, package)
-    assert text.endswith(f"pip install --no-build-isolation --force-reinstall --no-deps {package.parent}")
+    assert text.endswith(f"pip install --no-build-isolation --force-reinstall --no-deps -e {package.parent}")
+
+
+@pytest.mark.parametrize(
+    ("origin", "source"),
+    [
+        ({"url": "file:///home/me/my%20memkit", "dir_info": {}}, "'/home/me/my memkit'"),
+        (
+            {"url": "https://example.org/memkit.git", "vcs_info": {"vcs": "git"}},
+            "git+https://example.org/memkit.git",
+        ),
+        ({"url": "file:///home/me/memkit-0.1.0.whl", "archive_info": {}}, "memkit"),
+    ],
+)
+def test_an_installed_memkit_is_rebuilt_from_where_it_came(package, origin, source):
+    record = package.parent / "memkit-0.1.0.dist-info" / "direct_url.json"
+    record.parent.mkdir()
+    record.write_text(json.dumps(origin))
+    text = _build.problem(info("2.13.0+cpu", None), "2.14.0+cpu", None, package)
+    assert text.endswith(f"--no-deps {source}")
 
 
 def test_a_tree_that_was_never_built_says_how_to_build(package):
