@@ -350,7 +350,7 @@ SAVED = {  # name: (function of a leaf, bytes it saves)
     "a part, which keeps the whole": (lambda w: (w * w)[:1].sin(), BYTES),
     "a constant from inside": (lambda w: w * torch.full((N,), 2.0), BYTES),
     "nothing without grad": (lambda w: w.detach().exp().sin(), 0),
-    "once for each time": (lambda w: [w.exp().sum().backward() for _ in range(3)], 3 * BYTES),
+    "once for each time": (lambda w: [w.exp().sum().backward() for _ in range(20)], 20 * BYTES),
     "a sparse matrix": (
         lambda w: torch.sparse.mm(torch.eye(10).to_sparse(), w.view(10, 100)),
         10 * 2 * 8 + 10 * 4,
