@@ -20,6 +20,9 @@ _PUBLIC = {
     "functional": None,
     "memory": None,
     "nn": None,
+    "swap": None,
+    "SwapReport": "swap",
+    "unswap": "swap",
 }
 
 

@@ -1,0 +1,176 @@
+"""`swap` turns a model's activations into memkit's, where that is proven to change neither values nor gradients.
+
+What is changed, by module or by function:
+
+- modules whose type is exactly one of torch.nn's activations, by changing `module.__class__` (types.py);
+- functions that known layers hold, as torch.nn.TransformerEncoderLayer does (recipes.py, where rows for the layers of
+  model libraries belong).
+
+Which variant, site by site (sites.py from structure, prove.py from a run on a sample):
+
+- in place, the slope from the output: nothing reads the input afterwards. Each call checks again and goes out of place
+  where it must: the proof covers the model as it is called, not what else might be done with it;
+- out of place, the slope from the output: nothing changes the output afterwards, and what follows keeps it anyway;
+- unchanged, and the report says why.
+
+Patterns of several modules (act → Linear, Linear → bias → act, ...) would be a file patterns.py beside recipes.py: it
+finds them among the sites that `sites.find` returns, and decides before `by_structure` and `prove` do.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from . import sites
+from .prove import prove
+from .report import Row, SwapReport
+from .sites import Decision, Site
+from .trial import TOLERANCE, Trial
+from .types import TWINS
+
+__all__ = ["Row", "SwapReport", "swap", "unswap"]
+
+
+def swap(
+    model: nn.Module,
+    *,
+    sample: Tensor | tuple[Any, ...] | dict[str, Any] | None = None,
+    ops: Collection[str] | Literal["all"] = "all",
+    exact: bool = True,
+) -> SwapReport:
+    """Changes the model's activations to variants that need less memory, and reports each one.
+
+    Parameters, hooks, flags, `state_dict`, optimizers, sharing, copies and pickles stay as they are; `repr` too.
+    A swapped module goes back to the stock forward in any call that memkit cannot serve or that was not proven.
+
+    Args:
+        model: changed where it stands. Swap before `torch.compile`, and before DDP or FSDP if there is a sample.
+            A model swapped before is taken as it was.
+        sample: what to call the model with: one tensor, a tuple of arguments or a dict of keyword arguments.
+            The model runs on it three times, forward and backward, in its present mode and under the present
+            autocast; user hooks are called. Random state, gradients, buffers and the modules' attributes are put
+            back afterwards. The proof holds for the control flow that the sample takes. Without a sample, only what
+            the structure proves is changed: activations in an `nn.Sequential` before a layer that keeps its input,
+            and in torch.nn's transformer layers.
+        ops: which activations, by their names in `memkit.functional`.
+        exact: only where the slope from the output is exact to 1e-4: for gelu, silu, mish, hardswish, elu, selu,
+            celu and softplus in float32 and float64. Calls in half precision then stay as in stock.
+
+    Raises:
+        TypeError, ValueError: on unknown arguments, a compiled model, parameters that are not there yet.
+        Whatever the model raises on the sample; it then is as it was before.
+
+    Example:
+        >>> print(memkit.swap(model, sample=batch))
+    """
+    names = _names(ops)
+    _check_model(model)
+    if sample is not None:
+        _check_sample(model, sample)
+    previous = sites.undo(model)
+    try:
+        found, others = sites.find(model, names)
+        if sample is None:
+            decisions = {site: sites.by_structure(site, exact) for site in found}
+            report = SwapReport(_rows(decisions, others))
+            _apply(decisions)
+        else:
+            report = _swap_by_sample(Trial(model, sample), found, others, exact)
+    except BaseException:
+        sites.undo(model)
+        sites.redo(previous)
+        raise
+    return report
+
+
+def unswap(model: nn.Module) -> None:
+    """Undoes `swap`: every class and attribute as before. Does nothing to a model that is not swapped."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"unswap: expected a torch.nn.Module, got {type(model).__name__}")
+    sites.undo(model)
+
+
+def _swap_by_sample(trial: Trial, found: list[Site], others: list[Row], exact: bool) -> SwapReport:
+    decisions, watch = prove(trial, found, exact)
+    if not any(decision.proof for decision in decisions.values()):
+        return SwapReport(_rows(decisions, others))
+    stock = trial.run("stock")
+    _apply(decisions)
+    swapped = trial.run("swapped")
+    seen = {call.dtype for calls in watch.calls.values() for call in calls}
+    tolerance = max(TOLERANCE.get(dtype, 0.0) for dtype in seen)
+    note = ""
+    if not swapped.agrees_with(stock, tolerance):
+        sites.undo(trial.model)
+        if stock.agrees_with(trial.run("stock, again"), tolerance):
+            reason = "values or gradients of the swapped model differ on the sample"
+            decisions = {
+                site: Decision(None, reason if d.proof else d.reason, d.bytes_before, d.bytes_before)
+                for site, d in decisions.items()
+            }
+            swapped = stock
+        else:
+            _apply(decisions)
+            note = "stock does not repeat itself on the sample, so values were not compared"
+    return SwapReport(_rows(decisions, others), stock.saved, swapped.saved, note)
+
+
+def _apply(decisions: dict[Site, Decision]) -> None:
+    for site, decision in decisions.items():
+        if decision.proof is not None:
+            sites.apply(site, decision.proof)
+
+
+def _rows(decisions: dict[Site, Decision], others: list[Row]) -> tuple[Row, ...]:
+    return (*(site.row(decision) for site, decision in decisions.items()), *others)
+
+
+def _names(ops: Collection[str] | str) -> frozenset[str]:
+    if isinstance(ops, str):
+        if ops == "all":
+            return frozenset(TWINS)
+        given, unknown = repr(ops), True
+    else:
+        given, unknown = str(sorted(map(str, ops))), not set(ops) <= TWINS.keys()
+    if unknown:
+        raise ValueError(f"swap: expected ops 'all' or a collection of {', '.join(TWINS)}; got {given}")
+    return frozenset(ops)
+
+
+def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"swap: expected a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError("swap: expected a model in Python, got a ScriptModule")
+    eval_frame = sys.modules.get("torch._dynamo.eval_frame")
+    for path, module in model.named_modules():
+        if module._compiled_call_impl is not None or (
+            eval_frame is not None and isinstance(module, eval_frame.OptimizedModule)
+        ):
+            raise ValueError(f"swap: expected a model that is not compiled yet, got {path or 'it'} compiled")
+
+
+def _check_sample(model: nn.Module, sample: Any) -> None:
+    if not isinstance(sample, Tensor | tuple | dict):
+        raise TypeError(
+            f"swap: expected sample to be a tensor, a tuple of arguments or a dict of keyword arguments, "
+            f"got {type(sample).__name__}"
+        )
+    if any(is_lazy(parameter) for parameter in model.parameters()):
+        raise ValueError("swap: expected parameters that are there, got lazy ones; run the model once before")
+
+
+class _Callable(ModuleType):
+    """`memkit.swap` names this package, and is called."""
+
+    __call__ = staticmethod(swap)
+
+
+sys.modules[__name__].__class__ = _Callable

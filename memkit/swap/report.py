@@ -1,0 +1,104 @@
+"""What swap did, a row a site."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..memory.measure import _size
+
+HEAD = ("path", "before", "after", "saved", "bytes", "reason")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One activation: a module, or a function that a layer holds."""
+
+    path: str
+    """Where it is in the model; all places, where there are several."""
+    before: str
+    after: str
+    """"in place" (out of place in calls where that would be unsafe), "output" (out of place) or "unchanged"."""
+    saved: str
+    """What backward computes the slope from."""
+    bytes_before: int | None
+    """What it kept for backward on the sample beside what its neighbours keep; None without a sample."""
+    bytes_after: int | None
+    reason: str
+    """Why it was left unchanged, is not in place, or only in some dtypes."""
+
+    @property
+    def changed(self) -> bool:
+        return self.after != "unchanged"
+
+
+@dataclass(frozen=True)
+class SwapReport:
+    """Prints as a table."""
+
+    rows: tuple[Row, ...]
+    saved_before: int | None = None
+    """Bytes the whole model saved for backward on the sample, measured before and after; None without a sample."""
+    saved_after: int | None = None
+    note: str = ""
+
+    @property
+    def changed(self) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if row.changed)
+
+    @property
+    def left(self) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if not row.changed)
+
+    @property
+    def bytes_before(self) -> int | None:
+        return _sum(row.bytes_before for row in self.rows)
+
+    @property
+    def bytes_after(self) -> int | None:
+        return _sum(row.bytes_after for row in self.rows)
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "rows": [asdict(row) for row in self.rows],
+            "changed": len(self.changed),
+            "left": len(self.left),
+            "bytes_before": self.bytes_before,
+            "bytes_after": self.bytes_after,
+            "saved_before": self.saved_before,
+            "saved_after": self.saved_after,
+            "note": self.note,
+        }
+
+    def __str__(self) -> str:
+        lines = [HEAD, *((r.path, r.before, r.after, r.saved, _change(r), r.reason) for r in self.rows)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        table = [
+            "  ".join(f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)).rstrip()
+            for line in lines
+        ]
+        table.insert(1, "  ".join("-" * width for width in widths))
+        total = f"{len(self.changed)} of {len(self.rows)} activations changed"
+        if self.saved_before is not None and self.saved_after is not None:
+            total += f"; saved for backward {_size(self.saved_before)} → {_size(self.saved_after)}"
+        return "\n".join([*table, total + (f"; {self.note}" if self.note else "")])
+
+    __repr__ = __str__
+
+
+def _change(row: Row) -> str:
+    if row.bytes_before is None or row.bytes_after is None:
+        return "-"
+    return f"{_size(row.bytes_before)} → {_size(row.bytes_after)}"
+
+
+def _sum(parts: Iterator[int | None]) -> int | None:
+    counts = [part for part in parts if part is not None]
+    return sum(counts) if counts else None

@@ -1,0 +1,271 @@
+"""Finds a model's activations, says what its structure proves of each, and changes them or changes them back."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import _C
+from ..nn.activation import _Variant
+from .recipes import FUNCTIONS, RECIPES
+from .report import Row
+from .types import COPIES_INPUT, INEXACT, KEEPS_OUTPUT, NEEDS_BIT, TWINS, WIDE, Proof, Swapped
+
+NAMES: dict[type[nn.Module], str] = {twin._stock: name for name, twin in TWINS.items()}
+
+# Modules that keep their input for backward, give a new tensor, and change nothing; with a weight, where it is trained.
+WEIGHTED = {
+    *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+}
+KEEPERS = {
+    *WEIGHTED,
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm),
+    *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
+}
+DROPOUTS = {nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d}
+VIEWS = {nn.Identity, nn.Flatten, nn.Unflatten}
+
+UNPROVEN = "not proven: pass sample="
+
+
+@dataclass(eq=False)
+class Site:
+    """An activation module, or a stand-in for a function that a layer holds."""
+
+    module: nn.Module
+    name: str
+    path: str
+    layer: Any = None
+    """Where the function is held; its recipe says as what."""
+    function: Any = None
+    followers: list[list[nn.Module]] = field(default_factory=list)
+    """For each place where known code calls it: the modules that take its output, in order."""
+    variables: int = 1
+    """In which that code holds its input."""
+
+    def add_place(self, followers: list[nn.Module], variables: int) -> None:
+        self.followers.append(followers)
+        self.variables = min(self.variables, variables)
+
+    @property
+    def twin(self) -> type[Swapped]:
+        return TWINS[self.name]
+
+    @property
+    def overwrites(self) -> bool:
+        return bool(getattr(self.module, "inplace", False))
+
+    def dtypes(self, exact: bool) -> frozenset[torch.dtype] | None:
+        """In which the slope may come from the output; None: in all."""
+        if self.name == "softplus":  # which autocast computes in float32
+            return WIDE
+        if self.name == "hardtanh":  # a bound that rounding moves inwards is not recognised in the output
+            module: Any = self.module
+            halves = torch.float16, torch.bfloat16
+            exact = all(_is_exact(b, dtype) for b in (module.min_val, module.max_val) for dtype in halves)
+            return None if exact else WIDE
+        return WIDE if exact and self.name in INEXACT else None
+
+    def row(self, decision: Decision) -> Row:
+        proof = decision.proof
+        kept = "output" if self.name in KEEPS_OUTPUT or self.overwrites else "input"
+        if proof is not None:
+            kept = "output + 1 bit" if self.name in NEEDS_BIT else "output"
+        elif self.overwrites and self.name in COPIES_INPUT:
+            kept = "input"
+        return Row(
+            path=self.path,
+            before=type(self.module).__name__ if self.function is None else f"{self.function.__name__}()",
+            after="unchanged" if proof is None else "in place" if proof.inplace else "output",
+            saved=kept,
+            bytes_before=decision.bytes_before,
+            bytes_after=decision.bytes_before if proof is None else decision.bytes_after,
+            reason=decision.reason,
+        )
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What becomes of a site: a proof, or the reason why it stays."""
+
+    proof: Proof | None
+    reason: str = ""
+    bytes_before: int | None = None
+    bytes_after: int | None = None
+
+
+def find(model: nn.Module, names: frozenset[str]) -> tuple[list[Site], list[Row]]:
+    """The sites with these names, and a row for each activation that is none."""
+    paths: dict[nn.Module, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        paths.setdefault(module, []).append(path)
+    sites: dict[nn.Module, Site] = {}
+    others: list[Row] = []
+    for module, places in paths.items():
+        stock = next((base for base in type(module).__mro__ if base in NAMES), None)
+        if stock is not None and NAMES[stock] in names and not isinstance(module, _Variant):
+            if type(module) is stock:
+                sites[module] = Site(module, NAMES[stock], ", ".join(places))
+            else:
+                reason = f"a subclass of torch.nn.{stock.__name__}"
+                others.append(_left(", ".join(places), type(module).__name__, reason))
+        recipe = RECIPES.get(type(module))
+        held: Any = recipe and getattr(module, recipe.attribute)
+        if recipe is not None and not isinstance(held, nn.Module):
+            path = ", ".join(f"{place}.{recipe.attribute}".lstrip(".") for place in places)
+            name = FUNCTIONS.get(held) if callable(held) and isinstance(held, Hashable) else None
+            if name is None:
+                before = getattr(held, "__name__", type(held).__name__)
+                others.append(_left(path, before, "not a function that memkit knows"))
+            elif name in names:
+                stand_in = TWINS[name]._stock()
+                sites[stand_in] = site = Site(stand_in, name, path, module, held)
+                site.add_place([getattr(module, after) for after in recipe.then], variables=0)
+    for parent in paths:
+        recipe = RECIPES.get(type(parent))
+        if is_sequence(parent):
+            children = _children(parent)
+            for index, child in enumerate(children):
+                if child in sites:
+                    sites[child].add_place(children[index + 1 :], variables=1)
+        elif recipe is not None:
+            held = getattr(parent, recipe.attribute)
+            if isinstance(held, nn.Module) and held in sites:
+                sites[held].add_place([getattr(parent, after) for after in recipe.then], variables=0)
+    return list(sites.values()), others
+
+
+def by_structure(site: Site, exact: bool) -> Decision:
+    """What holds whatever the model does elsewhere, as calls from elsewhere are left to stock."""
+    module = site.module
+    if refusal := check(site):
+        return Decision(None, refusal)
+    if has_hooks(module):
+        return Decision(None, f"it has hooks: {UNPROVEN}")
+    if not site.followers:
+        return Decision(None, UNPROVEN)
+    for followers in site.followers:
+        kept, reason = _fate_of_output(followers)
+        if reason and site.name not in KEEPS_OUTPUT:
+            return Decision(None, f"{reason}: {UNPROVEN}")
+        if not kept and site.name in NEEDS_BIT:
+            return Decision(None, "what follows does not keep its output: nothing to save")
+    proof = Proof(site.overwrites or "auto", site.variables, callers=True, dtypes=site.dtypes(exact))
+    return Decision(proof, restriction(site, exact))
+
+
+def check(site: Site) -> str:
+    """Why no proof would help."""
+    module = site.module
+    if "forward" in vars(module):
+        return "its forward is replaced"
+    if site.overwrites and site.name not in COPIES_INPUT:
+        return "already in place"
+    as_twin = site.twin.__new__(site.twin)
+    vars(as_twin).update(vars(module))
+    try:
+        _C.activation(as_twin._op, torch.empty(0), None, -1, as_twin._params(), False, "output")
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def restriction(site: Site, exact: bool) -> str:
+    """Where a swapped site keeps to the stock forward."""
+    return "" if site.dtypes(exact) is None else "stock in half precision"
+
+
+def is_sequence(module: nn.Module) -> bool:
+    """Whether it hands each child's output to the next and nowhere else."""
+    cls: Any = type(module)
+    return (
+        isinstance(module, nn.Sequential)
+        and cls.forward is nn.Sequential.forward
+        and cls.__iter__ is nn.Sequential.__iter__
+        and "forward" not in vars(module)
+    )
+
+
+def has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in vars(module)
+    )
+
+
+def apply(site: Site, proof: Proof) -> None:
+    module: Any = site.module
+    module._swap = proof._replace(original=site.function)
+    module.__class__ = site.twin
+    if site.layer is not None:
+        vars(site.layer)[RECIPES[type(site.layer)].attribute] = module
+
+
+def undo(model: nn.Module) -> list[tuple[nn.Module, Any]]:
+    """Changes all back. Returns what `redo` needs."""
+    done: list[tuple[nn.Module, Any]] = []
+    for module in model.modules():
+        recipe = RECIPES.get(type(module))
+        if recipe is not None and isinstance(held := vars(module).get(recipe.attribute), Swapped):
+            done.append((module, held))
+            vars(module)[recipe.attribute] = held._swap.original
+        if isinstance(module, Swapped):
+            done.append((module, (type(module), vars(module).pop("_swap"))))
+            stock: Any = module._stock
+            module.__class__ = stock
+    return done
+
+
+def redo(done: list[tuple[nn.Module, Any]]) -> None:
+    for module, what in done:
+        if isinstance(what, nn.Module):
+            vars(module)[RECIPES[type(module)].attribute] = what
+        else:
+            module.__class__, vars(module)["_swap"] = what
+
+
+def _fate_of_output(followers: Iterable[nn.Module]) -> tuple[bool, str]:
+    """Whether what comes next keeps the very tensor for backward; why that, or that nothing changes it, is not known."""
+    kept = True
+    module: Any
+    for module in _flat(followers):
+        name = type(module).__name__
+        if has_hooks(module):
+            return False, f"the {name} after it has hooks"
+        if type(module) in KEEPERS:
+            return kept and (type(module) not in WEIGHTED or module.weight.requires_grad), ""
+        if type(module) in DROPOUTS and not module.inplace:
+            kept = kept and module.p == 0
+        elif type(module) not in VIEWS:
+            return False, f"a {name} follows"
+    return False, "nothing follows in its Sequential"
+
+
+def _flat(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    for module in modules:
+        if is_sequence(module) and not has_hooks(module):
+            yield from _flat(_children(module))
+        else:
+            yield module
+
+
+def _children(module: nn.Module) -> list[nn.Module]:
+    """As they are called: one that is there twice comes twice."""
+    return [child for child in module._modules.values() if child is not None]
+
+
+def _is_exact(value: float, dtype: torch.dtype) -> bool:
+    return torch.tensor(value, dtype=dtype).item() == value
+
+
+def _left(path: str, before: str, reason: str) -> Row:
+    return Row(path, before, "unchanged", "?", None, None, reason)

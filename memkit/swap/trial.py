@@ -1,0 +1,183 @@
+"""Runs a model on a sample, forward and backward, and leaves no trace of it."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..memory import measure
+
+# Of each output and gradient, so many elements are compared, and the norm.
+PROBES = 4096
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run gave, in a few numbers: norm and probes of each output, then of each gradient."""
+
+    outputs: list[tuple[float, Tensor]]
+    gradients: list[tuple[float, Tensor]]
+    saved: int | None = None
+
+    def agrees_with(self, other: Outcome, tolerance: float) -> bool:
+        return _agree(self.outputs, other.outputs, tolerance) and _agree(
+            self.gradients, other.gradients, tolerance
+        )
+
+
+class Trial:
+    def __init__(self, model: nn.Module, sample: Any) -> None:
+        self.model = model
+        self.sample = sample
+
+    def run(self, phase: str) -> Outcome:
+        """Counts what is saved on the way."""
+        with untouched(self.model), explained(phase):
+            inputs = self.fresh()
+            measured = measure(lambda: self.step(inputs), device=self.device())
+            leaves = [*self.model.parameters(), *tensors(inputs)]
+            return Outcome(
+                [_digest(t) for t in tensors(measured.result) if t.is_floating_point()],
+                [_digest(leaf.grad) for leaf in leaves if leaf.grad is not None],
+                measured.saved,
+            )
+
+    def fresh(self) -> Any:
+        """The sample again: tensors copied, as the model may write to them."""
+        copies: dict[int, Tensor] = {}
+
+        def copy(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            if id(leaf) not in copies:
+                copies[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+            return copies[id(leaf)]
+
+        return tree_map(copy, self.sample)
+
+    def step(self, inputs: Any) -> Any:
+        """Forward, then backward from all outputs at once. Returns the outputs."""
+        if isinstance(inputs, dict):
+            outputs = self.model(**inputs)
+        else:
+            outputs = self.model(*inputs) if isinstance(inputs, tuple) else self.model(inputs)
+        roots = [t for t in tensors(outputs) if t.requires_grad and t.is_floating_point()]
+        if roots and torch.is_grad_enabled():
+            torch.autograd.backward(roots, [_slant(root) for root in roots])
+        return outputs
+
+    def device(self) -> torch.device:
+        devices = {t.device for t in [*self.model.parameters(), *tensors(self.sample)]}
+        return next((d for d in devices if d.type == "cuda"), torch.device("cpu"))
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+@contextmanager
+def explained(phase: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(f"swap: raised on the sample, {phase}; the model is as it was before")
+        raise
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Puts back what a run changes: random generators, gradients, buffers, attributes of the modules."""
+    with ExitStack() as stack:
+        _keep_random_state(stack)
+        for parameter in model.parameters():
+            _keep_parameter(stack, parameter)
+        for module in model.modules():
+            _keep_attributes(stack, module)
+        yield
+
+
+def _keep_random_state(stack: ExitStack) -> None:
+    cuda: Any = torch.cuda
+    devices = list(range(cuda.device_count())) if cuda.is_initialized() else []
+    stack.enter_context(torch.random.fork_rng(devices))
+    stack.callback(random.setstate, random.getstate())
+    if "numpy" in sys.modules:
+        import numpy as np
+
+        stack.callback(np.random.set_state, np.random.get_state())
+
+
+def _keep_parameter(stack: ExitStack, parameter: Any) -> None:
+    # Hooks that step an optimizer as soon as a gradient is there must not run.
+    hooks, gradient, trained = parameter._post_accumulate_grad_hooks, parameter.grad, parameter.requires_grad
+
+    def restore() -> None:
+        parameter.requires_grad_(trained)
+        parameter.grad = gradient
+        parameter._post_accumulate_grad_hooks = hooks
+
+    parameter._post_accumulate_grad_hooks = None
+    parameter.grad = None
+    stack.callback(restore)
+
+
+def _keep_attributes(stack: ExitStack, module: nn.Module) -> None:
+    attributes = vars(module)
+    before = dict(attributes)
+    containers: list[tuple[Any, Any]] = [
+        (held, held.copy()) for held in before.values() if isinstance(held, dict | list | set)
+    ]
+    own = [*module._buffers.values(), *before.values()]
+    tensors = [(held, held.detach().clone()) for held in own if isinstance(held, Tensor)]
+
+    def restore() -> None:
+        with torch.no_grad():
+            for tensor, copy in tensors:
+                tensor.copy_(copy)
+        for container, members in containers:
+            container.clear()
+            (container.extend if isinstance(container, list) else container.update)(members)
+        attributes.clear()
+        attributes.update(before)
+
+    stack.callback(restore)
+
+
+def _slant(root: Tensor) -> Tensor:
+    """A gradient to start from: not constant, as a normalisation's output has a constant sum."""
+    if root.numel() < 2:
+        return torch.ones_like(root)
+    return torch.linspace(-1, 1, root.numel(), dtype=root.dtype, device=root.device).view(root.shape)
+
+
+def _digest(tensor: Tensor) -> tuple[float, Tensor]:
+    flat = tensor.detach().reshape(-1)
+    probes = flat[:: max(1, flat.numel() // PROBES)].double().cpu()
+    wide = torch.float64 if flat.dtype == torch.float64 else torch.float32
+    return torch.linalg.vector_norm(flat, dtype=wide).item(), probes
+
+
+def _agree(ours: list[tuple[float, Tensor]], theirs: list[tuple[float, Tensor]], tolerance: float) -> bool:
+    if len(ours) != len(theirs):
+        return False
+    largest = max((norm for norm, _ in theirs if norm < float("inf")), default=0.0)
+    for (norm, probes), (expected, expected_probes) in zip(ours, theirs, strict=True):
+        if probes.shape != expected_probes.shape:
+            return False
+        close = abs(norm - expected) <= tolerance * (expected + 1e-2 * largest)
+        # Gradients that are zero but for rounding are compared at the scale of the others.
+        error = torch.linalg.vector_norm(torch.nan_to_num(probes) - torch.nan_to_num(expected_probes)).item()
+        near = error <= tolerance * (torch.linalg.vector_norm(expected_probes).item() + 1e-2 * largest)
+        if not (close and near) and expected == expected:
+            return False
+    return True

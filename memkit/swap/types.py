@@ -1,0 +1,245 @@
+"""What a swapped module is: its class, what it may do, and the checks of each call that keep it safe.
+
+A swapped module's class is a subclass of memkit.nn's twin; its attributes stay as they were, and one, `_swap`, says what
+was proven. Each call checks what cannot be proven once and for all:
+
+- References. In place needs a tensor that nothing else can reach. C++ counts the references of autograd, views and
+  storages. Python's own holders (a variable, a list of features, a hook, a checkpoint's arguments) show in the
+  input's reference count, compared with that of a call on a temporary.
+- The caller, where the proof rests on its source: `nn.Sequential.forward` drops what it passes on, a loop over the
+  same children might not.
+- The dtype, where the slope from the output is not exact in all of them.
+
+Whatever is not proven or not supported (integers, other devices, tensor subclasses, hooks added later) goes to the
+stock forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from sys import _getframe, getrefcount
+from typing import Any, ClassVar, NamedTuple, cast
+
+import torch
+import torch.nn.modules.module as torch_module
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling, is_exporting
+
+from .. import _C
+from .. import nn as memkit_nn
+from ..functional import Inplace, _dispatched
+from .recipes import CALLERS
+
+
+class Proof(NamedTuple):
+    """What was proven of one module. Plain values: copied and pickled with the module."""
+
+    inplace: Inplace
+    """False: out of place. "auto": in place where a call's references allow it. True: stock overwrites its input too."""
+    holders: int = 0
+    """Python references to the input that do no harm, beside the call's own."""
+    callers: bool = False
+    """Holds only for calls from `recipes.CALLERS`."""
+    hooked: bool = False
+    """Holds with the forward hooks that the module has."""
+    dtypes: frozenset[torch.dtype] | None = None
+    """Where the slope may come from the output; None: wherever memkit computes."""
+    original: Callable[[Tensor], Tensor] | None = None
+    """The function whose place the module took."""
+
+
+class Swapped(nn.Module):
+    """Mixed into the twins below, before them."""
+
+    _swap: Proof
+    _op: str
+    _stock: ClassVar[type[nn.Module]]
+    _stock_forward: ClassVar[Callable[[Any, Tensor], Tensor]]
+
+    def __init_subclass__(cls) -> None:
+        cls._stock = next(base for base in cls.__mro__ if base.__module__.startswith("torch.nn."))
+        cls._stock_forward = cast(Any, cls._stock).forward
+
+    def _params(self) -> tuple[float, ...]:
+        return ()
+
+    def forward(self, input: Tensor) -> Tensor:
+        if is_dynamo_compiling():
+            return self._compiled(input)
+        proof = self._swap
+        if proof.dtypes is not None and input.dtype not in proof.dtypes:
+            return self._stock_forward(input)
+        if (self._forward_hooks or torch_module._global_forward_hooks) and not proof.hooked:
+            return self._stock_forward(input)
+        inplace = proof.inplace
+        try:
+            # Three frames up: _call_impl, _wrapped_call_impl (of a module without hooks), the caller.
+            if proof.callers and _getframe(3).f_code not in CALLERS:
+                return self._stock_forward(input)
+            if inplace == "auto" and getrefcount(input) > proof.holders + ALONE:
+                inplace = False
+            out = _C.activation(self._op, input, None, -1, self._params(), inplace, "output")
+            if out is None:  # a tensor subclass, or a torch function mode
+                if type(input) is not Tensor:
+                    return self._stock_forward(input)
+                out = _dispatched(self._op, input, self._params(), inplace, "output", None, -1)
+        except (RuntimeError, TypeError, ValueError) as error:
+            # memkit refuses before it writes, in these words. Other errors may come after.
+            if not str(error).startswith((f"{self._op}: expected", "call stack is not deep enough")):
+                raise
+            return self._stock_forward(input)
+        return cast(Tensor, out)
+
+    def _compiled(self, input: Tensor) -> Tensor:
+        """Out of place: compilers functionalize, so nothing can be changed later. Without a gradient they fuse better."""
+        proof = self._swap
+        if (
+            not input.requires_grad
+            or input.dtype not in (FLOATS if proof.dtypes is None else proof.dtypes)
+            or input.device.type not in ("cpu", "cuda")
+            or is_exporting()
+        ):
+            return self._stock_forward(input)
+        return _dispatched(self._op, input, self._params(), proof.inplace, "output", None, -1)
+
+
+class _Counter(nn.Module):
+    def forward(self, input: Tensor) -> int:
+        return getrefcount(input)  # as in Swapped.forward
+
+
+def _references_of_a_temporary() -> int:
+    """What `getrefcount` says in a module's forward of an input that only the call holds."""
+    count = _Counter()
+    temporary = cast(int, count(torch.empty(0)))
+    variable = torch.empty(0)
+    held = cast(int, count(variable))
+    in_sequence = cast(int, nn.Sequential(nn.PReLU(), count)(variable))
+    if not (held == in_sequence == temporary + 1):
+        return -(1 << 30)  # an interpreter that counts in another way: never in place
+    # A tracer may hold references now that it does not hold later. 6 is CPython 3.10 to 3.13's count without one.
+    return min(temporary, 6)
+
+
+ALONE = _references_of_a_temporary()
+
+FLOATS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
+WIDE = frozenset({torch.float32, torch.float64})
+
+
+class ReLU(Swapped, memkit_nn.ReLU):
+    _op = "relu"
+
+
+class LeakyReLU(Swapped, memkit_nn.LeakyReLU):
+    _op = "leaky_relu"
+
+    def _params(self) -> tuple[float, ...]:
+        return (self.negative_slope,)
+
+
+class ELU(Swapped, memkit_nn.ELU):
+    _op = "elu"
+
+    def _params(self) -> tuple[float, ...]:
+        return (self.alpha,)
+
+
+class SELU(Swapped, memkit_nn.SELU):
+    _op = "selu"
+
+
+class CELU(Swapped, memkit_nn.CELU):
+    _op = "celu"
+
+    def _params(self) -> tuple[float, ...]:
+        return (self.alpha,)
+
+
+class Sigmoid(Swapped, memkit_nn.Sigmoid):
+    _op = "sigmoid"
+
+
+class Tanh(Swapped, memkit_nn.Tanh):
+    _op = "tanh"
+
+
+class Softplus(Swapped, memkit_nn.Softplus):
+    _op = "softplus"
+
+    def _params(self) -> tuple[float, ...]:
+        return (self.beta, self.threshold)
+
+
+class Hardtanh(Swapped, memkit_nn.Hardtanh):
+    _op = "hardtanh"
+
+    def _params(self) -> tuple[float, ...]:
+        return (self.min_val, self.max_val)
+
+
+class ReLU6(Swapped, memkit_nn.ReLU6):
+    _op = "relu6"
+
+
+class Hardsigmoid(Swapped, memkit_nn.Hardsigmoid):
+    _op = "hardsigmoid"
+
+
+class GELU(Swapped, memkit_nn.GELU):
+    @property
+    def _op(self) -> str:  # type: ignore[override]
+        return "gelu" if self.approximate == "none" else "gelu_tanh"
+
+
+class SiLU(Swapped, memkit_nn.SiLU):
+    _op = "silu"
+
+
+class Mish(Swapped, memkit_nn.Mish):
+    _op = "mish"
+
+
+class Hardswish(Swapped, memkit_nn.Hardswish):
+    _op = "hardswish"
+
+
+TWINS: dict[str, type[Swapped]] = {
+    "relu": ReLU,
+    "leaky_relu": LeakyReLU,
+    "elu": ELU,
+    "selu": SELU,
+    "celu": CELU,
+    "sigmoid": Sigmoid,
+    "tanh": Tanh,
+    "softplus": Softplus,
+    "relu6": ReLU6,
+    "hardtanh": Hardtanh,
+    "hardsigmoid": Hardsigmoid,
+    "gelu": GELU,
+    "silu": SiLU,
+    "mish": Mish,
+    "hardswish": Hardswish,
+}
+"""The names that `ops` takes."""
+
+KEEPS_OUTPUT = frozenset({"relu", "sigmoid", "tanh"})
+"""Stock keeps the output too: whatever is done to it later does as much harm to stock."""
+
+NEEDS_BIT = frozenset({"gelu", "silu", "mish", "hardswish"})
+"""A bit an element beside the output says on which side of the minimum the input was."""
+
+COPIES_INPUT = frozenset({"silu", "mish", "hardswish", "hardsigmoid"})
+"""Stock with inplace=True keeps a copy of the input; the others keep the output."""
+
+INEXACT = {
+    "elu": (2.5e-4, 2e-3),
+    "selu": (5e-4, 4e-3),
+    "celu": (2.5e-4, 2e-3),
+    "softplus": (1.2e-4, 6e-4),
+    "gelu": (8e-3, 1.5e-2),
+    "silu": (8e-3, 1.5e-2),
+    "mish": (7e-3, 1.5e-2),
+    "hardswish": (9e-3, 2.4e-2),
+}
+"""How far the slope from the output may be off in float16 and bfloat16, where that is more than 1e-4; elu at alpha=1."""
