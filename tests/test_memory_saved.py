@@ -1,0 +1,173 @@
+"""`measure(fn).saved`: bytes saved for backward, worked out by hand; and that looking changes nothing."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from memkit import _C
+from memkit.memory import measure
+
+N = 1000
+BYTES = 4 * N  # of a float32 tensor of N elements
+
+
+@pytest.fixture
+def w():
+    return torch.linspace(-1, 1, N, requires_grad=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_saved_by_linear_gelu_linear(dtype):
+    tokens, width, hidden = 10, 16, 64
+    model = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width)).to(dtype)
+    data = torch.randn(tokens, width, dtype=dtype)
+    elements = tokens * hidden
+    # h and gelu(h): in bfloat16 4 bytes an element. The input and the weight that its gradient needs: from before.
+    for fn in (lambda: model(data), lambda: model(data).sum().backward()):
+        got = measure(fn)
+        assert got.saved == 2 * elements * dtype.itemsize
+        assert got.saved_total == got.saved + data.nbytes + model[2].weight.nbytes
+    relu = nn.Sequential(model[0], nn.ReLU(), model[2])
+    assert measure(relu, data).saved == elements * dtype.itemsize
+
+
+SAVED = {  # name: (function of a leaf, bytes it saves)
+    "its own output": (lambda w: w.exp(), BYTES),
+    "a leaf": (lambda w: w.sin(), 0),
+    "one tensor by three nodes": (lambda w: (lambda y: y * y + y.sin())(w.exp()), BYTES),
+    "views of one storage": (lambda w: (lambda y: y[:10].sin().sum() + y[10:].cos().sum())(w * w), BYTES),
+    "a part, which keeps the whole": (lambda w: (w * w)[:1].sin(), BYTES),
+    "a constant from inside": (lambda w: w * torch.full((N,), 2.0), BYTES),
+    "nothing without grad": (lambda w: w.detach().exp().sin(), 0),
+    "once for each time": (lambda w: [w.exp().sum().backward() for _ in range(20)], 20 * BYTES),
+    "a sparse matrix": (
+        lambda w: torch.sparse.mm(torch.eye(10).to_sparse(), w.view(10, 100)),
+        10 * 2 * 8 + 10 * 4,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SAVED)
+def test_saved(case, w):
+    fn, saved = SAVED[case]
+    assert measure(fn, w).saved == saved
+
+
+def test_saved_of_before_is_left_out(w):
+    constant = torch.ones(N)
+    got = measure(lambda: w * constant)
+    assert (got.saved, got.saved_total) == (0, BYTES)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_saved_by_checkpointed_blocks(use_reentrant, w):
+    def model():
+        y = w * 1
+        for _ in range(3):
+            y = checkpoint(lambda v: v.exp().sin().exp().sin(), y, use_reentrant=use_reentrant)
+        return y
+
+    assert measure(model).saved == 3 * BYTES  # the blocks' inputs
+    step = measure(lambda: model().sum().backward())
+    assert step.saved >= 3 * BYTES
+    got, w.grad = w.grad, None
+    y = w * 1
+    for _ in range(3):
+        y = y.exp().sin().exp().sin()
+    y.sum().backward()
+    assert torch.equal(got, w.grad)
+
+
+def test_hooks_around_the_call_keep_working(w):
+    packed = []
+    with saved_tensors_hooks(lambda t: packed.append(t.nbytes) or t.detach() * 2, lambda t: t):
+        got = measure(lambda: w.exp())
+    assert packed == [BYTES]
+    assert got.saved == BYTES
+    got.result.sum().backward()
+    assert torch.equal(w.grad, 2 * w.detach().exp())
+
+
+def test_hooks_inside_the_call_keep_working(w):
+    def fn():
+        with save_on_cpu():
+            y = w.exp()
+        return y.sin()
+
+    got = measure(fn)
+    assert got.saved == BYTES  # the input of sin; the output of exp went to the hook
+    got.result.sum().backward()
+    v = w.detach().clone().requires_grad_()
+    v.exp().sin().sum().backward()
+    assert torch.equal(w.grad, v.grad)
+
+
+def test_the_hooks_of_saved_change_no_memory(w):
+    model = nn.Sequential(nn.Linear(N, 64), nn.Tanh(), nn.Linear(64, 64), nn.Sigmoid(), nn.LayerNorm(64))
+    data = torch.randn(8, N)
+
+    def step():
+        model(data).square().sum().backward()
+        model.zero_grad()
+
+    step()
+    tap = _C.Tap()
+    step()
+    tap.stop()
+    got = measure(step)
+    assert (got.live, got.peak, got.allocations) == tap.read()
+
+
+def test_nothing_is_kept_alive(w):
+    """A graph dies with its last reference, without the garbage collector: exp saves its own output."""
+    tap = _C.Tap()
+    gc.disable()
+    try:
+        got = measure(lambda: w.exp().sum())
+        assert tap.read()[0] == BYTES + 4
+        del got
+        assert tap.read()[0] == 0
+    finally:
+        gc.enable()
+
+
+def test_backward_after_the_measurement(w):
+    y = measure(lambda: w.exp().sin()).result
+    y.sum().backward()
+    assert torch.allclose(w.grad, w.detach().exp() * w.detach().exp().cos())
+
+
+def test_an_overwritten_saved_tensor_is_still_an_error(w):
+    def fn():
+        y = w.exp()
+        y.add_(1)
+        return y
+
+    y = measure(fn).result
+    with pytest.raises(
+        RuntimeError, match=r"modified by an inplace operation.*is at version 1; expected version 0"
+    ):
+        y.sum().backward()
+
+
+def test_second_derivatives(w):
+    def fn():
+        (first,) = torch.autograd.grad(w.exp().sum(), w, create_graph=True)
+        return torch.autograd.grad(first.sum(), w)[0]
+
+    assert torch.allclose(measure(fn).result, w.detach().exp())
+
+
+@pytest.mark.slow
+def test_compiled_function(w):
+    fn = torch.compile(lambda v: v.exp().sin().exp(), backend="aot_eager")
+    fn(w).sum().backward()
+    got, w.grad = w.grad, None
+    measured = measure(lambda: fn(w))
+    assert measured.saved > 0
+    measured.result.sum().backward()
+    assert torch.equal(got, w.grad)
