@@ -32,7 +32,8 @@ entry = whole if stage == "." else whole.setdefault("stages", {}).setdefault(sta
 for name, value in zip(pairs[::2], pairs[1::2], strict=True):
     if value.startswith("@"):
         log = pathlib.Path(value[1:])
-        entry[name] = log.read_text(errors="replace").splitlines()[-15:] if log.exists() else []
+        lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+        entry[name] = [line[:300] for line in lines[-15:]]
     else:
         entry[name] = json.loads(value)
 path.write_text(json.dumps(whole, indent=2) + "\n")
@@ -41,7 +42,7 @@ PY
 
 # stage NAME LIMIT LOG COMMAND...: runs COMMAND for at most LIMIT seconds or what is left of BUDGET.
 stage() {
-  local name=$1 limit=$2 log=$3 left=$((BUDGET - SECONDS)) start=$SECONDS status=0 word=ok
+  local name=$1 limit=$2 log=$3 left=$((BUDGET - SECONDS)) start=$SECONDS took status=0 word=ok
   shift 3
   [ "$limit" -lt "$left" ] || limit=$left
   if [ "$limit" -lt 10 ]; then
@@ -50,10 +51,11 @@ stage() {
   else
     timeout -k 5 "$limit" "$@" </dev/null 2>&1 | tee -a "$log" || status=${PIPESTATUS[0]}
   fi
+  took=$((SECONDS - start))
   [ "$status" = 0 ] || { failed=1 && word=failed; }
   [ "$status" != 124 ] && [ "$status" != 137 ] || word="out of time"
-  summary "$name" result "\"$word\"" exit "$status" seconds $((SECONDS - start)) tail "@$log"
-  echo "== $name: $word ($((SECONDS - start)) s)"
+  summary "$name" result "\"$word\"" exit "$status" seconds "$took" tail "@$log"
+  echo "== $name: $word ($took s)"
   return "$status"
 }
 
