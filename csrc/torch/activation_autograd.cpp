@@ -228,8 +228,9 @@ template <class Operator>
 auto bump_and_run(c10::string_view op, Tensor& x, Operator&& run) -> decltype(run()) {
   check_inplace(op, x, memory_blocker(x));
   const at::AutoDispatchBelowADInplaceOrView below;
-  autograd::impl::bump_version(x);
-  return run();
+  decltype(run()) result = run();
+  autograd::impl::bump_version(x);  // afterwards: where run() raises, nothing was written
+  return result;
 }
 
 Tensor& activation_bumping(Tensor& x, const OptionalTensor& bias, int64_t dim, c10::string_view op, Params params,

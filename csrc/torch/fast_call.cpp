@@ -62,6 +62,7 @@ PyObject* activation(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (PyErr_Occurred()) throw python_error();
   }
   Inplace inplace = inplace_of(args[5], op);
+  if (inplace != Inplace::never) check_arguments(op, input, bias, dim);  // a sparse tensor has no strides to look at
   if (inplace == Inplace::automatic) {
     const bool possible = save != "input" && ActivationSpec(op, params).invertible() &&
                           !inplace_blocker_strict(input, idle_base_handles(input));
