@@ -63,6 +63,7 @@ class Tensor {
     void* p = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (p == MAP_FAILED) std::perror("mmap"), std::exit(2);
     all_ = static_cast<S*>(p);
+    margins([](uint8_t& byte) { byte = kUntouched; });
   }
   ~Tensor() { munmap(all_, bytes_); }
   Tensor(const Tensor&) = delete;
@@ -79,13 +80,20 @@ class Tensor {
   }
 
   bool margins_untouched() {
-    const auto* start = reinterpret_cast<const uint8_t*>(all_);
-    const auto zero = [](uint8_t byte) { return byte == 0; };
-    return std::all_of(start, reinterpret_cast<const uint8_t*>(data()), zero) &&
-           std::all_of(reinterpret_cast<const uint8_t*>(data() + n_), start + bytes_, zero);
+    bool untouched = true;
+    margins([&](uint8_t& byte) { untouched = untouched && byte == kUntouched; });
+    return untouched;
   }
 
  private:
+  template <class F>
+  void margins(F f) {
+    auto* start = reinterpret_cast<uint8_t*>(all_);
+    std::for_each(start, reinterpret_cast<uint8_t*>(data()), f);
+    std::for_each(reinterpret_cast<uint8_t*>(data() + n_), start + bytes_, f);
+  }
+
+  static constexpr uint8_t kUntouched = 0xa5;
   static constexpr int64_t kMargin = 64;  // elements: a tensor that is not shifted starts at a multiple of 16 bytes
   int64_t n_, bytes_, shift_;
   S* all_;
