@@ -6,8 +6,9 @@
 Times are medians over rounds in which all contenders take turns; ratios are the median of each round's own
 ratio to stock eager. Every sample starts from inputs that were just written, for all contenders alike, since
 those in place consume theirs. Forward and backward: `torch.autograd.grad` down to the input, which was
-made by another op. One function an op and dtype is compiled with dynamic=True, at the largest size first (one
-compilation a size would take five times as long).
+made by another op. One function an op and dtype is compiled with dynamic=True, at the largest size first; up to
+1 Mi elements a compilation for the very size was a quarter faster on two cores: `--static` makes one for each, in
+five times the time.
 """
 
 from __future__ import annotations
@@ -17,16 +18,18 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import Contender, buffer_count, measure, normal, ratios
+from common import Contender, buffer_count, host_sample, measure, normal, ratios
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-import memkit.functional as M
+from memkit import functional
+from memkit._reference import ACTIVATIONS
 from memkit.bench import machine
 from memkit.bench.report import origin, text_table, write_json
 
@@ -53,50 +56,43 @@ class Op:
     in_place_grad: Function | None = None
 
 
-def _gelu_tanh(x: Tensor, *, inplace: bool = False) -> Tensor:
-    return M.gelu(x, "tanh", inplace=inplace)
+def op(
+    name: str,
+    out: Callable[[Tensor, Tensor], Tensor] | None = None,
+    in_place: Function | None = None,
+    in_place_grad: Function | None = None,
+    **params: Any,
+) -> Op:
+    return Op(
+        partial(ACTIVATIONS[name].stock, **params) if params else ACTIVATIONS[name].stock,
+        partial(getattr(functional, name), **params) if params else getattr(functional, name),
+        out,
+        in_place,
+        in_place_grad,
+    )
 
 
 OPS: dict[str, Op] = {
-    "relu": Op(F.relu, M.relu, None, torch.relu_),
-    "leaky_relu": Op(
-        F.leaky_relu, M.leaky_relu, lambda x, o: aten.leaky_relu.out(x, 0.01, out=o), F.leaky_relu_
+    "relu": op("relu", None, torch.relu_),
+    "leaky_relu": op("leaky_relu", lambda x, o: aten.leaky_relu.out(x, 0.01, out=o), F.leaky_relu_),
+    "elu": op("elu", lambda x, o: aten.elu.out(x, out=o), F.elu_),
+    "selu": op("selu", None, torch.selu_),
+    "celu": op("celu", None, torch.celu_),
+    "sigmoid": op("sigmoid", lambda x, o: torch.sigmoid(x, out=o), torch.sigmoid_),
+    "tanh": op("tanh", lambda x, o: torch.tanh(x, out=o), torch.tanh_),
+    "softplus": op("softplus", lambda x, o: aten.softplus.out(x, out=o)),
+    "relu6": op("relu6", lambda x, o: aten.hardtanh.out(x, 0, 6, out=o), lambda x: F.relu6(x, True)),
+    "hardtanh": op("hardtanh", lambda x, o: aten.hardtanh.out(x, out=o), F.hardtanh_),
+    "hardsigmoid": op(
+        "hardsigmoid", lambda x, o: aten.hardsigmoid.out(x, out=o), lambda x: F.hardsigmoid(x, True)
     ),
-    "elu": Op(F.elu, M.elu, lambda x, o: aten.elu.out(x, out=o), F.elu_),
-    "selu": Op(F.selu, M.selu, None, torch.selu_),
-    "celu": Op(F.celu, M.celu, None, torch.celu_),
-    "sigmoid": Op(torch.sigmoid, M.sigmoid, lambda x, o: torch.sigmoid(x, out=o), torch.sigmoid_),
-    "tanh": Op(torch.tanh, M.tanh, lambda x, o: torch.tanh(x, out=o), torch.tanh_),
-    "softplus": Op(F.softplus, M.softplus, lambda x, o: aten.softplus.out(x, out=o)),
-    "relu6": Op(
-        F.relu6, M.relu6, lambda x, o: aten.hardtanh.out(x, 0.0, 6.0, out=o), lambda x: F.relu6(x, True)
-    ),
-    "hardtanh": Op(F.hardtanh, M.hardtanh, lambda x, o: aten.hardtanh.out(x, out=o), F.hardtanh_),
-    "hardsigmoid": Op(
-        F.hardsigmoid,
-        M.hardsigmoid,
-        lambda x, o: aten.hardsigmoid.out(x, out=o),
-        lambda x: F.hardsigmoid(x, True),
-    ),
-    "relu_squared": Op(
-        lambda x: F.relu(x).square(),
-        M.relu_squared,
-        None,
-        lambda x: x.relu_().square_(),
-        lambda x: x.relu_().square(),
-    ),
-    "gelu": Op(F.gelu, M.gelu, lambda x, o: aten.gelu.out(x, out=o)),
-    "gelu_tanh": Op(
-        lambda x: F.gelu(x, approximate="tanh"),
-        _gelu_tanh,
-        lambda x, o: aten.gelu.out(x, approximate="tanh", out=o),
-    ),
-    "quick_gelu": Op(lambda x: x * torch.sigmoid(1.702 * x), M.quick_gelu),
-    "silu": Op(F.silu, M.silu, lambda x, o: aten.silu.out(x, out=o), lambda x: F.silu(x, True)),
-    "mish": Op(F.mish, M.mish, lambda x, o: aten.mish.out(x, out=o), lambda x: F.mish(x, True)),
-    "hardswish": Op(
-        F.hardswish, M.hardswish, lambda x, o: aten.hardswish.out(x, out=o), lambda x: F.hardswish(x, True)
-    ),
+    "relu_squared": op("relu_squared", None, lambda x: x.relu_().square_(), lambda x: x.relu_().square()),
+    "gelu": op("gelu", lambda x, o: aten.gelu.out(x, out=o)),
+    "gelu_tanh": op("gelu", lambda x, o: aten.gelu.out(x, approximate="tanh", out=o), approximate="tanh"),
+    "quick_gelu": op("quick_gelu"),
+    "silu": op("silu", lambda x, o: aten.silu.out(x, out=o), lambda x: F.silu(x, True)),
+    "mish": op("mish", lambda x, o: aten.mish.out(x, out=o), lambda x: F.mish(x, True)),
+    "hardswish": op("hardswish", lambda x, o: aten.hardswish.out(x, out=o), lambda x: F.hardswish(x, True)),
 }
 
 SIZES = {"16Ki": 1 << 14, "128Ki": 1 << 17, "1Mi": 1 << 20, "8Mi": 1 << 23, "32Mi": 1 << 25}
@@ -121,7 +117,7 @@ class Buffers:
         self.pristine = [normal(elements, dtype, device, seed) for seed in range(count)]
         self.work = [torch.empty_like(x) for x in self.pristine]
         self.outputs = [torch.empty_like(x) for x in self.pristine]
-        self.upstream = normal(elements, dtype, device, seed=1 << 20)
+        self.upstream = [normal(elements, dtype, device, seed=-1 - seed) for seed in range(count)]
         self.zero = torch.zeros((), dtype=dtype, device=device, requires_grad=True)
 
     def inputs(self) -> list[tuple[Tensor]]:
@@ -135,7 +131,7 @@ class Buffers:
     def pre_activations(self) -> list[tuple[Tensor, GradientEdge, Tensor]]:
         """Results of another op, which autograd lets one overwrite, with the edge to stop the backward at."""
         made = [pristine + self.zero for pristine in self.pristine]
-        return [(h, get_gradient_edge(h), self.upstream) for h in made]
+        return [(h, get_gradient_edge(h), g) for h, g in zip(made, self.upstream, strict=True)]
 
 
 def there_and_back(function: Function) -> Callable[[Tensor, GradientEdge, Tensor], object]:
@@ -145,26 +141,26 @@ def there_and_back(function: Function) -> Callable[[Tensor, GradientEdge, Tensor
     return call
 
 
-def contenders(op: Op, compiled: Function | None, mode: str, buffers: Buffers) -> dict[str, Contender]:
+def contenders(entry: Op, compiled: Function | None, mode: str, buffers: Buffers) -> dict[str, Contender]:
     def memkit_inplace(x: Tensor) -> Tensor:
-        return op.memkit(x, inplace=True)
+        return entry.memkit(x, inplace=True)
 
     functions: dict[str, Function] = {
-        "stock": op.stock,
-        "memkit": op.memkit,
+        "stock": entry.stock,
+        "memkit": entry.memkit,
         "memkit_inplace": memkit_inplace,
     }
     if compiled is not None:
         functions["compiled"] = compiled
     if mode == "forward":
         found = {name: Contender(buffers.inputs, function) for name, function in functions.items()}
-        if op.out is not None:
-            found["reused"] = Contender(buffers.inputs_and_outputs, op.out)
-        elif op.in_place is not None:
-            found["reused"] = Contender(buffers.inputs, op.in_place)
+        if entry.out is not None:
+            found["reused"] = Contender(buffers.inputs_and_outputs, entry.out)
+        elif entry.in_place is not None:
+            found["reused"] = Contender(buffers.inputs, entry.in_place)
         found["copy"] = Contender(buffers.inputs_and_outputs, lambda x, out: out.copy_(x))
         return found
-    in_place = op.in_place_grad or op.in_place  # out= has no gradient
+    in_place = entry.in_place_grad or entry.in_place  # out= has no gradient
     if in_place is not None:
         functions["reused"] = in_place
     return {
@@ -172,12 +168,14 @@ def contenders(op: Op, compiled: Function | None, mode: str, buffers: Buffers) -
     }
 
 
-def compile_stock(op: Op, largest: int, dtype: torch.dtype, device: str, modes: list[str]) -> Function | None:
-    """The stock op compiled for any size, ready in the modes asked for; None where no compiler works."""
+def compile_stock(
+    entry: Op, elements: int, dtype: torch.dtype, device: str, modes: list[str], static: bool
+) -> Function | None:
+    """The stock op compiled, for this size or any, and run in the modes asked for; None where no compiler works."""
     torch._dynamo.reset()
-    stock = op.stock
-    compiled = torch.compile(lambda x: stock(x), dynamic=True)
-    x = normal(largest, dtype, device, seed=0)
+    stock = entry.stock
+    compiled = torch.compile(lambda x: stock(x), dynamic=not static)
+    x = normal(elements, dtype, device, seed=0)
     try:
         if "forward" in modes:
             with torch.no_grad():
@@ -192,9 +190,9 @@ def compile_stock(op: Op, largest: int, dtype: torch.dtype, device: str, modes: 
 
 
 def run_case(
-    op: Op, compiled: Function | None, mode: str, buffers: Buffers, device: str, budget: float
+    entry: Op, compiled: Function | None, mode: str, buffers: Buffers, device: str, budget: float
 ) -> dict[str, Any]:
-    entrants = contenders(op, compiled, mode, buffers)
+    entrants = contenders(entry, compiled, mode, buffers)
     with torch.set_grad_enabled(mode != "forward"):
         times = measure(entrants, device, budget)
     return {
@@ -204,17 +202,17 @@ def run_case(
     }
 
 
-def run_overhead(name: str, op: Op, device: str, budget: float) -> list[dict[str, Any]]:
+def run_overhead(op_name: str, entry: Op, device: str, budget: float) -> list[dict[str, Any]]:
     """Nanoseconds a call takes on 8 elements, where there is nothing to compute."""
     pristine = normal(8, torch.float32, device, seed=0)
     zero = torch.zeros((), device=device, requires_grad=True)
     rows = []
     for grad in (False, True):
         functions: dict[str, Function | None] = {
-            "stock": op.stock,
-            "memkit": op.memkit,
-            "stock_inplace": (op.in_place_grad if grad and op.in_place_grad else op.in_place),
-            "memkit_inplace": lambda x: op.memkit(x, inplace=True),
+            "stock": entry.stock,
+            "memkit": entry.memkit,
+            "stock_inplace": (entry.in_place_grad if grad and entry.in_place_grad else entry.in_place),
+            "memkit_inplace": lambda x: entry.memkit(x, inplace=True),
         }
 
         def prepare(grad: bool = grad) -> list[tuple[Any, ...]]:
@@ -226,9 +224,10 @@ def run_overhead(name: str, op: Op, device: str, budget: float) -> list[dict[str
             return Contender(prepare, lambda made: [function(x) for x in made])
 
         with torch.set_grad_enabled(grad):
-            times = measure({n: entrant(f) for n, f in functions.items() if f is not None}, device, budget)
+            entrants = {name: entrant(each) for name, each in functions.items() if each is not None}
+            times = measure(entrants, device, budget, clock=host_sample)
         ns = {n: statistics.median(taken) / OVERHEAD_CALLS * 1e9 for n, taken in times.items()}
-        rows.append({"op": name, "grad": grad, "nanoseconds": ns})
+        rows.append({"op": op_name, "grad": grad, "nanoseconds": ns})
     return rows
 
 
@@ -240,21 +239,31 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "cases": [],
         "overhead": [],
     }
-    result["options"] = {"ops": args.ops, "sizes": args.sizes, "dtypes": args.dtypes, "modes": args.modes}
+    result["options"] = {name: getattr(args, name) for name in ("ops", "sizes", "dtypes", "modes", "static")}
     budget = 0.15 if args.quick else 0.4
     for name in args.ops:
-        op = OPS[name]
-        result["overhead"] += run_overhead(name, op, args.device, budget)
+        entry = OPS[name]
+        result["overhead"] += run_overhead(name, entry, args.device, budget)
         for dtype in args.dtypes:
-            largest = max(SIZES[size] for size in args.sizes)
-            compiled = compile_stock(op, largest, DTYPES[dtype], args.device, args.modes)
-            for size in args.sizes:
+            largest_first = sorted(args.sizes, key=SIZES.__getitem__, reverse=True)
+            compiled = None
+            for size in largest_first:
+                if size == largest_first[0] or args.static:
+                    progress(f"{name} {dtype} {size} compiling")
+                    compiled = compile_stock(
+                        entry, SIZES[size], DTYPES[dtype], args.device, args.modes, args.static
+                    )
                 buffers = Buffers(SIZES[size], DTYPES[dtype], args.device)
                 for mode in args.modes:
                     progress(f"{name} {dtype} {size} {mode}")
                     head = {"op": name, "dtype": dtype, "size": size, "elements": SIZES[size], "mode": mode}
-                    result["cases"].append(head | run_case(op, compiled, mode, buffers, args.device, budget))
+                    result["cases"].append(
+                        head | run_case(entry, compiled, mode, buffers, args.device, budget)
+                    )
     progress("")
+    result["cases"].sort(
+        key=lambda c: (args.ops.index(c["op"]), args.dtypes.index(c["dtype"]), c["elements"])
+    )
     result["slower"] = slower(result)
     return result
 
@@ -330,6 +339,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", metavar="A,B", help=f"of {', '.join(known)} (default: all)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--quick", action="store_true", help="four ops, two sizes, float32: under 90 seconds")
+    parser.add_argument("--static", action="store_true", help="torch.compile for each size, not once for all")
     parser.add_argument(
         "--json", nargs="?", const="", metavar="FILE", help="default: results/activation-DEVICE.json"
     )

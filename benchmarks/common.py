@@ -39,17 +39,27 @@ def normal(elements: int, dtype: torch.dtype, device: str, seed: int) -> Tensor:
 
 
 def sample(contender: Contender, device: str) -> float:
-    """Seconds per call, averaged over one pass over the prepared arguments."""
+    """Seconds per call until the device is done, averaged over one pass over the prepared arguments."""
+    if device != "cuda":
+        return host_sample(contender, device)
+    arguments = contender.prepare()
+    call = contender.call
+    torch.cuda.synchronize()  # or the launches would hide behind the preparation's kernels
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for each in arguments:
+        call(*each)
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / len(arguments)
+
+
+def host_sample(contender: Contender, device: str) -> float:
+    """Seconds per call until the call returns, whatever a GPU still has to do."""
     arguments = contender.prepare()
     call = contender.call
     if device == "cuda":
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for each in arguments:
-            call(*each)
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3 / len(arguments)
+        torch.cuda.synchronize()
     begin = time.perf_counter()
     for each in arguments:
         call(*each)
@@ -57,10 +67,15 @@ def sample(contender: Contender, device: str) -> float:
 
 
 def measure(
-    contenders: Mapping[str, Contender], device: str, budget: float, least: int = 5, most: int = 60
+    contenders: Mapping[str, Contender],
+    device: str,
+    budget: float,
+    clock: Callable[[Contender, str], float] = sample,
+    least: int = 4,
+    most: int = 60,
 ) -> dict[str, list[float]]:
     """Samples of all contenders in turns: as many rounds as `budget` seconds allow, `least` to `most`."""
-    timers = {name: lambda c=each: sample(c, device) for name, each in contenders.items()}
+    timers = {name: lambda c=each: clock(c, device) for name, each in contenders.items()}
     begin = time.perf_counter()
     interleave(timers, repeats=1, warm=0)
     warm_round = time.perf_counter() - begin

@@ -51,6 +51,9 @@ def add_bench(parsers: Parsers) -> None:
     what.add_argument(
         "--amp", action="store_true", help="float32 weights under autocast (to bfloat16, or --dtype)"
     )
+    what.add_argument(
+        "--inexact", action="store_true", help="memkit.swap(exact=False): in half precision too"
+    )
     what.add_argument("--seed", type=int, default=default.seed, help="of weights, data order and dropout")
 
     sizes = parser.add_argument_group("sizes")
@@ -102,6 +105,7 @@ def run_bench(args: argparse.Namespace) -> int:
         device=args.device,
         dtype=args.dtype,
         amp=args.amp,
+        exact=not args.inexact,
         seed=args.seed,
         out=args.out,
         plot=not args.no_plot,
@@ -129,10 +133,9 @@ def add_doctor(parsers: Parsers) -> None:
 
 
 def run_doctor(args: argparse.Namespace) -> int:
-    from .doctor import lines, works
+    from . import doctor
 
-    print("\n".join(lines()))
-    return 0 if works() else 1
+    return 0 if doctor.run(print) else 1
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -13,12 +13,26 @@ from .bench import machine
 from .bench.report import size
 
 
-def lines() -> Iterator[str]:
-    """The whole report, line by line."""
+def run(say: Callable[[str], None]) -> bool:
+    """Says everything, line by line; whether every trial that applies to this machine passed."""
+    for line in _facts():
+        say(line)
+    passed = True
+    for name, trial in TRIALS.items():
+        try:
+            outcome = trial()
+        except Exception as error:
+            outcome = f"FAILED: {type(error).__name__}: {error}"
+            passed = False
+        say(f"{name:<8} {outcome}")
+    return passed
+
+
+def _facts() -> Iterator[str]:
     versions = machine.versions()
     commit = machine.commit()
     at_commit = f", commit {commit}" if commit else ""
-    yield f"memkit   {versions['memkit'] or 'not installed as a package'}{at_commit}"
+    yield f"memkit   {versions['memkit']}{at_commit}"
     yield f"python   {versions['python']}"
     yield f"torch    {versions['torch']}"
     yield f"built    {_build()}"
@@ -26,13 +40,6 @@ def lines() -> Iterator[str]:
     memory = f", {size(hardware['memory_bytes'])}" if hardware["memory_bytes"] else ""
     yield f"cpu      {hardware['cpu']}, {hardware['threads']} threads{memory}"
     yield f"gpu      {_gpus()}"
-    for name, trial in TRIALS.items():
-        yield f"{name:<8} {_outcome(trial)}"
-
-
-def works() -> bool:
-    """Whether every trial that applies to this machine passed."""
-    return not any(_outcome(trial).startswith("FAILED") for trial in TRIALS.values())
 
 
 def _build() -> str:
@@ -49,13 +56,6 @@ def _gpus() -> str:
         gpu = torch.cuda.get_device_properties(i)
         found.append(f"{gpu.name} (capability {gpu.major}.{gpu.minor}, {size(gpu.total_memory)})")
     return "; ".join(found)
-
-
-def _outcome(trial: Callable[[], str]) -> str:
-    try:
-        return trial()
-    except Exception as error:
-        return f"FAILED: {type(error).__name__}: {error}"
 
 
 def _fused_on(device: str) -> str:

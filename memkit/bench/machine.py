@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
-_PACKAGES = ("memkit", "numpy", "tokenizers", "scikit-learn", "triton")
+import memkit
+
+_PACKAGES = ("numpy", "tokenizers", "scikit-learn", "triton")
 
 
 def hardware(device: str) -> dict[str, Any]:
@@ -34,6 +36,7 @@ def hardware(device: str) -> dict[str, Any]:
 
 def versions() -> dict[str, str | None]:
     found: dict[str, str | None] = {"python": platform.python_version(), "torch": torch.__version__}
+    found["memkit"] = memkit.__version__  # what runs, which an editable install's metadata may lag behind
     found["cuda"] = torch.version.cuda
     for package in _PACKAGES:
         try:

@@ -97,6 +97,9 @@ def conditions(result: dict[str, Any]) -> str:
         parts.append(
             f"{model}: {found['parameters'] / 1e6:.1f} M parameters, batch {shape}, {found['steps']} steps"
         )
+        swap = found["variants"].get("memkit", {}).get("swap")
+        if swap:
+            parts[-1] += f", {swap['changed']} of {len(swap['rows'])} activations swapped"
     precision = f"{options['dtype']}{' autocast' if options['amp'] else ''}"
     return (
         f"{'; '.join(parts)}; {precision}, seed {options['seed']}. Bytes are above the start of the step "

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -80,7 +79,11 @@ class Variant:
         self.name = name
         torch.manual_seed(options.seed)
         self.model = model = task.build().to(options.device, options.parameter_dtype)
-        self.swapped = memkit.swap(model, sample=task.batches[0][0]) if name == "memkit" else None
+        self.swapped: Any = None
+        if name == "memkit":
+            # Under autocast as in training: which precision an activation sees decides what can be done with it.
+            with torch.autocast(options.device, options.torch_dtype, enabled=options.amp):
+                self.swapped = memkit.swap(model, sample=task.batches[0][0], exact=options.exact)
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=task.learning_rate)
         needs_scaler = options.amp and options.torch_dtype is torch.float16
         self.scaler = torch.amp.GradScaler(options.device, enabled=needs_scaler)
@@ -116,7 +119,8 @@ class Variant:
 def compare(task: Task, options: Options, say: Say, advance: Callable[[], None]) -> dict[str, Any]:
     """All that the report tells about one model. `advance` is called after each step of each variant."""
     task = task.to(options.device, options.parameter_dtype)
-    torch._dynamo.reset()
+    if "compile" in options.variants:
+        torch.compiler.reset()
     variants = [Variant(name, task, options) for name in options.variants]
     results: dict[str, dict[str, Any]] = {v.name: {} for v in variants}
 
@@ -191,10 +195,8 @@ def _memory_of_step(task: Task, variant: Variant, options: Options) -> dict[str,
     def step() -> None:
         variant.step(batch)
 
-    gc.collect()
     torch.manual_seed(options.seed)
     measured = memory.measure(step, device=options.device)
-    gc.collect()
     torch.manual_seed(options.seed)
     timeline = memory.timeline(step, device=options.device)
     found: dict[str, Any] = {
@@ -204,7 +206,7 @@ def _memory_of_step(task: Task, variant: Variant, options: Options) -> dict[str,
         "timeline": thinned(timeline),
     }
     if variant.swapped is not None:
-        found["swap"] = str(variant.swapped)
+        found["swap"] = variant.swapped.to_dict()
     return found
 
 
@@ -221,7 +223,6 @@ def _inference(
 
             contenders[variant.name] = lambda infer=infer: seconds(infer, options.device)  # type: ignore[misc]
             infer()  # compiles
-            gc.collect()
             results[variant.name]["inference"] = {
                 "peak_bytes": memory.measure(infer, device=options.device).peak
             }
