@@ -18,7 +18,7 @@ place refused; backward through an output changed afterwards.
 
 The slope from the output is exact to rounding for monotone functions. For gelu, silu, quick_gelu, mish and hardswish
 rounding of the output near the minimum costs, at worst and in the slope: 2e-4 in float32 (1e-6 root mean square over
-N(0, 1)), 1e-8 in float64, 9e-3 in float16 and 2.4e-2 in bfloat16 (2.5e-3 root mean square). relu_squared and hardsigmoid lose the slope where the
+N(0, 1)), 1e-8 in float64, 9e-3 in float16 and 2.6e-2 in bfloat16 (2.5e-3 root mean square). relu_squared and hardsigmoid lose the slope where the
 output itself rounds to the bound (relu_squared in float16 below 2.4e-4; hardsigmoid within rounding of +-3).
 """
 

@@ -163,6 +163,15 @@ def test_expanded_and_overlapping_memory():
         assert torch.equal(x, before)
 
 
+def test_a_bias_in_the_inputs_own_memory():
+    x = torch.randn(4, 4)
+    before = x.clone()
+    with pytest.raises(RuntimeError, match="expected, in place, a bias in memory of its own"):
+        M.bias_act(x, x[0], "relu", inplace=True)
+    assert torch.equal(x, before)
+    torch.testing.assert_close(M.bias_act(x, x[0], "relu"), F.relu(before + before[0]))
+
+
 @acts
 def test_an_input_another_operation_saved(act):
     ours, stock = ACTS[act]

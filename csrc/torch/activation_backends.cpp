@@ -72,6 +72,8 @@ std::tuple<Tensor, Tensor> activation_with_bits(const Tensor& input, const Optio
 void check_overwriting(const ActivationSpec& spec, const Tensor& input, const OptionalTensor& bias, int64_t dim) {
   check_arguments(spec.name, input, bias, dim);
   check_inplace(spec.name, input, memory_blocker(input));
+  TORCH_CHECK(!bias || !bias->has_storage() || !bias->is_alias_of(input), spec.name,
+              ": expected, in place, a bias in memory of its own, got one that shares the input's storage");
 }
 
 // In place, memory that cannot be walked is worked on in a copy and written back.
