@@ -261,6 +261,16 @@ Tensor& activation_batched_(Tensor& x, const OptionalTensor& bias, int64_t dim, 
   return stock_with_bias_(x, bias, dim, ActivationSpec(op, params));
 }
 
+// Many incoming gradients, one graph: the slope once.
+Tensor activation_backward_batched(const Tensor& grad, const Tensor& saved, const OptionalTensor& bias, int64_t dim,
+                                   const OptionalTensor& bits, c10::string_view op, Params params, bool from_output) {
+  if (needs_stock(saved)) {
+    const Tensor at_point = bias ? saved + along(*bias, saved, dim) : saved;
+    return stock_activation_backward(ActivationSpec(op, params), grad, at_point, from_output);
+  }
+  return grad * ops::activation_backward(at::ones_like(saved), saved, bias, dim, bits, op, params, from_output);
+}
+
 // Functionalization turns a write into a value. PyTorch does it by itself for operators that do not return what they
 // overwrote.
 Tensor& activation_functional_(Tensor& x, const OptionalTensor& bias, int64_t dim, c10::string_view op, Params params,
@@ -290,6 +300,7 @@ TORCH_LIBRARY_IMPL(memkit, ADInplaceOrView, m) {
 TORCH_LIBRARY_IMPL(memkit, FuncTorchBatched, m) {
   m.impl("_activation", activation_batched);
   m.impl("_activation_", activation_batched_);
+  m.impl("_activation_backward", activation_backward_batched);
 }
 
 TORCH_LIBRARY_IMPL(memkit, Functionalize, m) {

@@ -44,10 +44,8 @@ at::Tensor stock_activation_backward(const ActivationSpec& spec, const Tensor& g
       return grad * at::where(saved * p.a > p.b, at::ones({}, saved.options()), -at::expm1(saved * -p.a));
     }
     case Act::hardtanh: return at::hardtanh_backward(grad, saved, p.a, p.b);
-    case Act::hardsigmoid: {
-      if (!from_output) return at::hardsigmoid_backward(grad, saved);
-      return grad * at::logical_and(saved > 0, saved < 1).to(grad.scalar_type()) / 6;
-    }
+    case Act::hardsigmoid:  // ATen's own hardsigmoid_backward has no derivative
+      return at::hardtanh_backward(grad, saved, from_output ? 0 : -3, from_output ? 1 : 3) / 6;
     case Act::relu_squared: {
       if (!from_output) return grad * at::relu(saved) * 2;
       // The root's own derivative is infinite at 0, where the slope is 0 all the same.
