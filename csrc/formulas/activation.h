@@ -21,6 +21,23 @@ struct ActParams {
   double a = 0, b = 0, c = 0;
 };
 
+namespace detail {
+
+// sigmoid(z), 1 - sigmoid(z) and their product, each to its own relative precision.
+template <class T>
+struct Logistic {
+  T s, r, sr;
+};
+template <class T>
+MEMKIT_FN Logistic<T> logistic(T z) {
+  T e = memkit::exp_falling(-memkit::absolute(z));
+  T small = divide(e, T(1) + e), large = T(1) - small;
+  bool negative = z < T(0);
+  return {select(negative, small, large), select(negative, large, small), small * large};
+}
+
+}  // namespace detail
+
 template <class T>
 struct Relu {
   static constexpr bool branch = false;
@@ -46,7 +63,9 @@ struct Elu {
   T scale, input_scale, negative;
   MEMKIT_FN explicit Elu(const ActParams& p) : scale(T(p.b)), input_scale(T(p.c)), negative(T(p.a * p.b)) {}
   MEMKIT_FN T value(T x) const { return select(x > T(0), x * scale, memkit::expm1(x * input_scale) * negative); }
-  MEMKIT_FN T slope(T x) const { return select(x > T(0), scale, memkit::exp(x * input_scale) * negative * input_scale); }
+  MEMKIT_FN T slope(T x) const {
+    return select(x > T(0), scale, memkit::exp(x * input_scale) * negative * input_scale);
+  }
   MEMKIT_FN T slope_from_output(T y) const { return select(y > T(0), scale, (y + negative) * input_scale); }
 };
 
@@ -80,7 +99,7 @@ struct Softplus {
   }
   MEMKIT_FN T slope(T x) const {
     T z = x * beta;
-    return select(z > threshold, T(1), memkit::sigmoid(z));
+    return select(z > threshold, T(1), detail::logistic(z).s);
   }
   MEMKIT_FN T slope_from_output(T y) const {
     T z = y * beta;
@@ -93,9 +112,7 @@ struct Hardtanh {
   static constexpr bool branch = false;
   T low, high;
   MEMKIT_FN explicit Hardtanh(const ActParams& p) : low(T(p.a)), high(T(p.b)) {}
-  MEMKIT_FN T value(T x) const {
-    return at_most(at_least(x, low), high);
-  }
+  MEMKIT_FN T value(T x) const { return at_most(at_least(x, low), high); }
   MEMKIT_FN T slope(T x) const { return select((x > low) & (x < high), T(1), T(0)); }
   MEMKIT_FN T slope_from_output(T y) const { return slope(y); }
 };
@@ -104,9 +121,7 @@ template <class T>
 struct Hardsigmoid {
   static constexpr bool branch = false;
   MEMKIT_FN explicit Hardsigmoid(const ActParams&) {}
-  MEMKIT_FN T value(T x) const {
-    return at_most(at_least(x + T(3), T(0)), T(6)) * (T(1) / T(6));
-  }
+  MEMKIT_FN T value(T x) const { return at_most(at_least(x + T(3), T(0)), T(6)) * (T(1) / T(6)); }
   MEMKIT_FN T slope(T x) const { return select((x > T(-3)) & (x < T(3)), T(1) / T(6), T(0)); }
   MEMKIT_FN T slope_from_output(T y) const { return select((y > T(0)) & (y < T(1)), T(1) / T(6), T(0)); }
 };
@@ -131,21 +146,8 @@ struct Jet {
   T f, d1, d2;
 };
 
-// sigmoid(z), 1 - sigmoid(z) and their product, each to its own relative precision.
-template <class T>
-struct Logistic {
-  T s, r, sr;
-};
-template <class T>
-MEMKIT_FN Logistic<T> logistic(T z) {
-  T e = memkit::exp_falling(-memkit::absolute(z));
-  T large = divide(T(1), T(1) + e), small = e * large;
-  bool negative = z < T(0);
-  return {select(negative, small, large), select(negative, large, small), small * large};
-}
-
-// A function of u, one for each side of the minimum. Coefficients are chosen by bit mask, so one evaluation serves both:
-// a select would do too, but GCC splits the code by it and evaluates both sides, divisions and roots included.
+// A function of u, one for each side of the minimum. Coefficients are chosen by bit mask, so one evaluation serves
+// both: a select would do too, but GCC splits the code by it and evaluates both sides, divisions and roots included.
 template <class T>
 struct Start {
   using Bits = typename Format<T>::Bits;
@@ -233,8 +235,14 @@ struct Gelu {
   }
   // Fit: fit.py; error of the slope 1.3e-07 right, 6.1e-11 left.
   MEMKIT_FN static T slope_fit(const detail::Start<T>& s, T factor) {
-    return detail::divide(factor * detail::polynomial(s.u, s.pick(0.909879773, 2.25327753), s.pick(-2.0795077, 2.41324586), s.pick(2.96144848, 1.59955885), s.pick(-1.01824941, 0.552142185), s.pick(-0.322073469, 0.0984734832), s.pick(0.966712786, 0), s.pick(-0.202756069, 0), s.pick(-0.0276986635, 0), s.pick(0.0203698029, 0)),
-                          detail::polynomial(s.u, T(1), s.pick(-1.43551485, 1.60346872), s.pick(2.14878803, 1.08670886), s.pick(-0.243843427, 0.392483838), s.pick(0.471308614, 0.0694962052), s.pick(0.54807896, 0), s.pick(0.155111222, 0), s.pick(0.0622333813, 0)));
+    T p = detail::polynomial(
+        s.u, s.pick(0.909879773, 2.25327753), s.pick(-2.0795077, 2.41324586), s.pick(2.96144848, 1.59955885),
+        s.pick(-1.01824941, 0.552142185), s.pick(-0.322073469, 0.0984734832), s.pick(0.966712786, 0),
+        s.pick(-0.202756069, 0), s.pick(-0.0276986635, 0), s.pick(0.0203698029, 0));
+    T q = detail::polynomial(
+        s.u, T(1), s.pick(-1.43551485, 1.60346872), s.pick(2.14878803, 1.08670886), s.pick(-0.243843427, 0.392483838),
+        s.pick(0.471308614, 0.0694962052), s.pick(0.54807896, 0), s.pick(0.155111222, 0), s.pick(0.0622333813, 0));
+    return detail::divide(factor * p, q);
   }
 
  private:
@@ -279,8 +287,15 @@ struct GeluTanh {  // x (1 + tanh(z / 2)) / 2 = x sigmoid(z), z = sqrt(8 / pi) (
   }
   // Fit: fit.py; error of the slope 1.7e-07 right, 1.4e-08 left.
   MEMKIT_FN static T slope_fit(const detail::Start<T>& s, T factor) {
-    return detail::divide(factor * detail::polynomial(s.u, s.pick(0.948202737, 2.24996583), s.pick(-2.4337083, -0.130673693), s.pick(3.03741196, 0.624167214), s.pick(-0.895096156, -0.0465223586), s.pick(-0.988303587, 0.102551324), s.pick(1.10638509, 0), s.pick(-0.178777721, 0), s.pick(-0.127685088, 0), s.pick(0.0442389355, 0)),
-                          detail::polynomial(s.u, T(1), s.pick(-1.77045621, 0.475554863), s.pick(2.0072795, 0.0513712117), s.pick(-0.392392326, 0.112474395), s.pick(-0.0822120082, 0.0300722958), s.pick(0.369666826, 0), s.pick(-0.00989512593, 0), s.pick(0.000735681597, 0)));
+    T p = detail::polynomial(
+        s.u, s.pick(0.948202737, 2.24996583), s.pick(-2.4337083, -0.130673693), s.pick(3.03741196, 0.624167214),
+        s.pick(-0.895096156, -0.0465223586), s.pick(-0.988303587, 0.102551324), s.pick(1.10638509, 0),
+        s.pick(-0.178777721, 0), s.pick(-0.127685088, 0), s.pick(0.0442389355, 0));
+    T q = detail::polynomial(
+        s.u, T(1), s.pick(-1.77045621, 0.475554863), s.pick(2.0072795, 0.0513712117), s.pick(-0.392392326, 0.112474395),
+        s.pick(-0.0822120082, 0.0300722958), s.pick(0.369666826, 0), s.pick(-0.00989512593, 0),
+        s.pick(0.000735681597, 0));
+    return detail::divide(factor * p, q);
   }
 
  private:
@@ -313,8 +328,15 @@ struct Silu {
   }
   // Fit: fit.py; error of the slope 2.2e-07 right, 4.9e-08 left.
   MEMKIT_FN static T slope_fit(const detail::Start<T>& s, T factor) {
-    return detail::divide(factor * detail::polynomial(s.u, s.pick(0.696093044, 1.25076578), s.pick(0.0587394868, -0.405398719), s.pick(0.378987349, 0.338912347), s.pick(0.320063225, -0.00376485057), s.pick(0.0744313149, -0.000790096943), s.pick(0.0450927645, 0), s.pick(0.0103399991, 0), s.pick(-0.00105411587, 0), s.pick(9.76220505e-05, 0)),
-                          detail::polynomial(s.u, T(1), s.pick(0.721211508, 0.393945693), s.pick(0.936011194, 0.0852135195), s.pick(0.722671663, 0.242537792), s.pick(0.421372497, 0), s.pick(0.187209522, 0), s.pick(0.0514446511, 0), s.pick(0.00716342993, 0)));
+    T p = detail::polynomial(
+        s.u, s.pick(0.696093044, 1.25076578), s.pick(0.0587394868, -0.405398719), s.pick(0.378987349, 0.338912347),
+        s.pick(0.320063225, -0.00376485057), s.pick(0.0744313149, -0.000790096943), s.pick(0.0450927645, 0),
+        s.pick(0.0103399991, 0), s.pick(-0.00105411587, 0), s.pick(9.76220505e-05, 0));
+    T q = detail::polynomial(
+        s.u, T(1), s.pick(0.721211508, 0.393945693), s.pick(0.936011194, 0.0852135195),
+        s.pick(0.722671663, 0.242537792), s.pick(0.421372497, 0), s.pick(0.187209522, 0), s.pick(0.0514446511, 0),
+        s.pick(0.00716342993, 0));
+    return detail::divide(factor * p, q);
   }
 };
 
@@ -365,8 +387,14 @@ struct Mish {  // x tanh(log(1 + e)) = x n / (n + 2), e = e^x, n = e (e + 2)
   }
   // Fit: fit.py; error of the slope 1.5e-07 right, 4.6e-08 left.
   MEMKIT_FN static T slope_fit(const detail::Start<T>& s, T factor) {
-    return detail::divide(factor * detail::polynomial(s.u, s.pick(0.642508146, 1.31481135), s.pick(0.296628592, -0.135432045), s.pick(1.55955085, 0.281185089), s.pick(0.680543884, -0.00422544539), s.pick(0.666459493, -0.000437443114), s.pick(0.263853734, 0), s.pick(0.0053387777, 0), s.pick(0.00980280279, 0), s.pick(-0.00113068342, 0)),
-                          detail::polynomial(s.u, T(1), s.pick(1.23611322, 0.675011989), s.pick(2.82519342, 0.243171372), s.pick(2.46034363, 0.203556683), s.pick(2.04835711, 0), s.pick(0.943746662, 0), s.pick(0.293187663, 0), s.pick(0.0375275425, 0)));
+    T p = detail::polynomial(
+        s.u, s.pick(0.642508146, 1.31481135), s.pick(0.296628592, -0.135432045), s.pick(1.55955085, 0.281185089),
+        s.pick(0.680543884, -0.00422544539), s.pick(0.666459493, -0.000437443114), s.pick(0.263853734, 0),
+        s.pick(0.0053387777, 0), s.pick(0.00980280279, 0), s.pick(-0.00113068342, 0));
+    T q = detail::polynomial(
+        s.u, T(1), s.pick(1.23611322, 0.675011989), s.pick(2.82519342, 0.243171372), s.pick(2.46034363, 0.203556683),
+        s.pick(2.04835711, 0), s.pick(0.943746662, 0), s.pick(0.293187663, 0), s.pick(0.0375275425, 0));
+    return detail::divide(factor * p, q);
   }
 
  private:
@@ -379,7 +407,8 @@ struct Hardswish {
   static constexpr double x0 = -1.5, y0 = -0.375, curvature = 1.0 / 3;
   MEMKIT_FN explicit Hardswish(const ActParams&) {}
   MEMKIT_FN T value(T x) const {
-    return x * at_most(at_least(x + T(3), T(0)), T(6)) * (T(1) / T(6));
+    T bent = x * at_most(at_least(x + T(3), T(0)), T(6)) * (T(1) / T(6));
+    return select(x >= T(3), x, bent);  // exact there, whatever 1/6 rounds to
   }
   MEMKIT_FN T slope(T x) const {
     T inner = x / T(3) + T(0.5);
