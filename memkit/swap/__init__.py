@@ -20,7 +20,7 @@ finds them among the sites that `sites.find` returns, and decides before `by_str
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from types import ModuleType
 from typing import Any, Literal
 
@@ -41,7 +41,7 @@ __all__ = ["Row", "SwapReport", "swap", "unswap"]
 def swap(
     model: nn.Module,
     *,
-    sample: Tensor | tuple[Any, ...] | dict[str, Any] | None = None,
+    sample: Tensor | tuple[Any, ...] | Mapping[str, Any] | None = None,
     ops: Collection[str] | Literal["all"] = "all",
     exact: bool = True,
 ) -> SwapReport:
@@ -49,11 +49,13 @@ def swap(
 
     Parameters, hooks, flags, `state_dict`, optimizers, sharing, copies and pickles stay as they are; `repr` too.
     A swapped module goes back to the stock forward in any call that memkit cannot serve or that was not proven.
+    What remains different: backward raises if a hook added later changes an activation's output in place, and if the
+    gradient itself is to be differentiated (`create_graph=True`) through gelu, silu, mish or hardswish.
 
     Args:
         model: changed where it stands. Swap before `torch.compile`, and before DDP or FSDP if there is a sample.
             A model swapped before is taken as it was.
-        sample: what to call the model with: one tensor, a tuple of arguments or a dict of keyword arguments.
+        sample: what to call the model with: one tensor, a tuple of arguments or a mapping of keyword arguments.
             The model runs on it three times, forward and backward, in its present mode and under the present
             autocast; user hooks are called. Random state, gradients, buffers and the modules' attributes are put
             back afterwards. The proof holds for the control flow that the sample takes. Without a sample, only what
@@ -82,7 +84,8 @@ def swap(
             report = SwapReport(_rows(decisions, others))
             _apply(decisions)
         else:
-            report = _swap_by_sample(Trial(model, sample), found, others, exact)
+            given = dict(sample) if isinstance(sample, Mapping) else sample
+            report = _swap_by_sample(Trial(model, given), found, others, exact)
     except BaseException:
         sites.undo(model)
         sites.redo(previous)
@@ -98,14 +101,13 @@ def unswap(model: nn.Module) -> None:
 
 
 def _swap_by_sample(trial: Trial, found: list[Site], others: list[Row], exact: bool) -> SwapReport:
-    decisions, watch = prove(trial, found, exact)
+    decisions, dtypes = prove(trial, found, exact)
     if not any(decision.proof for decision in decisions.values()):
         return SwapReport(_rows(decisions, others))
     stock = trial.run("stock")
     _apply(decisions)
     swapped = trial.run("swapped")
-    seen = {call.dtype for calls in watch.calls.values() for call in calls}
-    tolerance = max(TOLERANCE.get(dtype, 0.0) for dtype in seen)
+    tolerance = max(TOLERANCE.get(dtype, 0.0) for dtype in dtypes)
     note = ""
     if not swapped.agrees_with(stock, tolerance):
         sites.undo(trial.model)
@@ -158,9 +160,9 @@ def _check_model(model: nn.Module) -> None:
 
 
 def _check_sample(model: nn.Module, sample: Any) -> None:
-    if not isinstance(sample, Tensor | tuple | dict):
+    if not isinstance(sample, Tensor | tuple | Mapping):
         raise TypeError(
-            f"swap: expected sample to be a tensor, a tuple of arguments or a dict of keyword arguments, "
+            f"swap: expected sample to be a tensor, a tuple of arguments or a mapping of keyword arguments, "
             f"got {type(sample).__name__}"
         )
     if any(is_lazy(parameter) for parameter in model.parameters()):

@@ -102,6 +102,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if getattr(func, "is_view", False):
+            return func(*args, **kwargs)  # no read, and what it returns has the same storage
         # Backward reads the inputs for the activations themselves. Where it records gradients, it recomputes a forward.
         node = None if torch.is_grad_enabled() else torch._C._current_autograd_node()
         changed = {s._cdata for t in tensors(_written(func, args, kwargs)) for s in storages(t)}
@@ -137,7 +139,8 @@ class Saves(SavedStorages):
         self._watch.saved(tensor)
 
 
-def prove(trial: Trial, sites: list[Site], exact: bool) -> tuple[dict[Site, Decision], Watch]:
+def prove(trial: Trial, sites: list[Site], exact: bool) -> tuple[dict[Site, Decision], set[torch.dtype]]:
+    """What becomes of each site, and the dtypes that activations were called with."""
     refusals = {site: check(site) for site in sites}
     watched = [site for site in sites if not refusals[site]]
     with untouched(trial.model), explained("watched"):
@@ -147,14 +150,15 @@ def prove(trial: Trial, sites: list[Site], exact: bool) -> tuple[dict[Site, Deci
             for site in watched:
                 _observe(site, watch)
             with watch, Saves(watch).hooks():
-                outputs = trial.step(inputs)
+                outputs = [trial.step(inputs)]
             _look_for_holders(watch, outputs)
         finally:
             watch.restore_parameters()
             for site in watched:
                 del vars(site.module)["forward"]
     decisions = {site: Decision(None, reason) for site, reason in refusals.items()}
-    return decisions | {site: _decide(site, watch, exact) for site in watched}, watch
+    decisions |= {site: _decide(site, watch, exact) for site in watched}
+    return decisions, {call.dtype for calls in watch.calls.values() for call in calls}
 
 
 def _observe(site: Site, watch: Watch) -> None:
@@ -184,15 +188,14 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[A
     return [given.get(argument.name) for argument in schema.arguments if argument.is_write]
 
 
-def _look_for_holders(watch: Watch, outputs: Any) -> None:
-    """After backward, which frees what autograd saved: who can still reach an activation's input?"""
-    for tensor in tensors(outputs):
-        for storage in storages(tensor):
-            for call in watch.inputs.get(storage._cdata, ()):
-                call.read = call.read or "the model returns its input"
-            for call in watch.outputs.get(storage._cdata, ()):
-                call.written = call.written or "the model returns its output"
-    del outputs, tensor, storage
+def _look_for_holders(watch: Watch, outputs: list[Any]) -> None:
+    """Who can reach an activation's input after the step, apart from autograd? Empties `outputs`."""
+    for key in {storage._cdata for tensor in tensors(outputs) for storage in storages(tensor)}:
+        for call in watch.inputs.get(key, ()):
+            call.read = call.read or "the model returns its input"
+        for call in watch.outputs.get(key, ()):
+            call.written = call.written or "the model returns its output"
+    outputs.clear()  # and with them the graph, where backward has not run
     watch.nodes.clear()
     gc.collect()
     for key, calls in watch.inputs.items():
@@ -216,9 +219,11 @@ def _decide(site: Site, watch: Watch, exact: bool) -> Decision:
     if written and site.name not in KEEPS_OUTPUT:
         return Decision(None, written, before, before)
     read = next((call.read for call in calls if call.read), "")
-    if after > before or (after == before and read and not site.overwrites):
-        reason = "what follows does not keep its output: nothing to save"
-        return Decision(None, "; ".join(filter(None, (read, reason))), before, before)
+    if after > before:
+        reasons = [read, "what follows does not keep its output: nothing to save"]
+        return Decision(None, "; ".join(filter(None, reasons)), before, before)
+    if after == before and read and not site.overwrites:
+        return Decision(None, f"{read}; out of place nothing is saved", before, before)
     proof = Proof(
         inplace=True if site.overwrites else False if read else "auto",
         holders=max(call.references for call in calls),

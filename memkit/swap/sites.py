@@ -68,8 +68,8 @@ class Site:
         if self.name == "hardtanh":  # a bound that rounding moves inwards is not recognised in the output
             module: Any = self.module
             halves = torch.float16, torch.bfloat16
-            exact = all(_is_exact(b, dtype) for b in (module.min_val, module.max_val) for dtype in halves)
-            return None if exact else WIDE
+            bounds = module.min_val, module.max_val
+            return None if all(_is_exact(bound, dtype) for bound in bounds for dtype in halves) else WIDE
         return WIDE if exact and self.name in INEXACT else None
 
     def row(self, decision: Decision) -> Row:
@@ -170,7 +170,7 @@ def check(site: Site) -> str:
     as_twin = site.twin.__new__(site.twin)
     vars(as_twin).update(vars(module))
     try:
-        _C.activation(as_twin._op, torch.empty(0), None, -1, as_twin._params(), False, "output")
+        _C.activation(as_twin._op, torch.empty(0), None, -1, as_twin._params, False, "output")
     except (TypeError, ValueError) as error:
         return str(error)
     return ""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -81,7 +82,16 @@ class Trial:
 
 
 def tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    """All in nested containers, dataclasses included."""
+    found: list[Tensor] = []
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            found += tensors([getattr(leaf, f.name) for f in fields(leaf)])
+        elif isinstance(leaf, Mapping):
+            found += tensors(dict(leaf))
+    return found
 
 
 @contextmanager
@@ -117,16 +127,20 @@ def _keep_random_state(stack: ExitStack) -> None:
         stack.callback(np.random.set_state, np.random.get_state())
 
 
-def _keep_parameter(stack: ExitStack, parameter: Any) -> None:
+def _keep_parameter(stack: ExitStack, parameter: nn.Parameter) -> None:
+    gradient, trained = parameter.grad, parameter.requires_grad
     # Hooks that step an optimizer as soon as a gradient is there must not run.
-    hooks, gradient, trained = parameter._post_accumulate_grad_hooks, parameter.grad, parameter.requires_grad
+    hooks = parameter._post_accumulate_grad_hooks
+    suspended = dict(hooks or {})
 
     def restore() -> None:
         parameter.requires_grad_(trained)
         parameter.grad = gradient
-        parameter._post_accumulate_grad_hooks = hooks
+        if suspended:
+            hooks.update(suspended)
 
-    parameter._post_accumulate_grad_hooks = None
+    if suspended:
+        hooks.clear()
     parameter.grad = None
     stack.callback(restore)
 
@@ -170,7 +184,7 @@ def _digest(tensor: Tensor) -> tuple[float, Tensor]:
 def _agree(ours: list[tuple[float, Tensor]], theirs: list[tuple[float, Tensor]], tolerance: float) -> bool:
     if len(ours) != len(theirs):
         return False
-    largest = max((norm for norm, _ in theirs if norm < float("inf")), default=0.0)
+    largest = max((norm for norm, _ in theirs if math.isfinite(norm)), default=0.0)
     for (norm, probes), (expected, expected_probes) in zip(ours, theirs, strict=True):
         if probes.shape != expected_probes.shape:
             return False
@@ -178,6 +192,6 @@ def _agree(ours: list[tuple[float, Tensor]], theirs: list[tuple[float, Tensor]],
         # Gradients that are zero but for rounding are compared at the scale of the others.
         error = torch.linalg.vector_norm(torch.nan_to_num(probes) - torch.nan_to_num(expected_probes)).item()
         near = error <= tolerance * (torch.linalg.vector_norm(expected_probes).item() + 1e-2 * largest)
-        if not (close and near) and expected == expected:
+        if math.isfinite(expected) and not (close and near):
             return False
     return True

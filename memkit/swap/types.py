@@ -21,9 +21,10 @@ from sys import _getframe, getrefcount
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
-import torch.nn.modules.module as torch_module
 from torch import Tensor, nn
+from torch._C import _len_torch_dispatch_stack
 from torch.compiler import is_dynamo_compiling, is_exporting
+from torch.nn.modules.module import _global_forward_hooks
 
 from .. import _C
 from .. import nn as memkit_nn
@@ -53,6 +54,7 @@ class Swapped(nn.Module):
 
     _swap: Proof
     _op: str
+    _params: tuple[float, ...] = ()
     _stock: ClassVar[type[nn.Module]]
     _stock_forward: ClassVar[Callable[[Any, Tensor], Tensor]]
 
@@ -60,29 +62,26 @@ class Swapped(nn.Module):
         cls._stock = next(base for base in cls.__mro__ if base.__module__.startswith("torch.nn."))
         cls._stock_forward = cast(Any, cls._stock).forward
 
-    def _params(self) -> tuple[float, ...]:
-        return ()
-
     def forward(self, input: Tensor) -> Tensor:
         if is_dynamo_compiling():
             return self._compiled(input)
-        proof = self._swap
-        if proof.dtypes is not None and input.dtype not in proof.dtypes:
+        inplace, holders, callers, hooked, dtypes, _ = self._swap
+        if dtypes is not None and input.dtype not in dtypes:
             return self._stock_forward(input)
-        if (self._forward_hooks or torch_module._global_forward_hooks) and not proof.hooked:
+        if (self._forward_hooks or _global_forward_hooks) and not hooked:
             return self._stock_forward(input)
-        inplace = proof.inplace
         try:
             # Three frames up: _call_impl, _wrapped_call_impl (of a module without hooks), the caller.
-            if proof.callers and _getframe(3).f_code not in CALLERS:
+            if callers and _getframe(3).f_code not in CALLERS:
                 return self._stock_forward(input)
-            if inplace == "auto" and getrefcount(input) > proof.holders + ALONE:
+            # Dispatch modes (selective checkpointing) must see one and the same operator each time.
+            if inplace == "auto" and (getrefcount(input) > holders + ALONE or _len_torch_dispatch_stack()):
                 inplace = False
-            out = _C.activation(self._op, input, None, -1, self._params(), inplace, "output")
+            out = _C.activation(self._op, input, None, -1, self._params, inplace, "output")
             if out is None:  # a tensor subclass, or a torch function mode
                 if type(input) is not Tensor:
                     return self._stock_forward(input)
-                out = _dispatched(self._op, input, self._params(), inplace, "output", None, -1)
+                out = _dispatched(self._op, input, self._params, inplace, "output", None, -1)
         except (RuntimeError, TypeError, ValueError) as error:
             # memkit refuses before it writes, in these words. Other errors may come after.
             if not str(error).startswith((f"{self._op}: expected", "call stack is not deep enough")):
@@ -100,7 +99,13 @@ class Swapped(nn.Module):
             or is_exporting()
         ):
             return self._stock_forward(input)
-        return _dispatched(self._op, input, self._params(), proof.inplace, "output", None, -1)
+        return _dispatched(self._op, input, self._params, proof.inplace, "output", None, -1)
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        stock = self._stock.__new__(self._stock)
+        vars(stock).update(vars(self))
+        del vars(stock)["_swap"]
+        return stock
 
 
 class _Counter(nn.Module):
@@ -134,14 +139,16 @@ class ReLU(Swapped, memkit_nn.ReLU):
 class LeakyReLU(Swapped, memkit_nn.LeakyReLU):
     _op = "leaky_relu"
 
-    def _params(self) -> tuple[float, ...]:
+    @property
+    def _params(self) -> tuple[float, ...]:  # type: ignore[override]
         return (self.negative_slope,)
 
 
 class ELU(Swapped, memkit_nn.ELU):
     _op = "elu"
 
-    def _params(self) -> tuple[float, ...]:
+    @property
+    def _params(self) -> tuple[float, ...]:  # type: ignore[override]
         return (self.alpha,)
 
 
@@ -152,7 +159,8 @@ class SELU(Swapped, memkit_nn.SELU):
 class CELU(Swapped, memkit_nn.CELU):
     _op = "celu"
 
-    def _params(self) -> tuple[float, ...]:
+    @property
+    def _params(self) -> tuple[float, ...]:  # type: ignore[override]
         return (self.alpha,)
 
 
@@ -167,14 +175,16 @@ class Tanh(Swapped, memkit_nn.Tanh):
 class Softplus(Swapped, memkit_nn.Softplus):
     _op = "softplus"
 
-    def _params(self) -> tuple[float, ...]:
+    @property
+    def _params(self) -> tuple[float, ...]:  # type: ignore[override]
         return (self.beta, self.threshold)
 
 
 class Hardtanh(Swapped, memkit_nn.Hardtanh):
     _op = "hardtanh"
 
-    def _params(self) -> tuple[float, ...]:
+    @property
+    def _params(self) -> tuple[float, ...]:  # type: ignore[override]
         return (self.min_val, self.max_val)
 
 
@@ -237,7 +247,7 @@ INEXACT = {
     "selu": (5e-4, 4e-3),
     "celu": (2.5e-4, 2e-3),
     "softplus": (1.2e-4, 6e-4),
-    "gelu": (8e-3, 1.5e-2),
+    "gelu": (8e-3, 1.6e-2),
     "silu": (8e-3, 1.5e-2),
     "mish": (7e-3, 1.5e-2),
     "hardswish": (9e-3, 2.4e-2),

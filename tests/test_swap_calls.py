@@ -1,0 +1,381 @@
+"""Swapped modules in all the ways a module is called: dtypes, devices, transformer layers, compilers, checkpoints."""
+
+import copy
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from swap_cases import (
+    DOUBLE,
+    STOCK,
+    Block,
+    D,
+    assert_as_stock,
+    batch,
+    mlp,
+    only,
+    plain,
+    record,
+    repeatable,
+    step,
+)
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from memkit import swap, unswap
+from memkit.swap import recipes, sites, types
+
+acts = pytest.mark.parametrize("act", STOCK)
+some_acts = pytest.mark.parametrize("act", ["relu", "elu", "gelu"])
+
+
+@pytest.fixture(autouse=True)
+def same():
+    with repeatable():
+        yield
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    return record(monkeypatch)
+
+
+# -- torch.nn's transformer layers
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_functions_that_transformer_layers_hold(train):
+    for function, name in recipes.FUNCTIONS.items():
+        layer = nn.TransformerEncoderLayer(D, 2, D, 0.0, activation=function, batch_first=True, **DOUBLE)
+        layer.train(train)
+        row = only(swap(layer))
+        assert (row.path, row.changed) == ("activation", True), (name, row.reason)
+        assert_as_stock(layer, batch(2, 3, D))
+        unswap(layer)
+        assert layer.activation is function
+
+
+@pytest.mark.parametrize("by_sample", [False, True])
+@pytest.mark.parametrize("activation", ["relu", "gelu", nn.ReLU(), nn.GELU(), F.silu, lambda x: x * 2])
+@pytest.mark.parametrize("layer_type", [nn.TransformerEncoderLayer, nn.TransformerDecoderLayer])
+def test_transformer_layers(layer_type, activation, by_sample, calls):
+    layer = layer_type(D, 2, D, 0.0, activation=activation, batch_first=True, **DOUBLE)
+    args = (batch(2, 3, D),) if layer_type is nn.TransformerEncoderLayer else (batch(2, 3, D), batch(2, 5, D))
+    before = dict(vars(layer)), repr(layer), list(layer.state_dict())
+    row = only(swap(layer, sample=args if by_sample else None))
+    known = getattr(activation, "__name__", "") != "<lambda>"
+    assert row.changed == known, row.reason
+    assert [overwritten for _, overwritten in calls] == [True] * len(calls)
+    calls.clear()
+    assert_as_stock(layer, *args)
+    assert [overwritten for _, overwritten in calls] == [True] * known
+    assert (repr(layer), list(layer.state_dict())) == before[1:]
+    unswap(layer)
+    assert vars(layer) == before[0]
+
+
+def test_dropout_keeps_nothing():
+    layer = nn.TransformerEncoderLayer(D, 2, D, 0.1, activation="gelu", batch_first=True, **DOUBLE)
+    for sample in (None, batch(2, 3, D)):
+        row = only(swap(layer, sample=sample))
+        assert not row.changed
+        assert "nothing to save" in row.reason
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", nn.GELU()])
+def test_fast_path_of_transformers_is_taken(activation, monkeypatch, calls):
+    layer = nn.TransformerEncoderLayer(D, 2, D, 0.0, activation=activation, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).eval()
+    x = torch.randn(2, 3, D)
+    with torch.no_grad():
+        stock = model(x)
+    swap(model)
+    taken = []
+    fused = torch._transformer_encoder_layer_fwd
+    monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", lambda *a: taken.append(1) or fused(*a))
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), stock)
+    assert len(taken) == 2
+    assert calls == []
+    torch.testing.assert_close(model(x), stock, rtol=1e-5, atol=1e-6)  # with grad: the layer's own forward
+    assert len(calls) == 2
+
+
+def test_hook_in_a_transformer_layer_keeps_its_tensor(calls):
+    layer = nn.TransformerEncoderLayer(D, 2, D, 0.0, batch_first=True, **DOUBLE)
+    swap(layer)
+    kept = []
+    layer.linear1.register_forward_hook(lambda m, i, o: kept.append(o))
+    assert_as_stock(layer, batch(2, 3, D))
+    assert calls == [("relu", False)]
+    assert (kept[0] < 0).any()
+
+
+# -- dtypes and devices ------------------------------------------------------------------------------------------------
+
+
+def slope_errors(act, dtype):
+    """Beyond the rounding of the result, over all values of a half type."""
+    x = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)
+    x = x[x.isfinite() & (x.abs() < 1e4)]
+    model = nn.Sequential(STOCK[act]())
+    exact = x.double().requires_grad_()
+    model(exact).sum().backward()
+    sites.apply(sites.Site(model[0], act, ""), types.Proof(False))
+    leaf = x.clone().requires_grad_()
+    model(leaf).backward(torch.ones_like(x))
+    error = (leaf.grad.double() - exact.grad).abs()
+    return (error - exact.grad.abs() * torch.finfo(dtype).eps).max().item()
+
+
+@acts
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_slopes_are_as_exact_as_said(act, dtype):
+    if act in types.KEEPS_OUTPUT:
+        return  # as in stock
+    bound = 1e-4
+    if act in types.INEXACT:
+        bound = types.INEXACT[act][dtype == torch.bfloat16] * (2 if act in ("elu", "celu") else 1)  # alpha
+    elif act == "hardtanh":
+        assert (
+            sites.Site(STOCK[act](), act, "").dtypes(True) is None
+        )  # these bounds are exact in half precision
+    assert slope_errors(act, dtype) <= bound
+
+
+@pytest.mark.parametrize("act", types.INEXACT)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("by_sample", [False, True])
+def test_half_precision(act, dtype, by_sample, calls):
+    model = mlp(STOCK[act](), dtype=dtype)
+    x = batch(dtype=dtype)
+    row = only(swap(model, sample=x if by_sample else None))
+    assert row.changed == (not by_sample)
+    if by_sample and act != "softplus":
+        assert "exact=False allows it" in row.reason
+    assert_as_stock(model, x, rtol=0, atol=0)
+    row = only(swap(model, sample=x if by_sample else None, exact=False))
+    assert row.changed == (not by_sample or act != "softplus")
+    calls.clear()
+    step(model, x)
+    assert calls == ([(act, True)] if act != "softplus" else [])
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_autocast(exact, calls):
+    model = mlp(nn.GELU(), dtype=torch.float32)
+    x = batch(dtype=torch.float32)
+    swap(model, exact=exact)
+    with torch.autocast("cpu", torch.bfloat16):
+        tolerance = 0 if exact else 3e-2
+        assert_as_stock(model, x, rtol=tolerance, atol=tolerance)
+    assert calls == ([] if exact else [("gelu", True)])
+    assert_as_stock(model, x, rtol=1e-4, atol=1e-5)
+    assert calls[-1] == ("gelu", True)
+    with torch.autocast("cpu", torch.bfloat16):
+        row = only(swap(model, sample=x, exact=exact))
+    assert row.changed == (not exact)
+    assert ("0.016 in torch.bfloat16" in row.reason) == exact
+
+
+def test_dtype_changed_later(calls):
+    model = mlp(nn.GELU())
+    swap(model, sample=batch())
+    model.to(torch.bfloat16)
+    assert_as_stock(model, batch(dtype=torch.bfloat16), rtol=0, atol=0)
+    model.to(torch.float32)
+    calls.clear()
+    assert_as_stock(model, batch(dtype=torch.float32), rtol=1e-4, atol=1e-5)
+    assert calls == [("gelu", True)]
+
+
+def test_hardtanh_bounds_that_round():
+    for bounds, exact in (((-1.0, 1.0), True), ((-0.3, 0.7), False)):
+        dtypes = sites.Site(nn.Hardtanh(*bounds), "hardtanh", "").dtypes(False)
+        assert (dtypes is None) == exact
+
+
+@acts
+def test_what_memkit_does_not_serve(act):
+    """Stock answers, or stock raises."""
+    module = STOCK[act]()
+    model = nn.Sequential(nn.Identity(), module, nn.Linear(2, 2))
+    inputs = {
+        "ints": torch.arange(-4, 4),
+        "bool": torch.tensor([True, False]),
+        "complex": torch.randn(4, dtype=torch.complex64),
+        "sparse": torch.eye(3).to_sparse(),
+        "nested": torch.nested.nested_tensor([torch.randn(2), torch.randn(3)]),
+        "None": None,
+    }
+    stock = {}
+    for name, x in inputs.items():
+        try:
+            stock[name] = module(x)
+        except Exception as error:
+            stock[name] = error
+    for sample in (False, True):
+        if sample:
+            sites.undo(model)
+            sites.apply(sites.Site(module, act, ""), types.Proof("auto", 3))
+        else:
+            assert only(swap(model)).changed
+        for name, x in inputs.items():
+            if isinstance(stock[name], Exception):
+                with pytest.raises((RuntimeError, TypeError, AttributeError)):
+                    module(x)
+            else:
+                got = module(x)
+                assert got.dtype == stock[name].dtype
+                pairs = (got.unbind(), stock[name].unbind()) if name == "nested" else ([got], [stock[name]])
+                for ours, theirs in zip(*pairs, strict=True):
+                    torch.testing.assert_close(ours, theirs, equal_nan=True)
+
+
+def test_tensor_subclasses_and_modes():
+    class Mine(torch.Tensor):
+        pass
+
+    model = mlp(nn.GELU(), dtype=torch.float32)
+    swap(model, sample=torch.randn(4, D))
+    x = torch.randn(4, D)
+    stock = copy.deepcopy(model)
+    unswap(stock)
+    assert type(model(x.as_subclass(Mine))) is Mine
+    torch.testing.assert_close(model(x.as_subclass(Mine)), stock(x.as_subclass(Mine)))
+    with torch.device("cpu"):  # a torch function mode
+        assert_as_stock(model, x, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(torch.vmap(model)(x), stock(x))
+    function = torch.func.grad(lambda x: model(x).sum())
+    torch.testing.assert_close(function(x), torch.func.grad(lambda x: stock(x).sum())(x))
+    with torch.inference_mode():
+        torch.testing.assert_close(model(x), stock(x))
+    meta = torch.empty(4, D, device="meta")
+    assert copy.deepcopy(model).to("meta")(meta).shape == (4, D)
+
+
+def test_tracers():
+    model = mlp(nn.GELU(), dtype=torch.float32)
+    x = torch.randn(4, D)
+    stock = model(x)
+    swap(model)
+    traced = torch.fx.symbolic_trace(model)
+    torch.testing.assert_close(traced(x), stock)
+    torch.testing.assert_close(torch.jit.trace(model, x)(x), stock)
+    torch.testing.assert_close(torch.jit.script(model)(x), stock)
+    for strict in (False, True):
+        exported = torch.export.export(model, (x,), strict=strict)
+        torch.testing.assert_close(exported.module()(x), stock)
+        assert "memkit" not in str(exported.graph)
+
+
+# -- compile and checkpoint --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by_sample", [False, True])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compile_fullgraph(backend, by_sample):
+    torch._dynamo.reset()
+    model = nn.Sequential(
+        mlp(nn.GELU()),
+        Block(lambda self, x: self.second(self.act(self.first(x)).mul_(2)), nn.SiLU()),
+        Block(plain, nn.SiLU(inplace=True)),
+        nn.TransformerEncoderLayer(D, 2, D, 0.0, batch_first=True, **DOUBLE),
+    )
+    x = batch(2, 3, D)
+    swap(model, sample=x if by_sample else None)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    eager = step(model, x)
+    for ours, theirs in zip(step(compiled, x), eager, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    with pytest.raises(ValueError, match="not compiled yet"):
+        swap(compiled)
+    model.compile(backend=backend)
+    with pytest.raises(ValueError, match="not compiled yet"):
+        swap(model)
+
+
+def test_compiled_inference_sees_stock_operators():
+    torch._dynamo.reset()
+    model = mlp(nn.GELU())
+    swap(model)
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(str(graph.code))
+        return graph.forward
+
+    with torch.no_grad():
+        torch.compile(model, backend=backend, fullgraph=True)(batch())
+    torch.compile(model, backend=backend, fullgraph=True)(batch())
+    assert "memkit" not in graphs[0]
+    assert "memkit" in graphs[1]
+
+
+def test_selective_checkpoint():
+    """Its dispatch mode asks for the same operators when it recomputes."""
+
+    def policy(context, op, *args, **kwargs):
+        saved = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    net = nn.Sequential(mlp(nn.GELU()), mlp(nn.ReLU()))
+    swap(net)
+    model = Block(
+        lambda self, x: checkpoint(self.act, self.first(x), use_reentrant=False, context_fn=contexts), net
+    )
+    assert_as_stock(model, batch())
+
+
+@some_acts
+def test_saved_tensor_hooks(act):
+    model = mlp(STOCK[act]())
+    swap(model)
+    with torch.autograd.graph.save_on_cpu():
+        assert_as_stock(model, batch())
+
+
+CHECKPOINTED = {
+    "reentrant": lambda f, h: checkpoint(f, h, use_reentrant=True),
+    "by position": lambda f, h: checkpoint(f, h, use_reentrant=False),
+    "by keyword": lambda f, h: checkpoint(lambda h=None: f(h), h=h, use_reentrant=False),
+    "in a list": lambda f, h: checkpoint(lambda hs: f(hs[0]), [h], use_reentrant=False),
+    "in a closure": lambda f, h: checkpoint(lambda: f(h), use_reentrant=False),
+}
+
+
+@pytest.mark.parametrize("how", CHECKPOINTED)
+@pytest.mark.parametrize("where", ["first", "inside"])
+@pytest.mark.parametrize("seen_by_sample", ["no", "without checkpoint", "with checkpoint"])
+@some_acts
+def test_checkpoint(act, where, how, seen_by_sample, calls):
+    """The recomputation starts from the block's input: an activation that comes first must leave that alone."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.enabled = True
+            self.first = nn.Linear(D, D)
+            act_and_linear = STOCK[act](), nn.Linear(D, D)
+            self.block = nn.Sequential(
+                *((nn.Linear(D, D), *act_and_linear) if where == "inside" else act_and_linear)
+            )
+
+        def forward(self, x):
+            if not self.enabled:
+                return self.block(self.first(x))
+            return CHECKPOINTED[how](self.block, self.first(x))
+
+    model = Checkpointed().double()
+    model.enabled = seen_by_sample != "without checkpoint"
+    row = only(swap(model, sample=None if seen_by_sample == "no" else batch()))
+    assert row.changed or (where == "first" and seen_by_sample == "with checkpoint")
+    model.enabled = True
+    calls.clear()
+    assert_as_stock(model, batch())
+    if where == "first":
+        assert not any(overwritten for _, overwritten in calls)
+    elif calls:
+        assert all(overwritten for _, overwritten in calls)

@@ -1,0 +1,246 @@
+"""The runs on a sample leave a model, its inputs and the process as they were."""
+
+import copy
+import dataclasses
+import gc
+import random
+from collections import UserDict
+
+import pytest
+import torch
+from swap_cases import (
+    DOUBLE,
+    STOCK,
+    Block,
+    D,
+    assert_as_stock,
+    batch,
+    mlp,
+    only,
+    plain,
+    record,
+    repeatable,
+)
+from torch import nn
+
+from memkit import swap
+from memkit.swap import types
+
+acts = pytest.mark.parametrize("act", STOCK)
+some_acts = pytest.mark.parametrize("act", ["relu", "elu", "gelu"])
+
+
+@pytest.fixture(autouse=True)
+def same():
+    with repeatable():
+        yield
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    return record(monkeypatch)
+
+
+# -- the sample leaves no trace ----------------------------------------------------------------------------------------
+
+
+class Stateful(nn.Module):
+    """Everything that a run can change."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(D, D), nn.BatchNorm1d(D), nn.GELU(), nn.Dropout(0.5), nn.Linear(D, D)
+        )
+        self.act = nn.SiLU()
+        self.register_buffer("count", torch.zeros(1))
+        self.register_buffer("last", torch.zeros(1))
+        self.plain = torch.zeros(1)
+        self.calls = 0
+        self.history = []
+        self.seen = {}
+
+    def forward(self, x):
+        self.count += 1
+        self.last = x.detach().sum()
+        self.plain.add_(1)
+        self.calls += 1
+        self.history.append(self.calls)
+        self.seen[self.calls] = x.shape
+        self.extra = random.random() + torch.rand(1).item()
+        x = x + random.random()
+        self.training_was = self.training
+        self.net[1].eval()
+        x = self.act(self.net(x))
+        x.mul_(2)
+        return {"y": [x], "text": "not a tensor"}
+
+
+def fingerprint(model):
+    return {
+        "flags": [m.training for m in model.modules()],
+        "tensors": [(t, t.clone()) for t in [*model.parameters(), *model.buffers(), model.plain]],
+        "grads": [(p.grad, None if p.grad is None else p.grad.clone()) for p in model.parameters()],
+        "requires_grad": [p.requires_grad for p in model.parameters()],
+        "attributes": [copy.copy(vars(m)) for m in model.modules()],
+        "history": (list(model.history), dict(model.seen), model.calls),
+        "random": (torch.get_rng_state(), random.getstate()),
+    }
+
+
+def assert_untouched(before, model):
+    after = fingerprint(model)
+    for key in ("flags", "requires_grad", "history"):
+        assert after[key] == before[key]
+    for key in ("tensors", "grads"):
+        for (a, a_value), (b, b_value) in zip(after[key], before[key], strict=True):
+            assert a is b
+            assert a is None or a_value.equal(b_value)
+    for ours, theirs in zip(after["attributes"], before["attributes"], strict=True):
+        assert ours.keys() - {"_swap"} == theirs.keys()
+        assert "forward" not in ours
+    assert after["random"][0].equal(before["random"][0])
+    assert after["random"][1] == before["random"][1]
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_the_sample_run_leaves_no_trace(train):
+    model = Stateful().train(train)
+    model.net[0].bias.requires_grad_(False)
+    model.net[0].weight.grad = torch.ones(D, D)
+    stepped = []
+    model.net[4].weight.register_post_accumulate_grad_hook(stepped.append)
+    x = torch.randn(4, D, requires_grad=True)
+    before, x_before = fingerprint(model), x.detach().clone()
+    report = swap(model, sample=(x,))
+    assert len(report) == 2
+    assert_untouched(before, model)
+    assert not stepped
+    assert model.net[4].weight._post_accumulate_grad_hooks
+    assert x.grad is None
+    assert x.equal(x_before)
+
+
+def test_inputs_that_the_model_overwrites():
+    model = Block(lambda self, x: plain(self, x.mul_(2)))
+    x = batch()
+    kept = x.clone()
+    swap(model, sample=x)
+    assert x.equal(kept)
+
+
+def test_an_error_on_the_sample():
+    model = nn.Sequential(mlp(nn.GELU()), Stateful().double())
+    swap(model)
+    classes = [type(m) for m in model.modules()]
+    wrong = batch(4, D + 1)
+    before = fingerprint(model[1])
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+        swap(model, sample=wrong)
+    assert any("on the sample" in note for note in getattr(caught.value, "__notes__", ["on the sample"]))
+    assert [type(m) for m in model.modules()] == classes
+    assert_untouched(before, model[1])
+
+
+def test_an_error_in_backward():
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise KeyError("mine")
+
+    model = Block(lambda self, x: Fails.apply(plain(self, x)))
+    with pytest.raises(KeyError, match="mine"):
+        swap(model, sample=batch())
+    assert type(model.act) is nn.GELU
+    assert "forward" not in vars(model.act)
+
+
+def test_a_parameter_that_the_forward_changes():
+    embedding = nn.Embedding(10, D, max_norm=0.1, **DOUBLE)
+    model = nn.Sequential(embedding, *mlp(nn.GELU()))
+    weight = embedding.weight.detach().clone()
+    row = only(swap(model, sample=torch.arange(5)))
+    assert "changes a parameter" in row.reason
+    assert embedding.weight.equal(weight)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "tuple", "dict", "mapping"])
+def test_kinds_of_sample(kind):
+    class Two(Block):
+        def forward(self, x, scale=1.0):
+            return plain(self, x * scale)
+
+    x = batch()
+    sample = {"tensor": x, "tuple": (x, 2.0), "dict": {"x": x, "scale": 3.0}, "mapping": UserDict(x=x)}[kind]
+    assert only(swap(Two(None), sample=sample)).changed
+
+
+def test_without_gradients():
+    model = Block(plain)
+    with torch.no_grad():
+        row = only(swap(model, sample=batch()))
+    assert row.changed
+    assert (row.bytes_before, row.bytes_after) == (0, 0)
+    assert_as_stock(model, batch())
+
+
+def test_nothing_is_held_afterwards():
+    model = Block(plain)
+    gc.collect()
+    before = sum(isinstance(o, torch.Tensor) for o in gc.get_objects())
+    swap(model, sample=batch())
+    gc.collect()
+    assert sum(isinstance(o, torch.Tensor) for o in gc.get_objects()) == before
+
+
+def test_outputs_in_a_dataclass():
+    @dataclasses.dataclass
+    class Output:
+        y: torch.Tensor
+        hidden: list
+
+    def run(self, x):
+        h = self.first(x)
+        return Output(self.second(self.act(h)), [UserDict(h=h)])
+
+    row = only(swap(Block(run), sample=batch()))
+    assert "the model returns its input" in row.reason
+    assert row.bytes_before > row.bytes_after
+
+
+def test_random_values_repeat():
+    class Noisy(Block):
+        def forward(self, x):
+            return plain(self, x * random.random() + torch.randn_like(x))
+
+    report = swap(Noisy(None), sample=batch())
+    assert only(report).changed
+    assert report.note == ""
+
+
+def test_a_model_that_never_repeats_itself():
+    ticks = iter(range(1, 100))
+    report = swap(Block(lambda self, x: plain(self, x * next(ticks))), sample=batch())
+    assert only(report).changed
+    assert "not compared" in report.note
+
+
+def test_values_that_differ_are_refused(monkeypatch):
+    """What no watch sees, the comparison does: here, memkit's formula itself is wrong."""
+    model = Block(plain)
+    real = types._C.activation
+
+    class Wrong:
+        @staticmethod
+        def activation(op, input, *rest):
+            return real("silu", input, *rest)
+
+    monkeypatch.setattr(types, "_C", Wrong)
+    report = swap(model, sample=batch())
+    assert "differ on the sample" in only(report).reason
+    assert type(model.act) is nn.GELU
+    assert report.saved_before == report.saved_after
