@@ -1,5 +1,20 @@
 """The compiled module. One section for each source file that adds to it."""  # noqa: N999
 
+from torch import Tensor
+
+# csrc/torch/fast_call.cpp
+
+def activation(
+    op: str,
+    input: Tensor,
+    bias: Tensor | None,
+    dim: int,
+    params: tuple[float, ...],
+    inplace: bool | str,
+    save: str,
+) -> Tensor | None:
+    """An activation in eager mode; None where the call has to go through torch.ops."""
+
 # csrc/torch/tap.cpp
 
 class Tap:

@@ -110,10 +110,10 @@ def test_not_a_tensor(thing: Any, context: Any) -> None:
     with context():
         with pytest.raises(TypeError, match=f"^mish: expected input to be a Tensor, got {kind}$"):
             M.mish(thing)
-        with pytest.raises(TypeError, match=f"^bias_act: expected input to be a Tensor, got {kind}$"):
-            M.bias_act(thing, BIAS)
-        with pytest.raises(TypeError, match=f"^bias_act: expected bias to be a Tensor, got {kind}$"):
-            M.bias_act(X, thing)
+        with pytest.raises(TypeError, match=f"^relu: expected input to be a Tensor, got {kind}$"):
+            M.bias_act(thing, BIAS, "relu")
+        with pytest.raises(TypeError, match=f"^(bias_act|relu): expected bias to be a Tensor, got {kind}$"):
+            M.bias_act(X, thing, "relu")
 
 
 @modes

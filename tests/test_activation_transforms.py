@@ -257,6 +257,34 @@ def test_make_fx(name: str, mode: str, tracing: str) -> None:
     close(traced(y), f(y))
 
 
+def test_symbolic_trace() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.bias = nn.Linear(5, 5).double(), nn.Parameter(torch.randn(5).double())
+            self.gelu, self.relu = memkit.nn.GELU(inplace=True), memkit.nn.ReLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return M.bias_act(
+                self.relu(self.gelu(self.linear(x))), self.bias, "elu", alpha=0.5, save="output"
+            )
+
+    net = Net()
+    traced = torch.fx.symbolic_trace(net)
+    assert sum("memkit" in str(node.target) for node in traced.graph.nodes) == 3
+    close(traced(X), net(X))
+    traced(X).sum().backward()
+    got, net.linear.weight.grad = net.linear.weight.grad, None
+    net(X).sum().backward()
+    close(got, net.linear.weight.grad)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_jit_trace() -> None:
+    net = nn.Sequential(nn.Linear(5, 5).double(), memkit.nn.GELU(inplace=True), memkit.nn.Softplus())
+    close(torch.jit.trace(net, X)(V), net(V))
+
+
 def test_autocast() -> None:
     torch.manual_seed(0)
     layer, x = nn.Linear(16, 16), torch.randn(8, 16)

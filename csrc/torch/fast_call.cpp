@@ -39,16 +39,22 @@ size_t idle_base_handles(const Tensor& x) {
   return x._base().use_count() == 2 && object.ref_count() == 2;  // the tensor's own reference and this one
 }
 
+// Whether the object is no tensor but takes tensors' functions over, as torch.fx.Proxy does. Raises for anything else.
+bool stands_for_tensor(PyObject* object, std::string_view op, const char* argument) {
+  if (THPVariable_Check(object)) return false;
+  const bool stands = PyObject_HasAttrString(reinterpret_cast<PyObject*>(Py_TYPE(object)), "__torch_function__");
+  TORCH_CHECK_TYPE(stands, op, ": expected ", argument, " to be a Tensor, got ", Py_TYPE(object)->tp_name);
+  return true;
+}
+
 // 0 op, 1 input, 2 bias or None, 3 dim, 4 params (tuple of float), 5 inplace, 6 save
 PyObject* activation(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(count == 7, "activation: expected 7 arguments, got ", count);
   const std::string_view op = text(args[0]), save = text(args[6]);
-  TORCH_CHECK_TYPE(THPVariable_Check(args[1]), op, ": expected input to be a Tensor, got ", Py_TYPE(args[1])->tp_name);
   const bool biased = args[2] != Py_None;
-  TORCH_CHECK_TYPE(!biased || THPVariable_Check(args[2]), op, ": expected bias to be a Tensor, got ",
-                   Py_TYPE(args[2])->tp_name);
-  if (!THPVariable_CheckExact(args[1]) || (biased && !THPVariable_CheckExact(args[2])) ||
+  if (stands_for_tensor(args[1], op, "input") || (biased && stands_for_tensor(args[2], op, "bias")) ||
+      !THPVariable_CheckExact(args[1]) || (biased && !THPVariable_CheckExact(args[2])) ||
       at::impl::torch_function_mode_enabled()) {
     Py_RETURN_NONE;
   }
