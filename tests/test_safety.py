@@ -350,3 +350,16 @@ def test_the_incoming_gradients_memory_is_reused():
     stock = allocations(F.gelu)
     for keep in ({"inplace": True}, {"save": "input"}, {"save": "output"}):
         assert allocations(M.gelu, **keep) == stock - 1
+
+
+@pytest.mark.parametrize("name", ["relu", "relu6", "hardtanh", "hardsigmoid", "hardswish"])
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_where_a_function_is_flat_no_gradient_passes(name, value):
+    """Overflowing gradients of mixed precision stop where stock stops them."""
+    x = torch.tensor([-50.0, -4.0, 0.5, 2.0])
+    want = x.clone().requires_grad_()
+    getattr(F, name)(want * 1).backward(torch.full_like(x, value))
+    for keep in ({"inplace": True}, {"save": "input"}, {"save": "output"}):
+        got = x.clone().requires_grad_()
+        getattr(M, name)(got * 1, **keep).backward(torch.full_like(x, value))
+        torch.testing.assert_close(got.grad, want.grad, equal_nan=True)

@@ -23,7 +23,7 @@ struct Loops {
   MEMKIT_FN static void slope(const ActParams& params, const T* x, const T* grad, T* out, int64_t n) {
     const Op op(params);
     MEMKIT_LOOP
-    for (int64_t i = 0; i < n; ++i) out[i] = grad[i] * op.slope(x[i]);
+    for (int64_t i = 0; i < n; ++i) out[i] = input_gradient<Op>(grad[i], op.slope(x[i]));
   }
 
   MEMKIT_FN static void right(const ActParams& params, const T* x, uint8_t* bits, int64_t n) {
@@ -50,10 +50,10 @@ struct Loops {
       for (int64_t j = 0; j < (n + 7) / 8; ++j)
         for (int k = 0; k < 8; ++k) side[8 * j + k] = bits[j] >> k & 1;
       MEMKIT_LOOP
-      for (int64_t i = 0; i < n; ++i) out[i] = grad[i] * op.slope_from_output(y[i], side[i] != 0);
+      for (int64_t i = 0; i < n; ++i) out[i] = input_gradient<Op>(grad[i], op.slope_from_output(y[i], side[i] != 0));
     } else {
       MEMKIT_LOOP
-      for (int64_t i = 0; i < n; ++i) out[i] = grad[i] * op.slope_from_output(y[i]);
+      for (int64_t i = 0; i < n; ++i) out[i] = input_gradient<Op>(grad[i], op.slope_from_output(y[i]));
     }
   }
 };

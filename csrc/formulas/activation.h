@@ -7,9 +7,22 @@ namespace memkit {
 
 enum class Act : int {
   // Monotone: the slope follows from the output.
-  relu, leaky_relu, elu, sigmoid, tanh, softplus, hardtanh, hardsigmoid, relu_squared,
+  relu,
+  leaky_relu,
+  elu,
+  sigmoid,
+  tanh,
+  softplus,
+  hardtanh,
+  hardsigmoid,
+  relu_squared,
   // One minimum: the slope follows from the output and the side of the minimum.
-  gelu, gelu_tanh, quick_gelu, silu, mish, hardswish
+  gelu,
+  gelu_tanh,
+  quick_gelu,
+  silu,
+  mish,
+  hardswish
 };
 
 // leaky_relu: a = negative_slope
@@ -235,13 +248,13 @@ struct Gelu {
   }
   // Fit: fit.py; error of the slope 1.3e-07 right, 6.1e-11 left.
   MEMKIT_FN static T slope_fit(const detail::Start<T>& s, T factor) {
-    T p = detail::polynomial(
-        s.u, s.pick(0.909879773, 2.25327753), s.pick(-2.0795077, 2.41324586), s.pick(2.96144848, 1.59955885),
-        s.pick(-1.01824941, 0.552142185), s.pick(-0.322073469, 0.0984734832), s.pick(0.966712786, 0),
-        s.pick(-0.202756069, 0), s.pick(-0.0276986635, 0), s.pick(0.0203698029, 0));
-    T q = detail::polynomial(
-        s.u, T(1), s.pick(-1.43551485, 1.60346872), s.pick(2.14878803, 1.08670886), s.pick(-0.243843427, 0.392483838),
-        s.pick(0.471308614, 0.0694962052), s.pick(0.54807896, 0), s.pick(0.155111222, 0), s.pick(0.0622333813, 0));
+    T p = detail::polynomial(s.u, s.pick(0.909879773, 2.25327753), s.pick(-2.0795077, 2.41324586),
+                             s.pick(2.96144848, 1.59955885), s.pick(-1.01824941, 0.552142185),
+                             s.pick(-0.322073469, 0.0984734832), s.pick(0.966712786, 0), s.pick(-0.202756069, 0),
+                             s.pick(-0.0276986635, 0), s.pick(0.0203698029, 0));
+    T q = detail::polynomial(s.u, T(1), s.pick(-1.43551485, 1.60346872), s.pick(2.14878803, 1.08670886),
+                             s.pick(-0.243843427, 0.392483838), s.pick(0.471308614, 0.0694962052),
+                             s.pick(0.54807896, 0), s.pick(0.155111222, 0), s.pick(0.0622333813, 0));
     return detail::divide(factor * p, q);
   }
 
@@ -287,14 +300,13 @@ struct GeluTanh {  // x (1 + tanh(z / 2)) / 2 = x sigmoid(z), z = sqrt(8 / pi) (
   }
   // Fit: fit.py; error of the slope 1.7e-07 right, 1.4e-08 left.
   MEMKIT_FN static T slope_fit(const detail::Start<T>& s, T factor) {
-    T p = detail::polynomial(
-        s.u, s.pick(0.948202737, 2.24996583), s.pick(-2.4337083, -0.130673693), s.pick(3.03741196, 0.624167214),
-        s.pick(-0.895096156, -0.0465223586), s.pick(-0.988303587, 0.102551324), s.pick(1.10638509, 0),
-        s.pick(-0.178777721, 0), s.pick(-0.127685088, 0), s.pick(0.0442389355, 0));
-    T q = detail::polynomial(
-        s.u, T(1), s.pick(-1.77045621, 0.475554863), s.pick(2.0072795, 0.0513712117), s.pick(-0.392392326, 0.112474395),
-        s.pick(-0.0822120082, 0.0300722958), s.pick(0.369666826, 0), s.pick(-0.00989512593, 0),
-        s.pick(0.000735681597, 0));
+    T p = detail::polynomial(s.u, s.pick(0.948202737, 2.24996583), s.pick(-2.4337083, -0.130673693),
+                             s.pick(3.03741196, 0.624167214), s.pick(-0.895096156, -0.0465223586),
+                             s.pick(-0.988303587, 0.102551324), s.pick(1.10638509, 0), s.pick(-0.178777721, 0),
+                             s.pick(-0.127685088, 0), s.pick(0.0442389355, 0));
+    T q = detail::polynomial(s.u, T(1), s.pick(-1.77045621, 0.475554863), s.pick(2.0072795, 0.0513712117),
+                             s.pick(-0.392392326, 0.112474395), s.pick(-0.0822120082, 0.0300722958),
+                             s.pick(0.369666826, 0), s.pick(-0.00989512593, 0), s.pick(0.000735681597, 0));
     return detail::divide(factor * p, q);
   }
 
@@ -328,14 +340,13 @@ struct Silu {
   }
   // Fit: fit.py; error of the slope 2.2e-07 right, 4.9e-08 left.
   MEMKIT_FN static T slope_fit(const detail::Start<T>& s, T factor) {
-    T p = detail::polynomial(
-        s.u, s.pick(0.696093044, 1.25076578), s.pick(0.0587394868, -0.405398719), s.pick(0.378987349, 0.338912347),
-        s.pick(0.320063225, -0.00376485057), s.pick(0.0744313149, -0.000790096943), s.pick(0.0450927645, 0),
-        s.pick(0.0103399991, 0), s.pick(-0.00105411587, 0), s.pick(9.76220505e-05, 0));
-    T q = detail::polynomial(
-        s.u, T(1), s.pick(0.721211508, 0.393945693), s.pick(0.936011194, 0.0852135195),
-        s.pick(0.722671663, 0.242537792), s.pick(0.421372497, 0), s.pick(0.187209522, 0), s.pick(0.0514446511, 0),
-        s.pick(0.00716342993, 0));
+    T p = detail::polynomial(s.u, s.pick(0.696093044, 1.25076578), s.pick(0.0587394868, -0.405398719),
+                             s.pick(0.378987349, 0.338912347), s.pick(0.320063225, -0.00376485057),
+                             s.pick(0.0744313149, -0.000790096943), s.pick(0.0450927645, 0), s.pick(0.0103399991, 0),
+                             s.pick(-0.00105411587, 0), s.pick(9.76220505e-05, 0));
+    T q = detail::polynomial(s.u, T(1), s.pick(0.721211508, 0.393945693), s.pick(0.936011194, 0.0852135195),
+                             s.pick(0.722671663, 0.242537792), s.pick(0.421372497, 0), s.pick(0.187209522, 0),
+                             s.pick(0.0514446511, 0), s.pick(0.00716342993, 0));
     return detail::divide(factor * p, q);
   }
 };
@@ -387,13 +398,13 @@ struct Mish {  // x tanh(log(1 + e)) = x n / (n + 2), e = e^x, n = e (e + 2)
   }
   // Fit: fit.py; error of the slope 1.5e-07 right, 4.6e-08 left.
   MEMKIT_FN static T slope_fit(const detail::Start<T>& s, T factor) {
-    T p = detail::polynomial(
-        s.u, s.pick(0.642508146, 1.31481135), s.pick(0.296628592, -0.135432045), s.pick(1.55955085, 0.281185089),
-        s.pick(0.680543884, -0.00422544539), s.pick(0.666459493, -0.000437443114), s.pick(0.263853734, 0),
-        s.pick(0.0053387777, 0), s.pick(0.00980280279, 0), s.pick(-0.00113068342, 0));
-    T q = detail::polynomial(
-        s.u, T(1), s.pick(1.23611322, 0.675011989), s.pick(2.82519342, 0.243171372), s.pick(2.46034363, 0.203556683),
-        s.pick(2.04835711, 0), s.pick(0.943746662, 0), s.pick(0.293187663, 0), s.pick(0.0375275425, 0));
+    T p = detail::polynomial(s.u, s.pick(0.642508146, 1.31481135), s.pick(0.296628592, -0.135432045),
+                             s.pick(1.55955085, 0.281185089), s.pick(0.680543884, -0.00422544539),
+                             s.pick(0.666459493, -0.000437443114), s.pick(0.263853734, 0), s.pick(0.0053387777, 0),
+                             s.pick(0.00980280279, 0), s.pick(-0.00113068342, 0));
+    T q = detail::polynomial(s.u, T(1), s.pick(1.23611322, 0.675011989), s.pick(2.82519342, 0.243171372),
+                             s.pick(2.46034363, 0.203556683), s.pick(2.04835711, 0), s.pick(0.943746662, 0),
+                             s.pick(0.293187663, 0), s.pick(0.0375275425, 0));
     return detail::divide(factor * p, q);
   }
 

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "activation.h"
+#include "gradient.h"
 
 namespace memkit {
 

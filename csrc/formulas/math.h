@@ -41,11 +41,11 @@ template <>
 struct Format<float> {
   using Bits = std::uint32_t;
   static constexpr int mantissa = 23, bias = 127;
-  static constexpr float round = 12582912.0f;    // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
-  static constexpr float integer = 8388608.0f;   // 2^23: its low bits count in units
+  static constexpr float round = 12582912.0f;   // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
+  static constexpr float integer = 8388608.0f;  // 2^23: its low bits count in units
   static constexpr float ln2_high = 0.693359375f, ln2_low = -2.12194440e-4f;  // high: 9 bits, so n * high is exact
-  static constexpr float lowest = -104.0f;       // exp is 0 from here on
-  static constexpr float highest = 89.0f;        // and infinite from here on
+  static constexpr float lowest = -104.0f;                                    // exp is 0 from here on
+  static constexpr float highest = 89.0f;                                     // and infinite from here on
   static constexpr float subnormal_lift = 24;
 };
 template <>
@@ -86,10 +86,11 @@ MEMKIT_FN float expm1_reduced(float r) {
   return r + r * r * polynomial(r, 0.5000000062f, 0.1666654316f, 0.04166628198f, 0.008366566042f, 0.00139464475f);
 }
 MEMKIT_FN double expm1_reduced(double r) {
-  return r + r * r * polynomial(r, 0.50000000000000054882, 0.16666666666666686028, 0.041666666666574170159,
-                                0.0083333333333146068646, 0.0013888888932231719709, 0.00019841269902960063978,
-                                0.000024801504600700364002, 2.7557228032567908945e-6, 2.762627077616993748e-7,
-                                2.5114446235764971428e-8);
+  return r + r * r *
+                 polynomial(r, 0.50000000000000054882, 0.16666666666666686028, 0.041666666666574170159,
+                            0.0083333333333146068646, 0.0013888888932231719709, 0.00019841269902960063978,
+                            0.000024801504600700364002, 2.7557228032567908945e-6, 2.762627077616993748e-7,
+                            2.5114446235764971428e-8);
 }
 
 // x = n ln2 + r. `shifted` is n + Format::round, whose low bits are n: 2^(n + k) is one addition and one shift away.
@@ -172,8 +173,7 @@ MEMKIT_FN T exp(T x) {
 #else
   constexpr int lift = int(detail::Format<T>::subnormal_lift);
   constexpr T drop = T(1) / T(std::uint64_t(1) << lift);
-  detail::Reduced<T> v =
-      detail::reduce(at_least(at_most(x, detail::Format<T>::highest), detail::Format<T>::lowest));
+  detail::Reduced<T> v = detail::reduce(at_least(at_most(x, detail::Format<T>::highest), detail::Format<T>::lowest));
   bool rising = x > T(0);  // the scale alone must be a normal number: one power short, or lifted
   T scale = select(rising, detail::power_of_two(v.shifted, -1), detail::power_of_two(v.shifted, lift));
   return (scale + scale * detail::expm1_reduced(v.r)) * select(rising, T(2), drop);
@@ -245,8 +245,8 @@ MEMKIT_FN T log_near_one(T x, T x_minus_1) {
     slope = detail::polynomial(f, T(0.999999982), T(-0.499999944), T(0.333339989), T(-0.25001352), T(0.19962965),
                                T(-0.165833135), T(0.149092098), T(-0.141956806), T(0.0863032539));
   } else {
-    slope = detail::polynomial(f, T(0.9999662162), T(-0.4994503217), T(0.3363884542), T(-0.2709496232),
-                               T(0.1765850655));
+    slope =
+        detail::polynomial(f, T(0.9999662162), T(-0.4994503217), T(0.3363884542), T(-0.2709496232), T(0.1765850655));
   }
   return n * T(0.69314718055994530942) + f * slope;
 #endif

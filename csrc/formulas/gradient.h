@@ -1,0 +1,28 @@
+// The gradient of an activation's input from that of its output.
+#pragma once
+
+#include "activation.h"
+
+namespace memkit {
+
+// Functions that are flat somewhere: there the gradient is 0 whatever arrives, an infinity or NaN too, as in stock.
+template <class Op>
+inline constexpr bool has_flats = false;
+template <class T>
+inline constexpr bool has_flats<Relu<T>> = true;
+template <class T>
+inline constexpr bool has_flats<ReluSquared<T>> = true;
+template <class T>
+inline constexpr bool has_flats<Hardtanh<T>> = true;
+template <class T>
+inline constexpr bool has_flats<Hardsigmoid<T>> = true;
+template <class T>
+inline constexpr bool has_flats<Hardswish<T>> = true;
+
+template <class Op, class T>
+MEMKIT_FN T input_gradient(T grad, T slope) {
+  if constexpr (has_flats<Op>) return select(slope == T(0), T(0), grad * slope);
+  return grad * slope;
+}
+
+}  // namespace memkit
