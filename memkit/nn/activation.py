@@ -19,7 +19,7 @@ from ..functional import Inplace, Save
 class _Variant:
     """The two attributes, with defaults in the class so that a module whose class was changed has them too."""
 
-    inplace: Inplace = False
+    inplace: Any = False  # Inplace; the twins declare a bool
     save: Save = "auto"
 
     def __init__(self, *args: Any, inplace: Inplace = False, save: Save = "auto", **kwargs: Any) -> None:
