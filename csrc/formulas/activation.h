@@ -359,7 +359,9 @@ struct QuickGelu {  // silu(g x) / g
   static constexpr double curvature = Silu<T>::curvature * gain;
   MEMKIT_FN explicit QuickGelu(const ActParams&) {}
   MEMKIT_FN T value(T x) const { return detail::divide(x, T(2) * memkit::half_exp(T(-gain) * x) + T(1)); }
-  MEMKIT_FN T slope(T x) const { return Silu<T>::jet(T(gain) * x).d1; }
+  MEMKIT_FN T slope(T x) const {  // gain * x must not overflow: infinity times 0
+    return Silu<T>::jet(T(gain) * at_least(at_most(x, T(1e30)), T(-1e30))).d1;
+  }
   MEMKIT_FN bool right(T x) const { return x >= T(x0); }
   MEMKIT_FN T slope_from_output(T y, bool right) const {
     // Scaled after the subtraction: a rounding before it would cost digits next to the minimum.
