@@ -148,7 +148,8 @@ def _condensed(results: Results, head: str, label: Callable[[Result], str]) -> s
                     row.append(f"{mean:.2f}×" if mean else "")
             body.append(row)
         options = result["options"]
-        over = f"Sizes {', '.join(options['sizes'])}; {', '.join(options['dtypes'])}."
+        over = f"Sizes {', '.join(options['sizes'])}; {', '.join(options['dtypes'])}; torch.compile "
+        over += "for each size." if options["static"] else "once for all sizes (dynamic=True)."
         text = f"Time as a ratio to stock eager, the geometric mean over a row's cases. {over}"
         parts += [report.markdown_table(columns, body), f"{text} {report.origin(result)}"]
     return "\n\n".join(parts)
