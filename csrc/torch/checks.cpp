@@ -155,6 +155,8 @@ std::optional<std::string> inplace_blocker(const Tensor& x) {
 
 std::optional<std::string> inplace_blocker_strict(const Tensor& x, size_t idle_base_handles) {
   if (auto blocker = inplace_blocker(x)) return blocker;
+  // Autograd recorded x and is switched off now: a checkpointed block's first run, which will read x again.
+  if (!at::GradMode::is_enabled() && x.requires_grad()) return "a tensor that requires grad, under no_grad";
   if (x.is_leaf() && x.requires_grad()) return "a leaf that requires grad";  // a parameter, under no_grad
   if (!x.has_storage()) return "a tensor without storage";
   size_t holders = 1;

@@ -62,8 +62,9 @@ def swap(
             the structure proves is changed: activations in an `nn.Sequential` before a layer that keeps its input,
             and in torch.nn's transformer layers.
         ops: which activations, by their names in `memkit.functional`.
-        exact: only where the slope from the output is exact to 1e-4: for gelu, silu, mish, hardswish, elu, selu,
-            celu and softplus in float32 and float64. Calls in half precision then stay as in stock.
+        exact: only where the slope from the output is off by at most 2e-4, and that only by its own rounding near the
+            function's minimum: for gelu, silu, mish, hardswish, elu, selu, celu and softplus in float32 and
+            float64. Calls in half precision then stay as in stock.
 
     Raises:
         TypeError, ValueError: on unknown arguments, a compiled model, parameters that are not there yet.
