@@ -226,7 +226,7 @@ def _decide(site: Site, watch: Watch, exact: bool) -> Decision:
         return Decision(None, f"{read}; out of place nothing is saved", before, before)
     proof = Proof(
         inplace=True if site.overwrites else False if read else "auto",
-        holders=max(call.references for call in calls),
+        holders=min(call.references for call in calls),
         hooked=bool(site.module._forward_hooks),
         dtypes=site.dtypes(exact),
     )
