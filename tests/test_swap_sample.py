@@ -190,7 +190,8 @@ def test_in_place(run, act, calls):
     assert_as_stock(model, batch())
     assert calls
     # The first activation's output is the second Linear's input, whose output no one saved.
-    assert all(overwritten for _, overwritten in calls)
+    # Of two calls that hold their input differently, the one that holds it more goes out of place.
+    assert (all if run is plain else any)(overwritten for _, overwritten in calls)
 
 
 @pytest.mark.parametrize("run", AT_RUN_TIME)
