@@ -59,6 +59,7 @@ format: $(LINTERS)
 wheel: $(CORE)
 	rm -rf build/lib.*
 	$(PIP) wheel --no-build-isolation --no-deps --wheel-dir dist .
+	@rm -rf memkit.egg-info
 
 # For a GPU machine that has torch but no network: takes PYTHON as it is and installs nothing.
 gpu:
@@ -76,7 +77,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # torch, what builds against it, and an nvcc from PyPI where torch is a CUDA build and this machine has no nvcc for it.
-$(CORE): setup_checks.py | $(BIN)/python
+$(CORE): | $(BIN)/python
 	@mkdir -p $(STAMPS)
 	@rm -f $(STAMPS)/torch-*
 	$(PIP) install -q "torch==$(TORCH)" "setuptools>=77.0.3" ninja numpy
@@ -97,7 +98,9 @@ $(BUILT): $(CORE) $(EXTRAS) $(SOURCES) $(BINARY)
 	$(BIN)/python setup.py -q build_ext --inplace
 	@touch $@
 
-# The memkit command and the metadata; finds all objects built.
+# The memkit command and the metadata; finds all objects built. An egg-info left in the tree would tell every other
+# environment of this torch.
 $(INSTALLED): $(CORE) pyproject.toml setup.py | $(BUILT)
 	$(PIP) install -q --no-build-isolation --no-deps -e .
+	@rm -rf memkit.egg-info
 	@touch $(BUILT) $@

@@ -49,6 +49,7 @@ def use_ccache(toolkit: checks.Toolkit | None) -> None:
 
 
 def build_arguments() -> dict[str, Any]:
+    checks.check_platform(sys.platform)
     try:
         import torch
     except (ImportError, OSError) as error:  # OSError: a CUDA library that torch loads is missing
@@ -110,7 +111,10 @@ def build_arguments() -> dict[str, Any]:
             os.environ["MAX_JOBS"] = str(jobs)
             cuda = f"yes, {reason}" if toolkit else f"no, {reason}"
             say(f"torch {torch.__version__}, {compiler}, {jobs} jobs; CUDA: {cuda}")
-            super().run()
+            try:
+                super().run()
+            except RuntimeError as error:  # torch's: a compiler failed, or is one that this nvcc refuses
+                raise BaseError(f"memkit: {error}") from None
             self.write_info(Path(self.get_ext_fullpath("memkit._C")))
 
         def write_info(self, binary: Path) -> None:

@@ -60,6 +60,11 @@ TORCH_MISSING = (
 )
 
 
+def check_platform(platform: str) -> None:
+    if platform != "linux":
+        raise BuildError(f"memkit: builds on Linux only, got {platform}")
+
+
 def check_torch(version: str) -> str | None:
     """Raises below the oldest torch that works; returns a warning above the newest that was tested."""
     got = minor(version)
@@ -225,7 +230,7 @@ def choose_cuda(
     if torch_cuda is None:
         if wish == "1":
             raise BuildError(f"memkit: MEMKIT_CUDA=1 needs a CUDA build of torch, got torch {torch_version}")
-        return None, f"torch {torch_version} is a CPU build"
+        return None, f"torch {torch_version} is not a CUDA build"
     toolkit, turned_down = find(torch_cuda)
     if toolkit is not None:
         return toolkit, f"nvcc {toolkit.version} at {toolkit.root}"

@@ -176,6 +176,12 @@ def test_every_public_name_resolves():
 # Checks before the compiler starts
 
 
+def test_other_platforms_are_refused():
+    checks.check_platform("linux")
+    with pytest.raises(checks.BuildError, match=r"^memkit: builds on Linux only, got darwin$"):
+        checks.check_platform("darwin")
+
+
 def test_torch_versions():
     assert checks.check_torch("2.11.0+cu130") is None
     assert checks.check_torch("2.14.1") is None
@@ -335,7 +341,10 @@ def nothing(torch_cuda: str) -> tuple[None, list[str]]:
 
 
 def test_a_cpu_torch_gets_no_cuda():
-    assert checks.choose_cuda({}, "2.13.0+cpu", None, nothing) == (None, "torch 2.13.0+cpu is a CPU build")
+    assert checks.choose_cuda({}, "2.13.0+cpu", None, nothing) == (
+        None,
+        "torch 2.13.0+cpu is not a CUDA build",
+    )
     with pytest.raises(
         checks.BuildError,
         match=r"^memkit: MEMKIT_CUDA=1 needs a CUDA build of torch, got torch 2\.13\.0\+cpu$",
