@@ -1,0 +1,311 @@
+#include "arena.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <new>
+#include <stdexcept>
+
+#include "capture.h"
+
+namespace memkit::arena {
+namespace {
+
+constexpr std::size_t kLargest = std::size_t(1) << 62;    // sizes beyond are mistakes; sums stay in range
+constexpr std::size_t kAlignments = std::size_t(1) << 30;  // likewise
+constexpr std::size_t kDelay = 4096;                      // nodes that stay dead in debug mode
+
+int current_generation() {
+  static const int registered = pthread_atfork(nullptr, nullptr, [] { fork_generation.fetch_add(1); });
+  (void)registered;
+  return fork_generation.load(std::memory_order_relaxed);
+}
+
+}  // namespace
+
+void DisposeArena::operator()(Arena* arena) const noexcept { arena->dispose(); }
+
+ArenaPtr Arena::create(Options options, std::shared_ptr<Upstream> upstream) {
+  const auto require = [](bool good, const char* text) {
+    if (!good) throw std::invalid_argument(text);
+  };
+  require(upstream != nullptr, "arena: expected an upstream, got none");
+  require(is_power_of_two(options.alignment) && options.alignment >= 16 && options.alignment <= kAlignments,
+          "arena: expected an alignment that is a power of two from 16 to 2^30");
+  require(options.capacity <= options.max, "arena: expected a capacity of at most max");
+  require(options.capacity <= kLargest, "arena: expected a capacity of at most 2^62");
+  require(options.capacity || options.grow, "arena: expected a capacity, as it must not grow");
+  options.growth = round_up(std::clamp<std::size_t>(options.growth, 1, kLargest), options.alignment);
+  options.capacity = std::min(round_up(options.capacity, options.alignment), options.max);
+  ArenaPtr arena(new Arena(std::move(options), std::move(upstream)));
+  if (const std::size_t bytes = arena->options_.capacity) {
+    void* memory = arena->upstream_->allocate(bytes);
+    if (!memory) throw std::bad_alloc();
+    arena->heap_.add(memory, bytes, false);
+    arena->stats_.reserved = arena->stats_.reserved_peak = bytes;
+  }
+  return arena;
+}
+
+Arena::Arena(Options options, std::shared_ptr<Upstream> upstream)
+    : heap_(this, options.alignment, options.debug ? kDelay : 0),
+      marks_(options.debug && options.memory),
+      generation_(current_generation()),
+      tags_(1),
+      options_(std::move(options)),
+      upstream_(std::move(upstream)) {
+  tag_numbers_.emplace("", 0);
+}
+
+Allocation Arena::allocate(const Request& request) {
+  const std::size_t granule = options_.alignment, alignment = std::max(request.alignment, granule);
+  Lock lock(lock_, std::defer_lock);
+  if (inherited()) return fail(lock, Failure::inherited, request);
+  lock.lock();
+  if (closed_) return fail(lock, Failure::closed, request);
+  if (request.size > kLargest || alignment > kAlignments || !is_power_of_two(alignment))
+    return fail(lock, Failure::invalid, request);
+  const std::size_t front = marks_ ? alignment : 0;
+  const std::size_t size = round_up(std::max<std::size_t>(front + request.size + front, 1), granule);
+  if (indexed_) pointers_.reserve(1);
+  Allocation result;
+  Lane* lane = lane_of(request.lane);
+  Block* block = search(lane, size, alignment, &result.waits);
+  const bool hit = block;
+  if (!hit) block = grow(lock, lane, size, alignment, &result.waits);
+  if (!block) return fail(lock, closed_ ? Failure::closed : Failure::exhausted, request);
+  block = result.block = heap_.take(block, size, alignment, lane->redirect ? lane->redirect : lane);
+  block->front = std::uint32_t(front);
+  admit(block, request);
+  stats_.hits += hit;
+  lock.unlock();
+  if (marks_) mark(block);
+  return result;
+}
+
+// Only under the lock are the numbers known; in a forked child nobody may take it.
+Allocation Arena::fail(const Lock& lock, Failure::Reason reason, const Request& request) {
+  Allocation result;
+  result.failure = std::make_unique<Failure>();
+  Failure& failure = *result.failure;
+  failure.reason = reason;
+  failure.asked = request.size;
+  failure.max = options_.max;
+  if (!lock.owns_lock()) return result;
+  ++stats_.failures;
+  failure.free = heap_.free_bytes();
+  failure.largest_free = largest_free();
+  failure.reserved = stats_.reserved;
+  if (failure.free) failure.fragmentation = 1 - double(failure.largest_free) / double(failure.free);
+  failure.holders = holders_locked(5);
+  return result;
+}
+
+// A block of a new chunk, or what others freed while the lock was open, or nullptr.
+Block* Arena::grow(Lock& lock, Lane* lane, std::size_t size, std::size_t alignment, std::vector<LaneId>* waits) {
+  const std::size_t need = size + (alignment - options_.alignment);
+  for (bool trimmed : {false, true}) {
+    if (!options_.grow) break;
+    if (trimmed && !send_back(lock, detach_empty(false))) break;
+    for (std::size_t wish : {std::max(options_.growth, need), need}) {
+      const std::size_t taken = stats_.reserved + coming_, left = options_.max > taken ? options_.max - taken : 0;
+      const std::size_t bytes = std::min(wish, left & ~(options_.alignment - 1));
+      if (bytes < need || closed_) continue;
+      coming_ += bytes;
+      ++busy_;
+      lock.unlock();
+      void* memory = upstream_->allocate(bytes);
+      lock.lock();
+      --busy_;
+      coming_ -= bytes;
+      if (!memory) {
+        if (wish == need) continue;
+        if (Block* block = search(lane, size, alignment, waits)) return block;
+        continue;
+      }
+      Chunk* chunk = heap_.add(memory, bytes, true);
+      stats_.reserved += bytes;
+      stats_.reserved_peak = std::max(stats_.reserved_peak, stats_.reserved);
+      ++stats_.growths;
+      Block* block = chunk->first;
+      const std::uintptr_t start = round_up(block->address, alignment);
+      if (!closed_ && start < block->end() && block->end() - start >= size) return block;
+      send_back(lock, detach_empty(true));  // closed meanwhile, or upstream aligns to less than the granule
+      return nullptr;
+    }
+  }
+  if (closed_) return nullptr;
+  if (Block* block = search(lane, size, alignment, waits)) return block;
+  return borrow(lane, size, alignment, waits);
+}
+
+// Unhooks the chunks that nobody uses: the grown ones or all. Blocks that a capture may write again keep their chunk.
+Chunk* Arena::detach_empty(bool all) {
+  Chunk* detached = nullptr;
+  for (std::size_t i = heap_.chunks().size(); i-- > 0;) {
+    Chunk* chunk = heap_.chunks()[i].get();
+    if (chunk->used || !(all || chunk->grown)) continue;
+    bool pinned = false;
+    for (const Block* block = chunk->first; block && !pinned; block = block->after) pinned = block->lane->pinned;
+    if (pinned) continue;
+    chunk = heap_.remove(chunk).release();
+    stats_.reserved -= chunk->bytes;
+    chunk->next = detached;
+    detached = chunk;
+  }
+  return detached;
+}
+
+std::size_t Arena::send_back(Lock& lock, Chunk* detached) noexcept {
+  if (!detached) return 0;
+  std::size_t bytes = 0;
+  ++busy_;
+  lock.unlock();
+  while (detached) {
+    const std::unique_ptr<Chunk> chunk(detached);
+    detached = chunk->next;
+    upstream_->release(chunk->memory, chunk->bytes);
+    bytes += chunk->bytes;
+  }
+  lock.lock();
+  --busy_;
+  return bytes;
+}
+
+void Arena::admit(Block* block, const Request& request) {
+  block->requested = request.size;
+  block->tag = request.tag < tags_.size() ? request.tag : 0;
+  block->stack = request.stack;
+  stats_.allocated += request.size;
+  stats_.allocated_peak = std::max(stats_.allocated_peak, stats_.allocated);
+  stats_.active += block->size;
+  stats_.active_peak = std::max(stats_.active_peak, stats_.active);
+  ++stats_.allocations;
+  ++stats_.live_blocks;
+  Tag& tag = tags_[block->tag];
+  tag.bytes += request.size;
+  ++tag.blocks;
+  if (indexed_) pointers_.insert(block);
+}
+
+// From live to parked: its user is done with it.
+void Arena::retire(Block* block) {
+  if (indexed_) pointers_.erase(block);
+  block->state = State::parked;
+  stats_.allocated -= block->requested;
+  ++stats_.frees;
+  --stats_.live_blocks;
+  ++stats_.parked_blocks;
+  Tag& tag = tags_[block->tag];
+  tag.bytes -= block->requested;
+  --tag.blocks;
+}
+
+// From parked to free, unless a capture that records its lane keeps it.
+void Arena::reuse(Block* block) {
+  if (Capture* capture = block->lane->capture) {
+    block->next = capture->parked;
+    capture->parked = block;
+    return;
+  }
+  --stats_.parked_blocks;
+  stats_.active -= block->size;
+  heap_.give(block);
+}
+
+Freed Arena::take_back(Block* block) noexcept {
+  if (inherited()) return Freed::inherited;
+  Lock lock(lock_);
+  return accept(lock, block);
+}
+
+// Frees under the lock, and releases it.
+Freed Arena::accept(Lock& lock, Block* block) noexcept {
+  if (block->state != State::live) {
+    lock.unlock();
+    return misuse(block, Freed::double_free);
+  }
+  retire(block);
+  std::string wrong;
+  if (marks_) {
+    // Parked, so that nobody else gets it and a second free is seen, while its memory is read and written.
+    lock.unlock();
+    wrong = inspect(block);
+    lock.lock();
+  }
+  reuse(block);
+  ++busy_;  // stays until the end of this call, whatever others free
+  if (!wrong.empty() && options_.violated) {
+    lock.unlock();
+    options_.violated(wrong);
+    lock.lock();
+  }
+  --busy_;
+  leave(lock);
+  return wrong.empty() ? Freed::ok : Freed::corrupted;
+}
+
+Freed Arena::misuse(Block* block, Freed what) noexcept {
+  if (options_.violated)
+    options_.violated(what == Freed::double_free ? "arena: freed a second time: " + describe(block)
+                                                 : "arena: freed what is not of this arena");
+  return what;
+}
+
+Freed Arena::free_pointer(const void* data) noexcept {
+  if (inherited()) return Freed::inherited;
+  Block* block = find(data);
+  Lock lock(lock_);
+  // Another thread may have freed it since: then its node is dead, or has another address.
+  if (block && block->state == State::live && block->data() == data) return accept(lock, block);
+  bool ours = false;
+  for (const auto& chunk : heap_.chunks())
+    ours |= reinterpret_cast<std::uintptr_t>(data) - reinterpret_cast<std::uintptr_t>(chunk->memory) < chunk->bytes;
+  lock.unlock();
+  if (options_.violated)
+    options_.violated(ours ? "arena: freed a second time, or never allocated: an address of this arena"
+                           : "arena: freed an address that is not of this arena");
+  return ours ? Freed::double_free : Freed::foreign;
+}
+
+std::size_t Arena::trim() {
+  if (inherited()) return 0;
+  Lock lock(lock_);
+  return send_back(lock, detach_empty(false));
+}
+
+void Arena::close() {
+  if (inherited()) return;
+  Lock lock(lock_);
+  closed_ = true;
+  send_back(lock, detach_empty(true));
+}
+
+void Arena::dispose() noexcept {
+  if (inherited()) return;  // the parent's memory; in the child nothing is given back
+  Lock lock(lock_);
+  closed_ = disposed_ = true;
+  leave(lock);
+}
+
+// The end of a call that may have been the last: returns chunks of a closed arena, deletes a disposed one.
+void Arena::leave(Lock& lock) noexcept {
+  if (closed_) send_back(lock, detach_empty(true));
+  const bool last = disposed_ && !busy_ && !stats_.live_blocks && !stats_.parked_blocks && captures_.empty();
+  lock.unlock();
+  if (last) delete this;
+}
+
+void Arena::hold() {
+  Lock lock(lock_);
+  ++busy_;
+}
+
+void Arena::unhold() {
+  if (inherited()) return;
+  Lock lock(lock_);
+  --busy_;
+  leave(lock);
+}
+
+}  // namespace memkit::arena

@@ -1,0 +1,218 @@
+// The arena: memory from upstream by the chunk, handed out by the block, from any thread.
+//
+// One short lock guards everything; upstream and the debug memory are called without it. Free blocks are kept by lane. A
+// request is served by its own lane, then by clean memory, then by another lane, whose id it then returns for the caller
+// to wait for; after that neighbours free on different lanes are joined, and at last the arena grows. Scopes (scope.h)
+// and replays (replay.h) take a block of the arena and hand it out in pieces.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "lock.h"
+#include "pointer_map.h"
+#include "tlsf.h"
+#include "upstream.h"
+
+namespace memkit::arena {
+
+using Ticket = std::uint64_t;
+using CaptureId = std::uint64_t;
+
+struct Options {
+  std::size_t capacity = 0;        // bytes taken at once
+  std::size_t max = SIZE_MAX;      // never more bytes than this from upstream
+  bool grow = true;                // beyond the capacity
+  std::size_t alignment = 64;      // the granule, a power of two; 512 for CUDA
+  std::size_t growth = 64u << 20;  // bytes of a new chunk; a larger request gets a chunk of its own size
+  bool debug = false;              // a second free is recognised for long; with `memory`, canaries and poison
+  std::shared_ptr<Memory> memory;
+  std::uint8_t poison_new = 0xff;    // NaN in every floating-point type
+  std::uint8_t poison_freed = 0x7f;  // 3.4e38 in float, NaN in half
+  std::function<void(const std::string&)> violated;  // told of wrong frees and overwritten canaries, without the lock
+};
+
+struct Request {
+  std::size_t size;  // 0 gives a block of one granule with an address of its own
+  LaneId lane = 0;
+  TagId tag = 0;
+  StackId stack = 0;
+  std::size_t alignment = 0;  // a power of two; 0: the arena's
+};
+
+struct Holder {
+  std::string tag;
+  std::size_t bytes;  // requested
+  std::size_t blocks;
+};
+
+struct Failure {
+  enum Reason { exhausted, closed, inherited, invalid } reason;
+  std::size_t asked = 0;
+  std::size_t free = 0;
+  std::size_t largest_free = 0;
+  std::size_t reserved = 0;
+  std::size_t max = 0;
+  double fragmentation = 0;
+  std::vector<Holder> holders;  // the largest
+
+  std::string text() const;
+};
+
+struct Allocation {
+  Block* block = nullptr;
+  std::vector<LaneId> waits;         // the request's lane must wait for these before it uses the block
+  std::unique_ptr<Failure> failure;  // if there is no block
+
+  explicit operator bool() const { return block; }
+};
+
+struct Stats {
+  std::size_t allocated = 0, allocated_peak = 0;  // requested bytes of live blocks
+  std::size_t active = 0, active_peak = 0;        // bytes that cannot be handed out: live and parked blocks, rounded
+  std::size_t reserved = 0, reserved_peak = 0;    // bytes from upstream
+  std::size_t allocations = 0, frees = 0;
+  std::size_t failures = 0;
+  std::size_t hits = 0;     // allocations served without upstream
+  std::size_t growths = 0;  // chunks taken after the capacity
+  std::size_t live_blocks = 0, parked_blocks = 0, free_blocks = 0;
+  std::size_t chunks = 0;
+  std::size_t free = 0, largest_free = 0;
+  double fragmentation = 0;  // 1 - largest_free / free
+};
+
+struct ChunkView {
+  const void* address;
+  std::size_t size;
+  bool grown;
+};
+
+struct BlockView {
+  const void* address;
+  std::size_t size, requested;
+  State state;
+  LaneId lane;
+  TagId tag;
+  StackId stack;
+};
+
+class Arena;
+struct DisposeArena {
+  void operator()(Arena* arena) const noexcept;
+};
+using ArenaPtr = std::unique_ptr<Arena, DisposeArena>;
+
+class Arena final : public Owner {
+ public:
+  // Raises std::invalid_argument on wrong options, std::bad_alloc when upstream has not the capacity. The arena closes
+  // when its pointer dies, and goes with its last block.
+  static ArenaPtr create(Options options, std::shared_ptr<Upstream> upstream);
+
+  Allocation allocate(const Request& request);
+  Freed take_back(Block* block) noexcept override;  // what arena::free() calls
+  Freed free_pointer(const void* data) noexcept;
+  // The live block whose data this is, or nullptr. The first call makes an index of all pointers, kept from then on.
+  Block* find(const void* data);
+
+  // The caller is done with the block, other lanes are not: it is parked until its ticket is released.
+  Freed defer(Block* block, Ticket ticket);
+  std::size_t release_deferred(Ticket ticket);  // how many blocks
+
+  // A capture on a lane: from pin() to seal() what is allocated on the lane belongs to the capture, and what is freed
+  // there and did not belong to it is parked. Blocks of a capture are reused by itself only (after another pin() also),
+  // until unpin() gives all of them to their lanes. Waits that an allocation of a capture returns cannot be captured:
+  // settle() before capturing makes them unlikely.
+  bool pin(CaptureId capture, LaneId lane);  // false: another capture records this lane
+  void seal(CaptureId capture);
+  void unpin(CaptureId capture);
+
+  void settle();       // every lane's work is done (a device synchronisation): what is free is clean
+  std::size_t trim();  // gives grown chunks that are wholly free upstream; how many bytes
+  void close();        // allocates no more; chunks go upstream as their last blocks are freed
+  bool closed() const;
+
+  TagId tag(std::string_view name);  // the number of a name, for good
+  std::string tag_name(TagId tag) const;
+
+  Stats stats() const;
+  void reset_peaks();
+  std::vector<Holder> holders(std::size_t limit = SIZE_MAX) const;  // largest first
+  std::string check() const;                                        // the first violated invariant, or ""
+  // In address order, under the lock: the callbacks must not call the arena.
+  void visit(const std::function<void(const ChunkView&)>& chunk, const std::function<void(const BlockView&)>& block) const;
+
+  const Options& options() const { return options_; }
+  // Made before a fork(), seen in the child.
+  bool inherited() const { return fork_generation.load(std::memory_order_relaxed) != generation_; }
+  // Keeps a disposed arena for someone who still calls it.
+  void hold();
+  void unhold();
+
+ private:
+  friend DisposeArena;
+  using Lock = std::unique_lock<SpinLock>;
+
+  struct Tag {
+    std::string name;
+    std::size_t bytes = 0;
+    std::size_t blocks = 0;
+  };
+
+  Arena(Options options, std::shared_ptr<Upstream> upstream);
+  ~Arena() = default;
+  void dispose() noexcept;
+  void leave(Lock& lock) noexcept;
+
+  // arena.cpp
+  Allocation fail(const Lock& lock, Failure::Reason reason, const Request& request);
+  Block* grow(Lock& lock, Lane* lane, std::size_t size, std::size_t alignment, std::vector<LaneId>* waits);
+  Chunk* detach_empty(bool all);
+  std::size_t send_back(Lock& lock, Chunk* detached) noexcept;
+  void admit(Block* block, const Request& request);
+  void retire(Block* block);
+  void reuse(Block* block);
+  Freed misuse(Block* block, Freed what) noexcept;
+  Freed accept(Lock& lock, Block* block) noexcept;
+
+  // lanes.cpp
+  Lane* lane_of(LaneId id);
+  Block* search(Lane* lane, std::size_t size, std::size_t alignment, std::vector<LaneId>* waits);
+  Block* borrow(Lane* lane, std::size_t size, std::size_t alignment, std::vector<LaneId>* waits);
+
+  // debug.cpp
+  void mark(const Block* block) const;
+  std::string inspect(const Block* block) const;
+  std::string describe(const Block* block) const;
+
+  std::size_t largest_free() const;
+  std::vector<Holder> holders_locked(std::size_t limit) const;
+  std::string check_accounts() const;
+
+  mutable SpinLock lock_;
+  Lane* last_lane_ = nullptr;
+  Tlsf heap_;
+  bool closed_ = false;
+  bool disposed_ = false;
+  bool indexed_ = false;
+  const bool marks_;  // debug mode with memory that can be written
+  const int generation_;
+  Stats stats_;  // without what stats() computes
+  std::vector<Tag> tags_;
+  PointerMap pointers_;
+  std::vector<std::unique_ptr<Lane>> lanes_;
+  std::vector<std::unique_ptr<Capture>> captures_;
+  std::unordered_map<Ticket, Block*> deferred_;
+  std::unordered_map<std::string, TagId> tag_numbers_;
+  std::size_t busy_ = 0;    // calls outside the lock, and holders
+  std::size_t coming_ = 0;  // bytes that are being asked of upstream
+  const Options options_;
+  const std::shared_ptr<Upstream> upstream_;
+};
+
+}  // namespace memkit::arena

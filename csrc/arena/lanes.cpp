@@ -1,0 +1,125 @@
+// Which lane's memory serves a request, and what must wait before it is free: deferred blocks and captures.
+#include <algorithm>
+
+#include "arena.h"
+#include "capture.h"
+
+namespace memkit::arena {
+
+Lane* Arena::lane_of(LaneId id) {
+  if (last_lane_ && last_lane_->id == id) return last_lane_;
+  for (const auto& lane : lanes_)
+    if (lane->id == id) return last_lane_ = lane.get();
+  lanes_.push_back(std::make_unique<Lane>(id, options_.alignment));
+  return last_lane_ = lanes_.back().get();
+}
+
+// A free block that holds the request, without growing. An event and a wait cost more than a look at a whole size class,
+// so other lanes come after the exact search.
+Block* Arena::search(Lane* lane, std::size_t size, std::size_t alignment, std::vector<LaneId>* waits) {
+  const Lane* own = lane->redirect ? lane->redirect : lane;
+  for (bool exact : {false, true})
+    for (const Lane* from : {own, std::as_const(heap_).clean()})
+      if (Block* block = Tlsf::find(*from, size, alignment, options_.alignment, exact)) return block;
+  return own->pinned ? nullptr : borrow(lane, size, alignment, waits);  // a capture grows first: it cannot wait
+}
+
+// A block of another lane, or joined from several.
+Block* Arena::borrow(Lane* lane, std::size_t size, std::size_t alignment, std::vector<LaneId>* waits) {
+  for (bool exact : {false, true})
+    for (const auto& other : lanes_) {
+      if (other.get() == lane && !lane->redirect) continue;
+      if (Block* block = Tlsf::find(*other, size, alignment, options_.alignment, exact)) {
+        waits->push_back(other->id);
+        return block;
+      }
+    }
+  const auto holds = [](const auto& one) { return !one->index.empty(); };
+  if (std::count_if(lanes_.begin(), lanes_.end(), holds) < 2) return nullptr;  // a single lane's have coalesced
+  Block* block = heap_.join(size, alignment, waits);
+  if (block && !lane->redirect) waits->erase(std::remove(waits->begin(), waits->end(), lane->id), waits->end());
+  return block;
+}
+
+Freed Arena::defer(Block* block, Ticket ticket) {
+  if (inherited()) return Freed::inherited;
+  if (block->owner != this) return misuse(block, Freed::foreign);
+  Lock lock(lock_);
+  if (block->state != State::live) {
+    lock.unlock();
+    return misuse(block, Freed::double_free);
+  }
+  Block*& head = deferred_[ticket];
+  retire(block);
+  block->next = head;
+  head = block;
+  return Freed::ok;
+}
+
+std::size_t Arena::release_deferred(Ticket ticket) {
+  if (inherited()) return 0;
+  Lock lock(lock_);
+  const auto at = deferred_.find(ticket);
+  if (at == deferred_.end()) return 0;
+  std::size_t count = 0;
+  for (Block *block = at->second, *next; block; block = next, ++count) {
+    next = block->next;
+    reuse(block);
+  }
+  deferred_.erase(at);
+  leave(lock);
+  return count;
+}
+
+bool Arena::pin(CaptureId id, LaneId lane_id) {
+  if (inherited()) return false;
+  Lock lock(lock_);
+  Lane* lane = lane_of(lane_id);
+  if (lane->capture) return lane->capture->id == id;
+  auto at = std::find_if(captures_.begin(), captures_.end(), [&](const auto& one) { return one->id == id; });
+  if (at == captures_.end()) {
+    captures_.push_back(std::make_unique<Capture>());
+    at = captures_.end() - 1;
+    (*at)->id = id;
+  }
+  Capture* capture = at->get();
+  for (const auto& [from, own] : capture->lanes)
+    if (from == lane) lane->redirect = own.get();
+  if (!lane->redirect) {
+    capture->lanes.emplace_back(lane, std::make_unique<Lane>(lane_id, options_.alignment, true));
+    lane->redirect = capture->lanes.back().second.get();
+  }
+  lane->capture = capture;
+  return true;
+}
+
+void Arena::seal(CaptureId id) {
+  if (inherited()) return;
+  Lock lock(lock_);
+  for (const auto& lane : lanes_)
+    if (lane->capture && lane->capture->id == id) lane->capture = nullptr, lane->redirect = nullptr;
+}
+
+void Arena::unpin(CaptureId id) {
+  if (inherited()) return;
+  seal(id);
+  Lock lock(lock_);
+  const auto at = std::find_if(captures_.begin(), captures_.end(), [&](const auto& one) { return one->id == id; });
+  if (at == captures_.end()) return;
+  const std::unique_ptr<Capture> capture = std::move(*at);
+  captures_.erase(at);
+  for (const auto& [lane, own] : capture->lanes) heap_.move(own.get(), lane);
+  for (Block *block = capture->parked, *next; block; block = next) {
+    next = block->next;
+    reuse(block);
+  }
+  leave(lock);
+}
+
+void Arena::settle() {
+  if (inherited()) return;
+  Lock lock(lock_);
+  heap_.settle();
+}
+
+}  // namespace memkit::arena

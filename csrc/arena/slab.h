@@ -1,0 +1,75 @@
+// Block nodes, made by the thousand and recycled, so that a steady state does not touch the heap.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "block.h"
+
+namespace memkit::arena {
+
+class Slab {
+ public:
+  // As many nodes stay dead before one is reused; so long a second free of a block is recognised.
+  explicit Slab(std::size_t delay = 0) : delay_(delay) {}
+
+  Block* take() {
+    if (dead_ <= delay_) grow();
+    Block* block = head_;
+    head_ = block->next;
+    --dead_;
+    block->next = nullptr;
+    return block;
+  }
+
+  // The node keeps its owner, which is how a second free finds back.
+  void give(Block* block) {
+    block->state = State::dead;
+    block->chunk = nullptr;
+    if (delay_) {
+      block->next = nullptr;
+      tail_->next = block;
+      tail_ = block;
+    } else {
+      block->next = head_;
+      head_ = block;
+    }
+    ++dead_;
+  }
+
+  // take() needs no heap for the next n nodes.
+  void reserve(std::size_t n) {
+    while (dead_ < delay_ + n) grow();
+  }
+
+  std::size_t made() const { return made_; }
+  std::size_t dead() const { return dead_; }
+
+ private:
+  static constexpr std::size_t kNodes = 1024;
+
+  void grow() {
+    slabs_.push_back(std::make_unique<Block[]>(kNodes));
+    Block* nodes = slabs_.back().get();
+    for (std::size_t i = 0; i + 1 < kNodes; ++i) nodes[i].next = &nodes[i + 1];
+    Block* last = &nodes[kNodes - 1];
+    if (delay_ && head_) {
+      // New nodes go in front, dead ones keep their place in the queue.
+      last->next = head_;
+    } else {
+      last->next = head_;
+      if (!head_) tail_ = last;
+    }
+    head_ = nodes;
+    dead_ += kNodes;
+    made_ += kNodes;
+  }
+
+  std::size_t delay_;
+  std::vector<std::unique_ptr<Block[]>> slabs_;
+  Block* head_ = nullptr;
+  Block* tail_ = nullptr;
+  std::size_t made_ = 0, dead_ = 0;
+};
+
+}  // namespace memkit::arena

@@ -1,0 +1,258 @@
+#include "tlsf.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace memkit::arena {
+
+Tlsf::Tlsf(Owner* owner, std::size_t granule, std::size_t delay)
+    : owner_(owner), granule_(granule), replaces_(delay > 0), slab_(delay), clean_(0, granule) {}
+
+void Tlsf::link(Block* block) {
+  block->state = State::free;
+  block->lane->index.insert(block);
+  free_bytes_ += block->size;
+  ++free_blocks_;
+}
+
+void Tlsf::unlink(Block* block) {
+  block->lane->index.remove(block);
+  free_bytes_ -= block->size;
+  --free_blocks_;
+}
+
+// Shortens an unlinked block and returns the rest of it, unlinked too.
+Block* Tlsf::split(Block* block, std::size_t size) {
+  Block* rest = slab_.take();
+  rest->address = block->address + size;
+  rest->size = block->size - size;
+  rest->before = block;
+  rest->after = block->after;
+  rest->chunk = block->chunk;
+  rest->lane = block->lane;
+  rest->owner = owner_;
+  if (rest->after) rest->after->before = rest;
+  block->after = rest;
+  block->size = size;
+  return rest;
+}
+
+// The neighbour's bytes join the block; both are unlinked.
+void Tlsf::absorb(Block* block, Block* after) {
+  block->size += after->size;
+  block->after = after->after;
+  if (block->after) block->after->before = block;
+  slab_.give(after);
+}
+
+std::size_t Tlsf::usable(const Chunk& chunk, std::size_t granule) {
+  const auto start = reinterpret_cast<std::uintptr_t>(chunk.memory), first = round_up(start, granule);
+  const std::uintptr_t end = (start + chunk.bytes) & ~(granule - 1);
+  return end > first ? end - first : 0;
+}
+
+Chunk* Tlsf::add(void* memory, std::size_t bytes, bool grown) {
+  slab_.reserve(1);
+  auto chunk = std::make_unique<Chunk>();
+  chunk->memory = memory;
+  chunk->bytes = bytes;
+  chunk->grown = grown;
+  chunks_.push_back(std::move(chunk));
+  Block* block = slab_.take();
+  *block = Block{};
+  block->address = round_up(reinterpret_cast<std::uintptr_t>(memory), granule_);
+  block->size = usable(*chunks_.back(), granule_);
+  block->chunk = chunks_.back().get();
+  block->lane = &clean_;
+  block->owner = owner_;
+  block->chunk->first = block;
+  link(block);
+  return block->chunk;
+}
+
+std::unique_ptr<Chunk> Tlsf::remove(Chunk* chunk) {
+  for (Block *block = chunk->first, *after; block; block = after) {
+    after = block->after;
+    unlink(block);
+    slab_.give(block);
+  }
+  chunk->first = nullptr;
+  const auto at = std::find_if(chunks_.begin(), chunks_.end(), [&](const auto& one) { return one.get() == chunk; });
+  std::unique_ptr<Chunk> removed = std::move(*at);
+  chunks_.erase(at);
+  return removed;
+}
+
+Block* Tlsf::find(const Lane& lane, std::size_t size, std::size_t alignment, std::size_t granule, bool exact) {
+  if (exact) return lane.index.find_exact(size, alignment);
+  return lane.index.find(size + (alignment - granule));  // room to start at a multiple of the alignment
+}
+
+Block* Tlsf::take(Block* block, std::size_t size, std::size_t alignment, Lane* lane) {
+  slab_.reserve(2);  // what can fail comes first
+  unlink(block);
+  if (const std::size_t skip = round_up(block->address, alignment) - block->address) {
+    Block* rest = split(block, skip);
+    link(block);
+    block = rest;
+  }
+  if (block->size > size) link(split(block, size));
+  block->lane = lane;
+  block->state = State::live;
+  ++block->chunk->used;
+  return block;
+}
+
+void Tlsf::give(Block* block) {
+  --block->chunk->used;
+  if (replaces_) {
+    const Block copy = *block;
+    slab_.give(block);
+    block = slab_.take();
+    *block = copy;
+    (block->before ? block->before->after : block->chunk->first) = block;
+    if (block->after) block->after->before = block;
+  }
+  Lane* lane = block->lane;
+  if (Block* after = block->after; coalesces(after, lane)) {
+    unlink(after);
+    absorb(block, after);
+  }
+  if (Block* before = block->before; coalesces(before, lane)) {
+    unlink(before);
+    absorb(before, block);
+    block = before;
+    block->lane = lane;
+  }
+  link(block);
+}
+
+Block* Tlsf::join(std::size_t size, std::size_t alignment, std::vector<LaneId>* lanes) {
+  if (free_bytes_ < size) return nullptr;
+  for (const auto& chunk : chunks_) {
+    // A run of free blocks from `first` to `last`; its first block holds an aligned start.
+    Block* first = nullptr;
+    for (Block* last = chunk->first; last; last = last->after) {
+      if (last->state != State::free || last->lane->pinned) {
+        first = nullptr;
+        continue;
+      }
+      if (!first) first = last;
+      while (first != last && round_up(first->address, alignment) >= first->end()) first = first->after;
+      const std::uintptr_t start = round_up(first->address, alignment);
+      if (start >= last->end() || last->end() - start < size) continue;
+      // Only what is asked for changes lanes: the rest before and behind stays where it is.
+      slab_.reserve(2);
+      for (Block* block = first;; block = block->after) {
+        if (block->lane != &clean_ && std::find(lanes->begin(), lanes->end(), block->lane->id) == lanes->end())
+          lanes->push_back(block->lane->id);
+        if (block == last) break;
+      }
+      if (start > first->address) {
+        unlink(first);
+        Block* rest = split(first, start - first->address);
+        link(first);
+        if (last == first) last = rest;
+        link(rest);
+        first = rest;
+      }
+      if (last->end() - start > size) {
+        unlink(last);
+        Block* rest = split(last, start + size - last->address);
+        link(rest);
+        link(last);
+      }
+      unlink(first);
+      while (first->size < size) {
+        unlink(first->after);
+        absorb(first, first->after);
+      }
+      link(first);
+      return first;
+    }
+  }
+  return nullptr;
+}
+
+void Tlsf::settle() {
+  const auto frees = [](const Block* block) { return block && block->state == State::free && !block->lane->pinned; };
+  for (const auto& chunk : chunks_)
+    for (Block* block = chunk->first; block; block = block->after) {
+      if (!frees(block)) continue;
+      unlink(block);
+      while (frees(block->after)) {
+        unlink(block->after);
+        absorb(block, block->after);
+      }
+      block->lane = &clean_;
+      link(block);
+    }
+}
+
+void Tlsf::move(Lane* from, Lane* to) {
+  for (const auto& chunk : chunks_)
+    for (Block* block = chunk->first; block; block = block->after) {
+      if (block->lane != from) continue;
+      if (block->state == State::free) {
+        unlink(block);
+        block->lane = to;
+        while (coalesces(block->after, to) || (block->after && block->after->state == State::free && block->after->lane == from)) {
+          unlink(block->after);
+          absorb(block, block->after);
+        }
+        if (coalesces(block->before, to)) {
+          Block* before = block->before;
+          unlink(before);
+          absorb(before, block);
+          block = before;
+          block->lane = to;
+        }
+        link(block);
+      } else {
+        block->lane = to;
+      }
+    }
+}
+
+std::string Tlsf::check_chunk(const Chunk& chunk, std::size_t* nodes, std::size_t* blocks, std::size_t* bytes) const {
+  std::uintptr_t address = round_up(reinterpret_cast<std::uintptr_t>(chunk.memory), granule_);
+  const std::uintptr_t end = address + usable(chunk, granule_);
+  std::size_t used = 0;
+  const Block* before = nullptr;
+  if (!chunk.first) return "a chunk without blocks";
+  for (const Block* block = chunk.first; block; before = block, block = block->after) {
+    ++*nodes;
+    if (block->state == State::dead) return "a dead block in a chunk";
+    if (block->address != address) return "a gap or an overlap between blocks";
+    if (block->before != before) return "a block with the wrong neighbour before it";
+    if (block->chunk != &chunk) return "a block that names another chunk";
+    if (block->owner != owner_) return "a block that names another owner";
+    if (!block->lane) return "a block without a lane";
+    if (!block->size || block->size % granule_ || block->address % granule_) return "a block that is not whole granules";
+    address += block->size;
+    if (block->state != State::free) {
+      ++used;
+      if (block->front + block->requested > block->size) return "a block smaller than what was asked for";
+      continue;
+    }
+    ++*blocks;
+    *bytes += block->size;
+    if (coalesces(block->before, block->lane) || coalesces(block->after, block->lane))
+      return "free neighbours that were not coalesced";
+  }
+  if (address != end) return "blocks that do not fill their chunk";
+  if (used != chunk.used) return "a chunk with the wrong number of blocks in use";
+  return "";
+}
+
+std::string Tlsf::check(std::size_t indexed_blocks, std::size_t indexed_bytes) const {
+  std::size_t nodes = 0, blocks = 0, bytes = 0;
+  for (const auto& chunk : chunks_)
+    if (std::string wrong = check_chunk(*chunk, &nodes, &blocks, &bytes); !wrong.empty()) return wrong;
+  if (blocks != free_blocks_ || bytes != free_bytes_) return "counts of what is free that differ from the chunks";
+  if (blocks != indexed_blocks || bytes != indexed_bytes) return "free blocks that are in no list, or in two";
+  if (nodes + slab_.dead() != slab_.made()) return "nodes lost";
+  return "";
+}
+
+}  // namespace memkit::arena

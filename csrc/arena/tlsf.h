@@ -1,0 +1,84 @@
+// Blocks and their neighbours: cutting, coalescing, chunks. A two-level segregated fit over any number of address ranges,
+// with every node outside the memory it describes. Takes and gives in constant time. Not thread-safe; the arena is.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "free_index.h"
+#include "slab.h"
+
+namespace memkit::arena {
+
+struct Capture;
+
+// A lane's free blocks. The lanes of a capture are its own: no other lane takes or coalesces with what is free there.
+struct Lane {
+  Lane(LaneId id, std::size_t granule, bool pinned = false) : id(id), pinned(pinned), index(granule) {}
+
+  LaneId id;
+  bool pinned;                 // of a capture
+  Capture* capture = nullptr;  // that records this lane now
+  Lane* redirect = nullptr;    // while it does: the capture's own lane, which serves this one
+  FreeIndex index;
+};
+
+class Tlsf {
+ public:
+  // `delay`: see Slab. Blocks get `owner`.
+  Tlsf(Owner* owner, std::size_t granule, std::size_t delay);
+
+  std::size_t granule() const { return granule_; }
+  Lane* clean() { return &clean_; }
+  const Lane* clean() const { return &clean_; }
+
+  // Bytes of memory between the first and the last granule in it become one free, clean block.
+  Chunk* add(void* memory, std::size_t bytes, bool grown);
+  // Without the chunk's blocks, all of them free.
+  std::unique_ptr<Chunk> remove(Chunk* chunk);
+
+  // A free block of at least this size in the lane; `exact` as in FreeIndex::find_exact.
+  static Block* find(const Lane& lane, std::size_t size, std::size_t alignment, std::size_t granule, bool exact);
+  // Cuts `size` bytes out of a free block, aligned, live on `lane`. What is left stays free on the lane it was on.
+  Block* take(Block* block, std::size_t size, std::size_t alignment, Lane* lane);
+  // Frees a block on its lane and coalesces it.
+  void give(Block* block);
+  // Makes one free block out of neighbours free on different lanes, when that gives `size` bytes, aligned. Appends the
+  // lanes it joined. Looks at every block.
+  Block* join(std::size_t size, std::size_t alignment, std::vector<LaneId>* lanes);
+  // Every free block of no capture becomes clean, and coalesces.
+  void settle();
+  // Moves what is free on `from` to `to`, and what is in use.
+  void move(Lane* from, Lane* to);
+
+  const std::vector<std::unique_ptr<Chunk>>& chunks() const { return chunks_; }
+  std::size_t free_bytes() const { return free_bytes_; }
+  std::size_t free_blocks() const { return free_blocks_; }
+  // How much of a chunk blocks may use.
+  static std::size_t usable(const Chunk& chunk, std::size_t granule);
+
+  // The first violation, or "". `indexed_*`: what all the lanes' indices hold.
+  std::string check(std::size_t indexed_blocks, std::size_t indexed_bytes) const;
+
+ private:
+  void link(Block* block);
+  void unlink(Block* block);
+  Block* split(Block* block, std::size_t size);
+  void absorb(Block* block, Block* after);
+  bool coalesces(const Block* block, const Lane* lane) const {
+    return block && block->state == State::free && (block->lane == lane || (block->lane == &clean_ && !lane->pinned));
+  }
+  std::string check_chunk(const Chunk& chunk, std::size_t* nodes, std::size_t* blocks, std::size_t* bytes) const;
+
+  Owner* owner_;
+  std::size_t granule_;
+  bool replaces_;  // a freed block gets a new node, so that the old one tells of a second free
+  Slab slab_;
+  Lane clean_;
+  std::vector<std::unique_ptr<Chunk>> chunks_;
+  std::size_t free_bytes_ = 0;
+  std::size_t free_blocks_ = 0;
+};
+
+}  // namespace memkit::arena
