@@ -63,7 +63,7 @@ Allocation Arena::allocate(const Request& request) {
   if (inherited()) return fail(lock, Failure::inherited, request);
   lock.lock();
   if (closed_) return fail(lock, Failure::closed, request);
-  if (request.size > kLargest || alignment > kAlignments || !is_power_of_two(alignment))
+  if (request.size > kLargest || alignment > kAlignments || (request.alignment & (request.alignment - 1)))
     return fail(lock, Failure::invalid, request);
   const std::size_t front = marks_ ? alignment : 0;
   const std::size_t size = round_up(std::max<std::size_t>(front + request.size + front, 1), granule);

@@ -40,22 +40,24 @@ class Owner {
   ~Owner() = default;
 };
 
-struct Block {
+// What coalescing asks of a neighbour lies in one cache line: with 10^6 blocks each line is a miss.
+struct alignas(64) Block {
   std::uintptr_t address = 0;
   std::size_t size = 0;       // a multiple of the granule
   Block* before = nullptr;    // its neighbours in the chunk
   Block* after = nullptr;
   Block* previous = nullptr;  // its neighbours in the list that it is in: of a size class, or of what is parked
   Block* next = nullptr;
-  Chunk* chunk = nullptr;
   Lane* lane = nullptr;
+  std::uint32_t depth = 0;  // in a scope: how many marks were open; in a replay: its number
+  State state = State::dead;
+
+  Chunk* chunk = nullptr;
   Owner* owner = nullptr;
   std::size_t requested = 0;
   StackId stack = 0;
   TagId tag = 0;
   std::uint32_t front = 0;  // bytes before the user's: the canary of debug mode
-  std::uint32_t depth = 0;  // in a scope: how many marks were open; in a replay: its number
-  State state = State::dead;
 
   void* data() const { return reinterpret_cast<void*>(address + front); }
   std::uintptr_t end() const { return address + size; }
