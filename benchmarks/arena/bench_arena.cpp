@@ -172,7 +172,8 @@ int main(int argc, char** argv) {
   const bool full = argc < 2 || std::string(argv[1]) != "quick";
   utsname host{};
   uname(&host);
-  std::printf("{\"machine\": \"%s\", \"compiler\": \"%s\", \"unit\": \"ns per allocation and free\"}\n", host.machine, __VERSION__);
+  std::printf("{\"machine\": \"%s\", \"compiler\": \"%s\", \"unit\": \"ns per allocation and free\"}\n", host.machine,
+              __VERSION__);
   const std::size_t pairs = full ? 2000000 : 200000;
   for (std::size_t n : {0, 16, 256, 4096, 65536}) {
     holes<OurArena>("memkit", n, pairs);

@@ -11,9 +11,9 @@
 namespace memkit::arena {
 namespace {
 
-constexpr std::size_t kLargest = std::size_t(1) << 62;    // sizes beyond are mistakes; sums stay in range
+constexpr std::size_t kLargest = std::size_t(1) << 62;     // sizes beyond are mistakes; sums stay in range
 constexpr std::size_t kAlignments = std::size_t(1) << 30;  // likewise
-constexpr std::size_t kDelay = 4096;                      // nodes that stay dead in debug mode
+constexpr std::size_t kDelay = 4096;                       // nodes that stay dead in debug mode
 
 int current_generation() {
   static const int registered = pthread_atfork(nullptr, nullptr, [] { fork_generation.fetch_add(1); });
@@ -58,23 +58,32 @@ Arena::Arena(Options options, std::shared_ptr<Upstream> upstream)
 }
 
 Allocation Arena::allocate(const Request& request) {
+  Allocation result;  // returned by every path, so that it is built in place
   const std::size_t granule = options_.alignment, alignment = std::max(request.alignment, granule);
-  Lock lock(lock_, std::defer_lock);
-  if (inherited()) return fail(lock, Failure::inherited, request);
-  lock.lock();
-  if (closed_) return fail(lock, Failure::closed, request);
-  if (request.size > kLargest || alignment > kAlignments || (request.alignment & (request.alignment - 1)))
-    return fail(lock, Failure::invalid, request);
+  if (inherited()) {
+    fail(&result, Failure::inherited, request);
+    return result;
+  }
+  Lock lock(lock_);
+  const bool valid =
+      request.size <= kLargest && alignment <= kAlignments && !(request.alignment & (request.alignment - 1));
+  if (closed_ || !valid) {
+    fail(&result, closed_ ? Failure::closed : Failure::invalid, request);
+    return result;
+  }
   const std::size_t front = marks_ ? alignment : 0;
   const std::size_t size = round_up(std::max<std::size_t>(front + request.size + front, 1), granule);
   if (indexed_) pointers_.reserve(1);
-  Allocation result;
-  Lane* lane = lane_of(request.lane);
-  Block* block = search(lane, size, alignment, &result.waits);
+  Lane* lane = last_lane_ && last_lane_->id == request.lane ? last_lane_ : lane_of(request.lane);
+  Block* block = heap_.find(*lane->serving(), size, alignment, false);
+  if (!block) block = search(lane, size, alignment, &result.waits);
   const bool hit = block;
   if (!hit) block = grow(lock, lane, size, alignment, &result.waits);
-  if (!block) return fail(lock, closed_ ? Failure::closed : Failure::exhausted, request);
-  block = result.block = heap_.take(block, size, alignment, lane->redirect ? lane->redirect : lane);
+  if (!block) {
+    fail(&result, closed_ ? Failure::closed : Failure::exhausted, request);
+    return result;
+  }
+  block = result.block = heap_.take(block, size, alignment, lane->serving());
   block->front = std::uint32_t(front);
   admit(block, request);
   stats_.hits += hit;
@@ -83,29 +92,28 @@ Allocation Arena::allocate(const Request& request) {
   return result;
 }
 
-// Only under the lock are the numbers known; in a forked child nobody may take it.
-Allocation Arena::fail(const Lock& lock, Failure::Reason reason, const Request& request) {
-  Allocation result;
-  result.failure = std::make_unique<Failure>();
-  Failure& failure = *result.failure;
+// Under the lock; in a forked child, where nobody may take it, without numbers.
+void Arena::fail(Allocation* result, Failure::Reason reason, const Request& request) {
+  result->waits.clear();
+  result->failure = std::make_unique<Failure>();
+  Failure& failure = *result->failure;
   failure.reason = reason;
   failure.asked = request.size;
   failure.max = options_.max;
-  if (!lock.owns_lock()) return result;
+  if (reason == Failure::inherited) return;
   ++stats_.failures;
   failure.free = heap_.free_bytes();
   failure.largest_free = largest_free();
   failure.reserved = stats_.reserved;
   if (failure.free) failure.fragmentation = 1 - double(failure.largest_free) / double(failure.free);
   failure.holders = holders_locked(5);
-  return result;
 }
 
 // A block of a new chunk, or what others freed while the lock was open, or nullptr.
 Block* Arena::grow(Lock& lock, Lane* lane, std::size_t size, std::size_t alignment, std::vector<LaneId>* waits) {
   const std::size_t need = size + (alignment - options_.alignment);
+  if (!options_.grow) return borrow(lane, size, alignment, waits);
   for (bool trimmed : {false, true}) {
-    if (!options_.grow) break;
     if (trimmed && !send_back(lock, detach_empty(false))) break;
     for (std::size_t wish : {std::max(options_.growth, need), need}) {
       const std::size_t taken = stats_.reserved + coming_, left = options_.max > taken ? options_.max - taken : 0;

@@ -33,8 +33,8 @@ struct Options {
   std::size_t growth = 64u << 20;  // bytes of a new chunk; a larger request gets a chunk of its own size
   bool debug = false;              // a second free is recognised for long; with `memory`, canaries and poison
   std::shared_ptr<Memory> memory;
-  std::uint8_t poison_new = 0xff;    // NaN in every floating-point type
-  std::uint8_t poison_freed = 0x7f;  // 3.4e38 in float, NaN in half
+  std::uint8_t poison_new = 0xff;                    // NaN in every floating-point type
+  std::uint8_t poison_freed = 0x7f;                  // 3.4e38 in float, NaN in half
   std::function<void(const std::string&)> violated;  // told of wrong frees and overwritten canaries, without the lock
 };
 
@@ -145,7 +145,8 @@ class Arena final : public Owner {
   std::vector<Holder> holders(std::size_t limit = SIZE_MAX) const;  // largest first
   std::string check() const;                                        // the first violated invariant, or ""
   // In address order, under the lock: the callbacks must not call the arena.
-  void visit(const std::function<void(const ChunkView&)>& chunk, const std::function<void(const BlockView&)>& block) const;
+  void visit(const std::function<void(const ChunkView&)>& chunk,
+             const std::function<void(const BlockView&)>& block) const;
 
   const Options& options() const { return options_; }
   // Made before a fork(), seen in the child.
@@ -170,7 +171,7 @@ class Arena final : public Owner {
   void leave(Lock& lock) noexcept;
 
   // arena.cpp
-  Allocation fail(const Lock& lock, Failure::Reason reason, const Request& request);
+  void fail(Allocation* result, Failure::Reason reason, const Request& request);
   Block* grow(Lock& lock, Lane* lane, std::size_t size, std::size_t alignment, std::vector<LaneId>* waits);
   Chunk* detach_empty(bool all);
   std::size_t send_back(Lock& lock, Chunk* detached) noexcept;

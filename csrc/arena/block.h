@@ -43,8 +43,8 @@ class Owner {
 // What coalescing asks of a neighbour stands first: with 10^6 blocks every cache line is a miss.
 struct Block {
   std::uintptr_t address = 0;
-  std::size_t size = 0;       // a multiple of the granule
-  Block* before = nullptr;    // its neighbours in the chunk
+  std::size_t size = 0;     // a multiple of the granule
+  Block* before = nullptr;  // its neighbours in the chunk
   Block* after = nullptr;
   Block* previous = nullptr;  // its neighbours in the list that it is in: of a size class, or of what is parked
   Block* next = nullptr;
@@ -70,8 +70,8 @@ struct Chunk {
   void* memory = nullptr;  // as upstream gave it
   std::size_t bytes = 0;
   Block* first = nullptr;
-  std::size_t used = 0;  // blocks that are not free
-  bool grown = false;    // not part of the capacity
+  std::size_t used = 0;   // blocks that are not free
+  bool grown = false;     // not part of the capacity
   Chunk* next = nullptr;  // among chunks on their way upstream
 };
 

@@ -27,7 +27,8 @@ Block* FreeIndex::largest() const {
 
 std::string FreeIndex::check(std::size_t* blocks, std::size_t* bytes) const {
   for (int row = 0; row < kRows; ++row) {
-    if (bool(rows_ >> row & 1) != (columns_[row] != 0)) return "the bitmap of rows differs from that of row " + std::to_string(row);
+    if (bool(rows_ >> row & 1) != (columns_[row] != 0))
+      return "the bitmap of rows differs from that of row " + std::to_string(row);
     for (int column = 0; column < kClasses; ++column) {
       const std::string place = "class " + std::to_string(row) + "." + std::to_string(column);
       const Block* head = lists_[row][column];

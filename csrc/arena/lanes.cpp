@@ -17,10 +17,10 @@ Lane* Arena::lane_of(LaneId id) {
 // A free block that holds the request, without growing. An event and a wait cost more than a look at a whole size class,
 // so other lanes come after the exact search.
 Block* Arena::search(Lane* lane, std::size_t size, std::size_t alignment, std::vector<LaneId>* waits) {
-  const Lane* own = lane->redirect ? lane->redirect : lane;
+  const Lane* own = lane->serving();
   for (bool exact : {false, true})
     for (const Lane* from : {own, std::as_const(heap_).clean()})
-      if (Block* block = Tlsf::find(*from, size, alignment, options_.alignment, exact)) return block;
+      if (Block* block = heap_.find(*from, size, alignment, exact)) return block;
   return own->pinned ? nullptr : borrow(lane, size, alignment, waits);  // a capture grows first: it cannot wait
 }
 
@@ -29,7 +29,7 @@ Block* Arena::borrow(Lane* lane, std::size_t size, std::size_t alignment, std::v
   for (bool exact : {false, true})
     for (const auto& other : lanes_) {
       if (other.get() == lane && !lane->redirect) continue;
-      if (Block* block = Tlsf::find(*other, size, alignment, options_.alignment, exact)) {
+      if (Block* block = heap_.find(*other, size, alignment, exact)) {
         waits->push_back(other->id);
         return block;
       }

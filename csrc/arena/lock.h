@@ -16,8 +16,10 @@ class SpinLock {
   void lock() {
     for (int spins = 0; held_.exchange(true, std::memory_order_acquire); ++spins)
       while (held_.load(std::memory_order_relaxed))
-        if (++spins > kSpins) std::this_thread::yield();
-        else pause();
+        if (++spins > kSpins)
+          std::this_thread::yield();
+        else
+          pause();
   }
   void unlock() { held_.store(false, std::memory_order_release); }
 

@@ -12,7 +12,8 @@ std::shared_ptr<const Plan> Plan::make(std::vector<Slot> slots, std::size_t tota
     if (why) *why = "plan: " + text;
     return nullptr;
   };
-  if (!is_power_of_two(alignment)) return refuse("expected a power of two as alignment, got " + std::to_string(alignment));
+  if (!is_power_of_two(alignment))
+    return refuse("expected a power of two as alignment, got " + std::to_string(alignment));
   if (slots.size() > UINT32_MAX) return refuse("expected fewer than 2^32 slots");
   auto plan = std::make_shared<Plan>();
   // Which slot used each byte last, as ranges: from the key up to `end`.
@@ -60,7 +61,13 @@ Replay::Pointer Replay::create(Arena& arena, std::shared_ptr<const Plan> plan, L
 }
 
 Replay::Replay(Arena& arena, std::shared_ptr<const Plan> plan, LaneId lane, Block* base)
-    : Guest(arena), size_(plan->size()), plan_(std::move(plan)), flags_(size_), nodes_(size_), lane_(lane), base_(base) {
+    : Guest(arena),
+      size_(plan->size()),
+      plan_(std::move(plan)),
+      flags_(size_),
+      nodes_(size_),
+      lane_(lane),
+      base_(base) {
   for (std::size_t i = 0; i < size_; ++i) {
     const auto [size, offset] = plan_->slot(i);
     nodes_[i].address = reinterpret_cast<std::uintptr_t>(base->data()) + offset;

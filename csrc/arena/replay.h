@@ -16,7 +16,8 @@ class Plan {
   };
 
   // nullptr, and why, unless offsets are multiples of `alignment` and all slots lie within `total`.
-  static std::shared_ptr<const Plan> make(std::vector<Slot> slots, std::size_t total, std::size_t alignment, std::string* why);
+  static std::shared_ptr<const Plan> make(std::vector<Slot> slots, std::size_t total, std::size_t alignment,
+                                          std::string* why);
 
   std::size_t size() const { return slots_.size(); }
   std::size_t total() const { return total_; }
@@ -75,8 +76,8 @@ class Replay final : public Guest {
   std::size_t next_ = 0;
   std::size_t size_;
   const std::shared_ptr<const Plan> plan_;
-  std::vector<std::uint8_t> flags_;        // by slot
-  std::vector<std::uint32_t> survivors_;   // slots that were live when the step began
+  std::vector<std::uint8_t> flags_;       // by slot
+  std::vector<std::uint32_t> survivors_;  // slots that were live when the step began
   std::vector<Block> nodes_;
   Counts counts_;
   LaneId lane_;

@@ -23,7 +23,8 @@ std::string readable(std::size_t bytes) {
 std::string Failure::text() const {
   if (reason == inherited) return "the pool was made before a fork() and belongs to the parent process";
   if (reason == closed) return "the pool is closed, asked for " + readable(asked);
-  if (reason == invalid) return "expected a size of at most 2^62 and a power of two as alignment, got size " + std::to_string(asked);
+  if (reason == invalid)
+    return "expected a size of at most 2^62 and a power of two as alignment, got size " + std::to_string(asked);
   char percent[16];
   std::snprintf(percent, sizeof percent, "%.0f%%", 100 * fragmentation);
   std::string text = "asked for " + readable(asked) + "; " + readable(free) + " free, largest free block " +
@@ -179,21 +180,25 @@ std::string Arena::check_accounts() const {
   if (indexed_ && pointers_.size() != live) return "pointers of blocks that are not live";
   if (reserved != stats_.reserved) return "the reserved bytes are not the sum of the chunks";
   if (allocated != stats_.allocated) return "the allocated bytes are not the sum of the live blocks";
-  if (active != stats_.active || active + heap_.free_bytes() != usable) return "active and free bytes are not the chunks";
-  if (live != stats_.live_blocks || parked != stats_.parked_blocks) return "the numbers of live or parked blocks are wrong";
+  if (active != stats_.active || active + heap_.free_bytes() != usable)
+    return "active and free bytes are not the chunks";
+  if (live != stats_.live_blocks || parked != stats_.parked_blocks)
+    return "the numbers of live or parked blocks are wrong";
   if (stats_.allocations - stats_.frees != live) return "allocations less frees are not the live blocks";
   if (allocated > stats_.allocated_peak || active > stats_.active_peak || reserved > stats_.reserved_peak)
     return "a peak below its value";
   if (reserved > options_.max) return "more reserved than the maximum";
   for (std::size_t i = 0; i < tags.size(); ++i)
-    if (tags[i].bytes != tags_[i].bytes || tags[i].blocks != tags_[i].blocks) return "a tag that holds something else: " + tags_[i].name;
+    if (tags[i].bytes != tags_[i].bytes || tags[i].blocks != tags_[i].blocks)
+      return "a tag that holds something else: " + tags_[i].name;
   for (const auto& [ticket, head] : deferred_)
     for (const Block* block = head; block; block = block->next, ++listed)
       if (block->state != State::parked) return "a deferred block that is not parked";
   for (const auto& capture : captures_)
     for (const Block* block = capture->parked; block; block = block->next, ++listed)
       if (block->state != State::parked) return "a captured block that is not parked";
-  if (marks_ ? listed > parked : listed != parked) return "parked blocks that nobody will release";  // marks_: see accept()
+  if (marks_ ? listed > parked : listed != parked)
+    return "parked blocks that nobody will release";  // marks_: see accept()
   return "";
 }
 

@@ -19,7 +19,8 @@ Scope::~Scope() {
 Allocation Scope::allocate(const Request& request) {
   Allocation result;
   const std::size_t alignment = std::max(request.alignment, granule_);
-  const bool valid = !(request.alignment & (request.alignment - 1)) && request.size <= SIZE_MAX / 4 && alignment <= SIZE_MAX / 4;
+  const bool valid =
+      !(request.alignment & (request.alignment - 1)) && request.size <= SIZE_MAX / 4 && alignment <= SIZE_MAX / 4;
   const std::size_t room = round_up(std::max<std::size_t>(request.size, 1), granule_) + (alignment - granule_);
   for (;;) {
     if (valid && (result.block = bump(request))) return result;

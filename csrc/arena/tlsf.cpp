@@ -83,11 +83,6 @@ std::unique_ptr<Chunk> Tlsf::remove(Chunk* chunk) {
   return removed;
 }
 
-Block* Tlsf::find(const Lane& lane, std::size_t size, std::size_t alignment, std::size_t granule, bool exact) {
-  if (exact) return lane.index.find_exact(size, alignment);
-  return lane.index.find(size + (alignment - granule));  // room to start at a multiple of the alignment
-}
-
 Block* Tlsf::take(Block* block, std::size_t size, std::size_t alignment, Lane* lane) {
   slab_.reserve(2);  // what can fail comes first
   unlink(block);
@@ -196,7 +191,8 @@ void Tlsf::move(Lane* from, Lane* to) {
       if (block->state == State::free) {
         unlink(block);
         block->lane = to;
-        while (coalesces(block->after, to) || (block->after && block->after->state == State::free && block->after->lane == from)) {
+        while (coalesces(block->after, to) ||
+               (block->after && block->after->state == State::free && block->after->lane == from)) {
           unlink(block->after);
           absorb(block, block->after);
         }
@@ -228,7 +224,8 @@ std::string Tlsf::check_chunk(const Chunk& chunk, std::size_t* nodes, std::size_
     if (block->chunk != &chunk) return "a block that names another chunk";
     if (block->owner != owner_) return "a block that names another owner";
     if (!block->lane) return "a block without a lane";
-    if (!block->size || block->size % granule_ || block->address % granule_) return "a block that is not whole granules";
+    if (!block->size || block->size % granule_ || block->address % granule_)
+      return "a block that is not whole granules";
     address += block->size;
     if (block->state != State::free) {
       ++used;

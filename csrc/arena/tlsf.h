@@ -17,6 +17,8 @@ struct Capture;
 struct Lane {
   Lane(LaneId id, std::size_t granule, bool pinned = false) : id(id), pinned(pinned), index(granule) {}
 
+  Lane* serving() { return redirect ? redirect : this; }
+
   LaneId id;
   bool pinned;                 // of a capture
   Capture* capture = nullptr;  // that records this lane now
@@ -39,7 +41,10 @@ class Tlsf {
   std::unique_ptr<Chunk> remove(Chunk* chunk);
 
   // A free block of at least this size in the lane; `exact` as in FreeIndex::find_exact.
-  static Block* find(const Lane& lane, std::size_t size, std::size_t alignment, std::size_t granule, bool exact);
+  Block* find(const Lane& lane, std::size_t size, std::size_t alignment, bool exact) const {
+    if (exact) return lane.index.find_exact(size, alignment);
+    return lane.index.find(size + (alignment - granule_));  // room to start at a multiple of the alignment
+  }
   // Cuts `size` bytes out of a free block, aligned, live on `lane`. What is left stays free on the lane it was on.
   Block* take(Block* block, std::size_t size, std::size_t alignment, Lane* lane);
   // Frees a block on its lane and coalesces it.

@@ -79,22 +79,26 @@ void test_random(bool real, bool debug, std::size_t granule, int operations) {
         peak = std::max(peak, model.allocated);
         if (real) std::memset(got.block->data(), int(size), size);
       } else {
-        CHECK(got.failure->reason == Failure::exhausted && got.failure->largest_free < size + alignment + 4 * granule + granule,
+        CHECK(got.failure->reason == Failure::exhausted &&
+                  got.failure->largest_free < size + alignment + 4 * granule + granule,
               "%s", got.failure->text().c_str());
       }
     } else {
       Block* block = model.take(random);
       if (real)
         for (std::size_t at : {std::size_t(0), block->requested / 2, block->requested - 1})
-          if (at < block->requested) CHECK(static_cast<unsigned char*>(block->data())[at] == block->requested % 256, "lost");
+          if (at < block->requested)
+            CHECK(static_cast<unsigned char*>(block->data())[at] == block->requested % 256, "lost");
       CHECK((random() % 4 ? free(block) : arena->free_pointer(block->data())) == Freed::ok, "a good free");
     }
     if (i % every == 0) {
       CHECK_SOUND(*arena);
       const Stats stats = arena->stats();
-      CHECK(stats.allocated == model.allocated && stats.allocated_peak == peak && stats.live_blocks == model.live.size(),
-            "%zu against %zu", stats.allocated, model.allocated);
-      CHECK(stats.reserved == upstream->held() && stats.hits + stats.growths >= stats.allocations, "%zu", stats.reserved);
+      CHECK(
+          stats.allocated == model.allocated && stats.allocated_peak == peak && stats.live_blocks == model.live.size(),
+          "%zu against %zu", stats.allocated, model.allocated);
+      CHECK(stats.reserved == upstream->held() && stats.hits + stats.growths >= stats.allocations, "%zu",
+            stats.reserved);
       std::size_t held = 0;
       for (const Holder& holder : arena->holders()) held += holder.bytes;
       CHECK(held == model.allocated, "%zu by tags", held);
@@ -114,7 +118,8 @@ void test_random(bool real, bool debug, std::size_t granule, int operations) {
   CHECK_SOUND(*arena);
   arena->trim();
   const Stats stats = arena->stats();
-  CHECK(stats.reserved == 4 * kMiB && stats.free_blocks == 1 && stats.largest_free == 4 * kMiB && stats.fragmentation == 0,
+  CHECK(stats.reserved == 4 * kMiB && stats.free_blocks == 1 && stats.largest_free == 4 * kMiB &&
+            stats.fragmentation == 0,
         "%zu reserved, %zu blocks", stats.reserved, stats.free_blocks);
   upstream->called = nullptr;
 }
@@ -130,15 +135,17 @@ void test_growth() {
   Allocation large = arena->allocate({7 * kMiB, 0, arena->tag("large")});
   CHECK(arena->stats().reserved == 11 * kMiB, "a chunk of its own");
   Allocation third = arena->allocate({4 * kMiB});
-  CHECK(!third && third.failure->reason == Failure::exhausted && third.failure->asked == 4 * kMiB, "beyond the maximum");
+  CHECK(!third && third.failure->reason == Failure::exhausted && third.failure->asked == 4 * kMiB,
+        "beyond the maximum");
   CHECK(third.failure->holders.size() == 2 && third.failure->holders[0].tag == "large", "holders");
   const std::string text = third.failure->text();
-  CHECK(text.find("asked for 4.00 MiB; 4.00 MiB free") == 0 && text.find("large: 7.00 MiB in 1") != std::string::npos, "%s",
-        text.c_str());
+  CHECK(text.find("asked for 4.00 MiB; 4.00 MiB free") == 0 && text.find("large: 7.00 MiB in 1") != std::string::npos,
+        "%s", text.c_str());
   Allocation clipped = arena->allocate({3 * kMiB});  // fits into the first chunk
   CHECK(clipped && arena->stats().growths == 2, "no growth");
   Allocation rest = arena->allocate({2 * kMiB});
-  CHECK(rest && arena->stats().reserved == 14 * kMiB - 0 * kMiB, "the last chunk is smaller: %zu", arena->stats().reserved);
+  CHECK(rest && arena->stats().reserved == 14 * kMiB - 0 * kMiB, "the last chunk is smaller: %zu",
+        arena->stats().reserved);
   free(large.block);
   free(rest.block);
   Allocation other = arena->allocate({8 * kMiB});  // only when empty chunks went back
@@ -198,7 +205,8 @@ void test_debug(bool real) {
   ArenaPtr arena = Arena::create(options, upstream), stranger = Arena::create(options, upstream);
   Block* block = arena->allocate({100, 0, arena->tag("mine"), 7}).block;
   void* data = block->data();
-  CHECK(arena->find(data) == block && !arena->find(static_cast<char*>(data) + 1) && !stranger->find(data), "by pointer");
+  CHECK(arena->find(data) == block && !arena->find(static_cast<char*>(data) + 1) && !stranger->find(data),
+        "by pointer");
   CHECK(stranger->free_pointer(data) == Freed::foreign && told.size() == 1, "foreign");
   CHECK(stranger->defer(block, 1) == Freed::foreign && told.size() == 2, "foreign");
   if (real) {

@@ -29,10 +29,10 @@ std::atomic<int> checks{0}, failures{0};
     }                                                             \
   } while (0)
 
-#define CHECK_SOUND(ARENA)                                   \
-  do {                                                       \
-    const std::string wrong = (ARENA).check();               \
-    CHECK(wrong.empty(), "%s", wrong.c_str());               \
+#define CHECK_SOUND(ARENA)                     \
+  do {                                         \
+    const std::string wrong = (ARENA).check(); \
+    CHECK(wrong.empty(), "%s", wrong.c_str()); \
   } while (0)
 
 constexpr std::size_t kKiB = 1024, kMiB = 1024 * kKiB;
@@ -47,7 +47,8 @@ class TestUpstream final : public Upstream {
     if (called) called();
     const std::lock_guard<std::mutex> guard(mutex_);
     if (bytes > limit_ - held_) return nullptr;
-    void* memory = real_ ? std::aligned_alloc(4096, (bytes + 4095) & ~std::size_t(4095)) : reinterpret_cast<void*>(next_);
+    void* memory =
+        real_ ? std::aligned_alloc(4096, (bytes + 4095) & ~std::size_t(4095)) : reinterpret_cast<void*>(next_);
     next_ += bytes + (std::size_t(1) << 21);
     held_ += bytes;
     given_[memory] = bytes;

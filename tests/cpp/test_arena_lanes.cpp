@@ -194,7 +194,8 @@ void test_random(bool debug, int operations) {
         CHECK(!cell.used, "in use, or parked");
         CHECK(!cell.capture || cell.capture == capture, "of a capture");
         const bool own = cell.lane == 0 || (capture ? cell.capture == capture : cell.lane == lane);
-        CHECK(own || std::count(got.waits.begin(), got.waits.end(), cell.lane), "lane %zu, unawaited", std::size_t(cell.lane));
+        CHECK(own || std::count(got.waits.begin(), got.waits.end(), cell.lane), "lane %zu, unawaited",
+              std::size_t(cell.lane));
         cell = {lane, capture, true};
       });
       live.push_back({got.block, lane, capture});
@@ -211,8 +212,10 @@ void test_random(bool debug, int operations) {
         next_ticket += random() % 2;
       } else {
         CHECK(free(one.block) == Freed::ok, "freed");
-        if (one.lane == 1 && recording && one.capture != recording && one.capture == 0) parked.push_back(range);
-        else each(range.address, range.size, [](Cell& cell) { cell.used = false; });
+        if (one.lane == 1 && recording && one.capture != recording && one.capture == 0)
+          parked.push_back(range);
+        else
+          each(range.address, range.size, [](Cell& cell) { cell.used = false; });
       }
     } else if (choice < 990) {
       // Tickets are released outside of recordings here, so that nothing deferred is parked a second time.

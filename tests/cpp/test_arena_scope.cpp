@@ -23,8 +23,9 @@ class Ranges {
   void add(const Block* block) {
     const std::size_t begin = block->address, end = begin + std::max<std::size_t>(block->requested, 1);
     const auto after = live_.lower_bound(begin);
-    CHECK((after == live_.end() || end <= after->first) && (after == live_.begin() || std::prev(after)->second <= begin),
-          "overlap at %zx", begin);
+    CHECK(
+        (after == live_.end() || end <= after->first) && (after == live_.begin() || std::prev(after)->second <= begin),
+        "overlap at %zx", begin);
     live_[begin] = end;
   }
   void remove(const Block* block) { live_.erase(block->address); }
@@ -118,7 +119,8 @@ void test_random_scopes() {
         top.live.clear();
       }
       const auto released = scope->release(top.mark);
-      CHECK(released.in_order && released.held.size() == top.live.size(), "%zu held of %zu", released.held.size(), top.live.size());
+      CHECK(released.in_order && released.held.size() == top.live.size(), "%zu held of %zu", released.held.size(),
+            top.live.size());
       kept += released.held.size();
       std::vector<Block*> rest = std::move(top.live);
       levels.pop_back();
@@ -145,8 +147,10 @@ void test_random_scopes() {
 
 void test_plan() {
   std::string why;
-  CHECK(!Plan::make({{10, 0}, {10, 60}}, 128, 64, &why) && why.find("slot 1 at a multiple of 64") != std::string::npos, "%s", why.c_str());
-  CHECK(!Plan::make({{10, 128}}, 128, 64, &why) && why.find("slot 0 within 128 bytes") != std::string::npos, "%s", why.c_str());
+  CHECK(!Plan::make({{10, 0}, {10, 60}}, 128, 64, &why) && why.find("slot 1 at a multiple of 64") != std::string::npos,
+        "%s", why.c_str());
+  CHECK(!Plan::make({{10, 128}}, 128, 64, &why) && why.find("slot 0 within 128 bytes") != std::string::npos, "%s",
+        why.c_str());
   CHECK(!Plan::make({{SIZE_MAX, 64}}, 128, 64, &why), "no overflow");
   auto plan = Plan::make({{64, 0}, {64, 64}, {128, 0}, {64, 64}, {64, 0}, {192, 0}}, 192, 64, &why);
   const auto below = [&](std::size_t i) { return std::vector<std::uint32_t>(plan->begin(i), plan->end(i)); };
@@ -266,8 +270,10 @@ void test_random_replay() {
       if (exact) CHECK(replay->counts().fell_back == fell_back, "an exact step falls back nowhere");
       for (Block* block : blocks) {
         if (!block) continue;
-        if (!exact && random() % 4 == 0) survivors.push_back(block);
-        else drop(block);
+        if (!exact && random() % 4 == 0)
+          survivors.push_back(block);
+        else
+          drop(block);
       }
       CHECK_SOUND(*arena);
     }

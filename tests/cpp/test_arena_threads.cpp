@@ -17,14 +17,16 @@ using Exchange = std::array<std::atomic<Block*>, 256>;
 
 void fill(Block* block, unsigned value) {
   if (block->requested) static_cast<unsigned char*>(block->data())[0] = static_cast<unsigned char>(value);
-  if (block->requested) static_cast<unsigned char*>(block->data())[block->requested - 1] = static_cast<unsigned char>(value);
+  if (block->requested)
+    static_cast<unsigned char*>(block->data())[block->requested - 1] = static_cast<unsigned char>(value);
   block->depth = value;
 }
 
 void drop(Block* block) {
   if (!block) return;
   const auto* bytes = static_cast<const unsigned char*>(block->data());
-  if (block->requested) CHECK(bytes[0] == block->depth && bytes[block->requested - 1] == block->depth, "someone else wrote here");
+  if (block->requested)
+    CHECK(bytes[0] == block->depth && bytes[block->requested - 1] == block->depth, "someone else wrote here");
   CHECK(free(block) == Freed::ok, "freed");
 }
 
@@ -104,7 +106,8 @@ void test_guests(int operations) {
       Block* mine[4];
       for (Block*& block : mine) block = scope->allocate({random() % 3000}).block;
       Block* planned = replay->allocate({1000}).block;
-      if (Block* other = exchange[random() % exchange.size()].exchange(planned)) CHECK(free(other) == Freed::ok, "freed");
+      if (Block* other = exchange[random() % exchange.size()].exchange(planned))
+        CHECK(free(other) == Freed::ok, "freed");
       for (Block* block : mine) CHECK(free(block) == Freed::ok, "freed");
       CHECK(scope->release(mark), "released");
     }
