@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <random>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "../../csrc/arena/replay.h"
@@ -153,17 +154,24 @@ void replay() {
   if (replay->counts().fell_back) std::printf("{\"error\": \"replay fell back\"}\n");
 }
 
+// Taking and releasing the lock, by so many threads at once; nanoseconds of wall time each.
 template <class L>
-void lock(const char* name) {
+void lock(const char* name, std::size_t threads) {
   L one;
-  constexpr std::size_t kTimes = 10000000;
+  const std::size_t times = 4000000 / threads;
   volatile std::size_t count = 0;
-  print("lock", name, 1, best_ns(3, kTimes, [&] {
-          for (std::size_t i = 0; i < kTimes; ++i) {
-            const std::lock_guard<L> guard(one);
-            count = count + 1;
-          }
-        }));
+  const double ns = best_ns(3, times * threads, [&] {
+    std::vector<std::thread> running;
+    for (std::size_t t = 0; t < threads; ++t)
+      running.emplace_back([&] {
+        for (std::size_t i = 0; i < times; ++i) {
+          const std::lock_guard<L> guard(one);
+          count = count + 1;
+        }
+      });
+    for (std::thread& thread : running) thread.join();
+  });
+  print("lock", name, threads, ns);
 }
 
 }  // namespace
@@ -188,6 +196,8 @@ int main(int argc, char** argv) {
   }
   bump();
   replay();
-  lock<arena::SpinLock>("memkit");
-  lock<std::mutex>("std::mutex");
+  for (std::size_t threads : {1, 2, 8}) {
+    lock<arena::SpinLock>("memkit", threads);
+    lock<std::mutex>("std::mutex", threads);
+  }
 }

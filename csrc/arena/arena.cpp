@@ -71,8 +71,8 @@ Allocation Arena::allocate(const Request& request) {
     fail(&result, closed_ ? Failure::closed : Failure::invalid, request);
     return result;
   }
-  const std::size_t front = marks_ ? alignment : 0;
-  const std::size_t size = round_up(std::max<std::size_t>(front + request.size + front, 1), granule);
+  const std::size_t front = marks_ ? alignment : 0, back = marks_ ? granule : 0;
+  const std::size_t size = round_up(std::max<std::size_t>(front + request.size + back, 1), granule);
   if (indexed_) pointers_.reserve(1);
   Lane* lane = last_lane_ && last_lane_->id == request.lane ? last_lane_ : lane_of(request.lane);
   Block* block = heap_.find(*lane->serving(), size, alignment, false);
@@ -114,18 +114,19 @@ Block* Arena::grow(Lock& lock, Lane* lane, std::size_t size, std::size_t alignme
   const std::size_t need = size + (alignment - options_.alignment);
   if (!options_.grow) return borrow(lane, size, alignment, waits);
   for (bool trimmed : {false, true}) {
+    if (trimmed && need > options_.max) break;
     if (trimmed && !send_back(lock, detach_empty(false))) break;
     for (std::size_t wish : {std::max(options_.growth, need), need}) {
-      const std::size_t taken = stats_.reserved + coming_, left = options_.max > taken ? options_.max - taken : 0;
+      const std::size_t taken = stats_.reserved + moving_, left = options_.max > taken ? options_.max - taken : 0;
       const std::size_t bytes = std::min(wish, left & ~(options_.alignment - 1));
       if (bytes < need || closed_) continue;
-      coming_ += bytes;
+      moving_ += bytes;
       ++busy_;
       lock.unlock();
       void* memory = upstream_->allocate(bytes);
       lock.lock();
       --busy_;
-      coming_ -= bytes;
+      moving_ -= bytes;
       if (!memory) {
         if (wish == need) continue;
         if (Block* block = search(lane, size, alignment, waits)) return block;
@@ -158,6 +159,7 @@ Chunk* Arena::detach_empty(bool all) {
     if (pinned) continue;
     chunk = heap_.remove(chunk).release();
     stats_.reserved -= chunk->bytes;
+    moving_ += chunk->bytes;  // still upstream's bytes, until send_back() has returned them
     chunk->next = detached;
     detached = chunk;
   }
@@ -176,6 +178,7 @@ std::size_t Arena::send_back(Lock& lock, Chunk* detached) noexcept {
     bytes += chunk->bytes;
   }
   lock.lock();
+  moving_ -= bytes;
   --busy_;
   return bytes;
 }
@@ -305,6 +308,7 @@ void Arena::leave(Lock& lock) noexcept {
 }
 
 void Arena::hold() {
+  if (inherited()) return;
   Lock lock(lock_);
   ++busy_;
 }

@@ -35,7 +35,7 @@ struct Options {
   std::shared_ptr<Memory> memory;
   std::uint8_t poison_new = 0xff;                    // NaN in every floating-point type
   std::uint8_t poison_freed = 0x7f;                  // 3.4e38 in float, NaN in half
-  std::function<void(const std::string&)> violated;  // told of wrong frees and overwritten canaries, without the lock
+  std::function<void(const std::string&)> violated;  // told of wrong frees and overwritten canaries; must not throw
 };
 
 struct Request {
@@ -117,7 +117,8 @@ class Arena final : public Owner {
   Allocation allocate(const Request& request);
   Freed take_back(Block* block) noexcept override;  // what arena::free() calls
   Freed free_pointer(const void* data) noexcept;
-  // The live block whose data this is, or nullptr. The first call makes an index of all pointers, kept from then on.
+  // The live block whose data this is, or nullptr; not of a scope or a replay. The first call makes an index of all
+  // pointers, kept from then on: an allocation and its free then cost some 40 to 70 ns more.
   Block* find(const void* data);
 
   // The caller is done with the block, other lanes are not: it is parked until its ticket is released.
@@ -211,7 +212,7 @@ class Arena final : public Owner {
   std::unordered_map<Ticket, Block*> deferred_;
   std::unordered_map<std::string, TagId> tag_numbers_;
   std::size_t busy_ = 0;    // calls outside the lock, and holders
-  std::size_t coming_ = 0;  // bytes that are being asked of upstream
+  std::size_t moving_ = 0;  // bytes on their way from or to upstream
   const Options options_;
   const std::shared_ptr<Upstream> upstream_;
 };

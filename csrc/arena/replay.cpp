@@ -149,16 +149,19 @@ void Replay::rewind() {
 }
 
 std::size_t Replay::position() const {
+  if (arena_.inherited()) return 0;
   const std::lock_guard<SpinLock> guard(lock_);
   return next_;
 }
 
 std::size_t Replay::live() const {
+  if (arena_.inherited()) return 0;
   const std::lock_guard<SpinLock> guard(lock_);
   return live_;
 }
 
 Replay::Counts Replay::counts() const {
+  if (arena_.inherited()) return {};
   const std::lock_guard<SpinLock> guard(lock_);
   return counts_;
 }

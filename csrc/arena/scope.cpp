@@ -77,6 +77,7 @@ Freed Scope::take_back(Block* block) noexcept {
 }
 
 Scope::Mark Scope::mark() {
+  if (arena_.inherited()) return {};
   const Lock lock(lock_);
   live_at_.reserve(live_at_.size() + 1);
   // What outlived its mark may be dead by now.
@@ -131,11 +132,13 @@ Scope::Released Scope::release(const Mark& mark) {
 }
 
 std::size_t Scope::live() const {
+  if (arena_.inherited()) return 0;
   const std::lock_guard<SpinLock> guard(lock_);
   return live_;
 }
 
 std::size_t Scope::reserved() const {
+  if (arena_.inherited()) return 0;
   const std::lock_guard<SpinLock> guard(lock_);
   std::size_t bytes = 0;
   for (const Block* region : regions_) bytes += region->requested;

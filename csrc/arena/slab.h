@@ -53,13 +53,8 @@ class Slab {
     Block* nodes = slabs_.back().get();
     for (std::size_t i = 0; i + 1 < kNodes; ++i) nodes[i].next = &nodes[i + 1];
     Block* last = &nodes[kNodes - 1];
-    if (delay_ && head_) {
-      // New nodes go in front, dead ones keep their place in the queue.
-      last->next = head_;
-    } else {
-      last->next = head_;
-      if (!head_) tail_ = last;
-    }
+    last->next = head_;  // in front, so that dead ones keep their place in the queue
+    if (!head_) tail_ = last;
     head_ = nodes;
     dead_ += kNodes;
     made_ += kNodes;

@@ -79,9 +79,9 @@ void test_random(bool real, bool debug, std::size_t granule, int operations) {
         peak = std::max(peak, model.allocated);
         if (real) std::memset(got.block->data(), int(size), size);
       } else {
-        CHECK(got.failure->reason == Failure::exhausted &&
-                  got.failure->largest_free < size + alignment + 4 * granule + granule,
-              "%s", got.failure->text().c_str());
+        CHECK(
+            got.failure->reason == Failure::exhausted && got.failure->largest_free < size + 2 * alignment + 4 * granule,
+            "%s", got.failure->text().c_str());
       }
     } else {
       Block* block = model.take(random);

@@ -185,7 +185,8 @@ void test_random(bool debug, int operations) {
     const unsigned choice = random() % 1000;
     if (choice < 500) {
       const LaneId lane = 1 + random() % 4;
-      Allocation got = arena->allocate({random() % (random() % 16 ? 2000 : 60000), lane});
+      Allocation got = arena->allocate({random() % (random() % 16 ? 2000 : 60000), lane, 0, 0,
+                                        random() % 8 ? 0 : std::size_t(1) << (random() % 14)});
       if (!got) continue;
       ++served;
       waited += !got.waits.empty();

@@ -210,6 +210,16 @@ void test_replay() {
   CHECK(arena->stats().live_blocks == 1, "its memory stays");
   free(last);
   CHECK(arena->stats().live_blocks == 0, "and goes");
+
+  auto empty = Replay::create(*arena, Plan::make({{0, 0}, {0, 0}}, 64, 64, nullptr), 0, 0, &base);
+  Block* zero = empty->allocate({0}).block;
+  Block* zero_too = empty->allocate({0}).block;
+  CHECK(zero->owner == empty.get() && zero_too->owner == empty.get(), "empty slots are in nobody's way");
+  empty->rewind();
+  Block* elsewhere = empty->allocate({0}).block;
+  CHECK(elsewhere->owner == arena.get(), "its node is in use");
+  for (Block* block : {zero, zero_too, elsewhere}) CHECK(free(block) == Freed::ok, "freed");
+
   auto small = make(64, false);
   CHECK(!Replay::create(*small, plan, 0, 0, &base) && base.failure->asked == 512, "no room");
 }
