@@ -1,5 +1,6 @@
-// How others find a free block: best fit in an ordered set, as caching allocators of deep-learning frameworks do, and best
-// fit by walking a list in address order, as older memory pools do. Both coalesce at once and keep nodes outside the memory.
+// How others find a free block: best fit in an ordered set, as caching allocators of deep-learning frameworks do, and
+// best fit by walking a list in address order, as older memory pools do. Both coalesce at once and keep their nodes
+// outside the memory.
 #pragma once
 
 #include <cstddef>

@@ -73,20 +73,18 @@ Allocation Arena::allocate(const Request& request) {
   }
   const std::size_t front = marks_ ? alignment : 0, back = marks_ ? granule : 0;
   const std::size_t size = round_up(std::max<std::size_t>(front + request.size + back, 1), granule);
-  if (indexed_) pointers_.reserve(1);
   Lane* lane = last_lane_ && last_lane_->id == request.lane ? last_lane_ : lane_of(request.lane);
   Block* block = heap_.find(*lane->serving(), size, alignment, false);
   if (!block) block = search(lane, size, alignment, &result.waits);
-  const bool hit = block;
-  if (!hit) block = grow(lock, lane, size, alignment, &result.waits);
+  if (!block) block = grow(lock, lane, size, alignment, &result.waits);
   if (!block) {
     fail(&result, closed_ ? Failure::closed : Failure::exhausted, request);
     return result;
   }
+  if (indexed_) pointers_.reserve(1);  // what can fail comes first
   block = result.block = heap_.take(block, size, alignment, lane->serving());
   block->front = std::uint32_t(front);
   admit(block, request);
-  stats_.hits += hit;
   lock.unlock();
   if (marks_) mark(block);
   return result;
@@ -138,8 +136,11 @@ Block* Arena::grow(Lock& lock, Lane* lane, std::size_t size, std::size_t alignme
       ++stats_.growths;
       Block* block = chunk->first;
       const std::uintptr_t start = round_up(block->address, alignment);
-      if (!closed_ && start < block->end() && block->end() - start >= size) return block;
-      send_back(lock, detach_empty(true));  // closed meanwhile, or upstream aligns to less than the granule
+      if (!closed_ && start < block->end() && block->end() - start >= size) {
+        ++misses_;
+        return block;
+      }
+      send_back(lock, detach_empty(closed_));  // closed meanwhile, or upstream aligns to less than the granule
       return nullptr;
     }
   }

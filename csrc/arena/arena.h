@@ -1,7 +1,7 @@
 // The arena: memory from upstream by the chunk, handed out by the block, from any thread.
 //
-// One short lock guards everything; upstream and the debug memory are called without it. Free blocks are kept by lane. A
-// request is served by its own lane, then by clean memory, then by another lane, whose id it then returns for the caller
+// One short lock guards everything; upstream and the debug memory are called without it. Free blocks are kept by lane.
+// A request is served by its own lane, then by clean memory, then by another lane, whose id it returns for the caller
 // to wait for; after that neighbours free on different lanes are joined, and at last the arena grows. Scopes (scope.h)
 // and replays (replay.h) take a block of the arena and hand it out in pieces.
 #pragma once
@@ -211,6 +211,7 @@ class Arena final : public Owner {
   std::vector<std::unique_ptr<Capture>> captures_;
   std::unordered_map<Ticket, Block*> deferred_;
   std::unordered_map<std::string, TagId> tag_numbers_;
+  std::size_t misses_ = 0;  // allocations that took a new chunk
   std::size_t busy_ = 0;    // calls outside the lock, and holders
   std::size_t moving_ = 0;  // bytes on their way from or to upstream
   const Options options_;

@@ -1,5 +1,5 @@
-// The free blocks of a lane by size: two-level segregated fit (Masmano et al., "TLSF: a new dynamic memory allocator for
-// real-time systems", 2004). A row is a power of two of sizes, cut into 32 classes; bitmaps say which hold a block.
+// The free blocks of a lane by size: two-level segregated fit (Masmano et al., "TLSF: a new dynamic memory allocator
+// for real-time systems", 2004). A row is a power of two of sizes, cut into 32 classes; bitmaps say which hold a block.
 // Nothing depends on how many blocks there are, but largest() and find_exact() on how many are in one class.
 #pragma once
 

@@ -14,8 +14,8 @@ Lane* Arena::lane_of(LaneId id) {
   return last_lane_ = lanes_.back().get();
 }
 
-// A free block that holds the request, without growing. An event and a wait cost more than a look at a whole size class,
-// so other lanes come after the exact search.
+// A free block that holds the request, without growing. An event and a wait cost more than a look at a whole size
+// class, so other lanes come after the exact search.
 Block* Arena::search(Lane* lane, std::size_t size, std::size_t alignment, std::vector<LaneId>* waits) {
   const Lane* own = lane->serving();
   for (bool exact : {false, true})

@@ -52,8 +52,8 @@ class Replay final : public Guest {
   // Takes the plan's memory from the arena; nullptr, and the arena's answer, if that has not enough.
   static Pointer create(Arena& arena, std::shared_ptr<const Plan> plan, LaneId lane, TagId tag, Allocation* base);
 
-  // The lane of a request is the replay's. A request that is not the plan's next, or whose slot is still in use, goes to
-  // the arena; it counts as the plan's next all the same.
+  // The lane of a request is the replay's. A request that is not the plan's next, or whose slot is still in use, goes
+  // to the arena; it counts as the plan's next all the same.
   Allocation allocate(const Request& request);
   // The quick part of it: nullptr when the plan does not say so. Moves on only if it serves.
   Block* serve(const Request& request);

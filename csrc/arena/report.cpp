@@ -85,6 +85,7 @@ Stats Arena::stats() const {
   if (inherited()) return {};
   Lock lock(lock_);
   Stats stats = stats_;
+  stats.hits = stats.allocations - misses_;
   stats.free_blocks = heap_.free_blocks();
   stats.free = heap_.free_bytes();
   stats.chunks = heap_.chunks().size();

@@ -1,5 +1,5 @@
-// Blocks and their neighbours: cutting, coalescing, chunks. A two-level segregated fit over any number of address ranges,
-// with every node outside the memory it describes. Takes and gives in constant time. Not thread-safe; the arena is.
+// Blocks and their neighbours: cutting, coalescing, chunks. A two-level segregated fit over any number of address
+// ranges, with every node outside the memory it describes. Takes and gives in constant time. The arena locks.
 #pragma once
 
 #include <memory>

@@ -13,7 +13,7 @@ namespace memkit::arena {
 class Upstream {
  public:
   virtual ~Upstream() = default;
-  // nullptr: there is no more. Aligned to the arena's alignment; otherwise the ends that are not whole granules are lost.
+  // nullptr: there is no more. Aligned to the arena's alignment, or the ends that are not whole granules are lost.
   virtual void* allocate(std::size_t bytes) = 0;
   virtual void release(void* memory, std::size_t bytes) = 0;
 };
