@@ -1,5 +1,8 @@
 """The compiled module. One section for each source file that adds to it."""  # noqa: N999
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import Tensor
 
 # csrc/torch/fast_call.cpp
@@ -37,3 +40,59 @@ class Tap:
 
     def covers(self, storage: int) -> bool:
         """Whether a living `torch.UntypedStorage`, given by its `_cdata`, got its memory since the start."""
+
+# csrc/torch/pool_call.cpp, pool_python.cpp
+
+class PoolBase:
+    """What an instance holds as `_empty` is what it answers for `empty`, whatever its class defines there."""
+
+class Pool:
+    """The compiled half of memkit.Pool. Bytes throughout."""
+
+    def __init__(
+        self, device: str, pinned: bool, size: int, max: int, grow: bool, growth: int, debug: bool
+    ) -> None: ...
+    @property
+    def id(self) -> int:
+        """What torch.ops.memkit.pool_empty knows it by."""
+
+    def functions(self) -> tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[..., Tensor]]:
+        """empty(*size, ...), empty_strided(size, stride, ...), and empty through the dispatcher."""
+
+    def close(self) -> None: ...
+    def closed(self) -> bool: ...
+    def inherited(self) -> bool:
+        """Made before a fork(), seen in the child."""
+
+    def trim(self) -> int: ...
+    def stats(self) -> dict[str, Any]: ...
+    def reset_peaks(self) -> None: ...
+    def holders(self) -> list[tuple[str, int, int]]: ...
+    def chunks(self) -> list[tuple[int, int, list[tuple[int, int, int, str, int, str, str]]]]:
+        """(address, size, blocks), a block being (address, size, requested, state, lane, tag, stack)."""
+
+    def check(self) -> str:
+        """The first violated invariant, or ""."""
+
+    def violations(self) -> list[str]:
+        """What debug mode found wrong so far."""
+
+    def enter_scope(self) -> int:
+        """How many scopes of this pool the thread is in now; leave_scope() wants it back."""
+
+    def leave_scope(self, depth: int) -> list[tuple[str, int, str]] | None:
+        """What is still alive as (tag, bytes, stack); None where an inner scope is open."""
+
+    def push_tag(self, name: str) -> None: ...
+    def pop_tag(self) -> None: ...
+    def sleep(self, tag: str, file: int) -> int: ...
+    def wake(self) -> None: ...
+    def asleep(self) -> bool: ...
+
+class PoolUse:
+    """One `with pool.use()`: from enter() to leave() this thread's CPU allocations come from the pool."""
+
+    def __init__(self, pool: Pool) -> None: ...
+    def enter(self) -> None: ...
+    def leave(self) -> bool:
+        """False, and nothing was done: another use() was entered since."""

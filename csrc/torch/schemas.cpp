@@ -57,4 +57,14 @@ TORCH_LIBRARY(memkit, m) {
       "params, "
       "bool from_output) -> Tensor(a!)",
       tags);
+
+  // Scratch tensors of a memkit.Pool, by its id. The tag keeps a compiler from making one of two equal calls.
+  const std::vector<at::Tag> fresh{at::Tag::nondeterministic_seeded};
+  m.def(
+      "pool_empty(int pool, SymInt[] size, *, ScalarType? dtype=None, MemoryFormat? memory_format=None, str tag='') -> "
+      "Tensor",
+      fresh);
+  m.def(
+      "pool_empty_strided(int pool, SymInt[] size, SymInt[] stride, *, ScalarType? dtype=None, str tag='') -> Tensor",
+      fresh);
 }

@@ -1,0 +1,196 @@
+#include "pool.h"
+
+#include <ATen/EmptyTensor.h>
+#include <c10/core/StorageImpl.h>
+#include <c10/core/TensorImpl.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <utility>
+
+namespace memkit {
+
+using arena::Block;
+using arena::Freed;
+
+// Told by the arena, from any thread, also when the pool is gone.
+struct PoolViolations {
+  std::mutex mutex;
+  std::vector<std::string> texts;
+
+  void add(const std::string& text) {
+    std::fprintf(stderr, "memkit.Pool: %s\n", text.c_str());
+    const std::lock_guard<std::mutex> guard(mutex);
+    texts.push_back(text);
+  }
+};
+
+namespace {
+
+// Storages name the allocator that resizes them for as long as they live: so it stays, some 40 bytes a pool.
+class PoolAllocator final : public c10::Allocator {
+ public:
+  explicit PoolAllocator(c10::Allocator* stock) : stock_(stock) {}
+  void serve(const std::shared_ptr<Pool>& pool) { pool_ = pool; }
+
+  c10::DataPtr allocate(std::size_t nbytes) override {
+    const std::shared_ptr<Pool> pool = nbytes ? pool_.lock() : nullptr;
+    if (pool && !pool->arena().closed() && !pool->arena().inherited() && !pool->asleep()) {
+      arena::Allocation got = pool->arena().allocate({nbytes, pool->device().lane()});
+      if (got) {
+        if (!got.waits.empty()) pool->device().wait(pool->device().lane(), got.waits);
+        return pool->device().wrap(got.block, nbytes);
+      }
+    }
+    return stock_->allocate(nbytes);
+  }
+  void copy_data(void* to, const void* from, std::size_t nbytes) const override { stock_->copy_data(to, from, nbytes); }
+
+ private:
+  c10::Allocator* stock_;
+  std::weak_ptr<Pool> pool_;
+};
+
+// By id. Leaked on purpose: threads may look after static objects have died.
+struct Registry {
+  std::mutex mutex;
+  std::vector<std::weak_ptr<Pool>> pools;
+};
+Registry& registry() {
+  static Registry& instance = *new Registry;
+  return instance;
+}
+
+std::int64_t next_id() {
+  const std::lock_guard<std::mutex> guard(registry().mutex);
+  registry().pools.emplace_back();
+  return static_cast<std::int64_t>(registry().pools.size()) - 1;
+}
+
+// What pool.use() lends to torch's CPU allocator.
+struct LentBlock : CpuBlock {
+  Block* block;
+
+  explicit LentBlock(Block* block) : CpuBlock{block->data(), &give_back}, block(block) {}
+  static void give_back(CpuBlock* lent) noexcept {
+    auto* self = static_cast<LentBlock*>(lent);
+    arena::free(self->block);
+    delete self;
+  }
+};
+
+}  // namespace
+
+Pool::Pool(std::unique_ptr<PoolDevice> device, arena::Options options)
+    : id_(next_id()),
+      device_(std::move(device)),
+      keys_(device_->keys()),
+      allocator_(new PoolAllocator(device_->stock())),
+      debug_(options.debug),
+      violations_(std::make_shared<PoolViolations>()) {
+  options.alignment = device_->alignment();
+  if (debug_) {
+    options.memory = device_->memory();
+    options.violated = [violations = violations_](const std::string& text) { violations->add(text); };
+  }
+  arena_ = arena::Arena::create(std::move(options), device_->upstream());
+}
+
+std::shared_ptr<Pool> Pool::create(std::unique_ptr<PoolDevice> device, arena::Options options) {
+  std::shared_ptr<Pool> pool(new Pool(std::move(device), std::move(options)));
+  static_cast<PoolAllocator*>(pool->allocator_)->serve(pool);
+  const std::lock_guard<std::mutex> guard(registry().mutex);
+  registry().pools[static_cast<std::size_t>(pool->id_)] = pool;
+  return pool;
+}
+
+std::shared_ptr<Pool> Pool::find(std::int64_t id) {
+  const std::lock_guard<std::mutex> guard(registry().mutex);
+  const auto& pools = registry().pools;
+  return id >= 0 && id < static_cast<std::int64_t>(pools.size()) ? pools[static_cast<std::size_t>(id)].lock() : nullptr;
+}
+
+Pool::~Pool() {
+  if (file_ >= 0) ::close(file_);
+  if (!arena_->inherited()) device_->reclaim(*arena_);
+}
+
+Block* Pool::take(std::size_t nbytes, Tag tag) {
+  arena::Request request{nbytes, device_->lane()};
+  if (tag) {
+    request.tag = *tag;
+  } else {
+    for (const PoolTag* named = pool_thread.tags; named; named = named->outer)
+      if (named->pool == this) {
+        request.tag = named->tag;
+        break;
+      }
+  }
+  if (debug_) request.stack = capture_python_stack();
+  if (asleep()) check_awake(request.tag);
+  device_->make_room(*arena_, nbytes);
+  PoolLayer* layer = pool_thread.layers;
+  while (layer && layer->pool != this) layer = layer->outer;
+  const arena::Allocation got = layer ? layer->allocate(request) : arena_->allocate(request);
+  if (!got) raise_pool_failure(*got.failure);
+  if (!got.waits.empty()) device_->wait(request.lane, got.waits);
+  return got.block;
+}
+
+c10::DataPtr Pool::data(std::size_t nbytes, Tag tag) {
+  if (!nbytes) return {nullptr, device_->device()};
+  return device_->wrap(take(nbytes, tag), nbytes);
+}
+
+CpuBlock* Pool::allocate(std::size_t nbytes) {
+  Block* block = take(nbytes, std::nullopt);
+  try {
+    return new LentBlock(block);
+  } catch (...) {
+    arena::free(block);
+    throw;
+  }
+}
+
+at::Tensor Pool::wrap(std::size_t nbytes, Dtype dtype, Tag tag) {
+  auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), nbytes, data(nbytes, tag),
+                                                       allocator_, /*resizable=*/true);
+  return at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys_, at::scalarTypeToTypeMeta(dtype));
+}
+
+at::Tensor Pool::empty(at::IntArrayRef size, Dtype dtype, std::optional<at::MemoryFormat> format, Tag tag) {
+  for (const std::int64_t n : size)
+    TORCH_CHECK_VALUE(n >= 0, "Pool.empty: expected sizes of at least 0, got ", size);
+  at::Tensor tensor = wrap(at::detail::computeStorageNbytesContiguous(size, at::elementSize(dtype)), dtype, tag);
+  if (size.size() != 1 || size[0] != 0) tensor.unsafeGetTensorImpl()->generic_set_sizes_contiguous(size);
+  if (format && *format != at::MemoryFormat::Contiguous) {
+    TORCH_CHECK_VALUE(*format != at::MemoryFormat::Preserve,
+                      "Pool.empty: expected a memory format with an order, got torch.preserve_format");
+    tensor.unsafeGetTensorImpl()->empty_tensor_restride(*format);
+  }
+  return tensor;
+}
+
+at::Tensor Pool::empty_strided(at::IntArrayRef size, at::IntArrayRef stride, Dtype dtype, Tag tag) {
+  TORCH_CHECK_VALUE(size.size() == stride.size(), "Pool.empty_strided: expected a stride for each size, got sizes ",
+                    size, " and strides ", stride);
+  for (const std::int64_t n : size)
+    TORCH_CHECK_VALUE(n >= 0, "Pool.empty_strided: expected sizes of at least 0, got ", size);
+  for (const std::int64_t n : stride)
+    TORCH_CHECK_VALUE(n >= 0, "Pool.empty_strided: expected strides of at least 0, got ", stride);
+  at::Tensor tensor = wrap(at::detail::computeStorageNbytes(size, stride, at::elementSize(dtype)), dtype, tag);
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(size, stride);
+  return tensor;
+}
+
+void Pool::close() {
+  arena_->close();
+  if (!arena_->inherited()) device_->reclaim(*arena_);
+}
+
+std::vector<std::string> Pool::violations() const {
+  const std::lock_guard<std::mutex> guard(violations_->mutex);
+  return violations_->texts;
+}
+
+}  // namespace memkit

@@ -1,0 +1,127 @@
+// A pool under torch: an arena, a device, and tensors whose storage is a block of the arena.
+//
+// Who serves an allocation is a short chain: the thread's layers of this pool, the innermost first (a scope; a replay
+// would be one, too), then the arena. pool.empty() and pool.use() both go through it.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "arena/arena.h"
+#include "arena/scope.h"
+#include "pool_device.h"
+#include "tap.h"
+
+namespace memkit {
+
+class Pool;
+struct PoolViolations;
+
+// What stands before the arena for one thread.
+class PoolLayer {
+ public:
+  explicit PoolLayer(Pool* pool) : pool(pool) {}
+  virtual ~PoolLayer() = default;
+  virtual arena::Allocation allocate(const arena::Request& request) = 0;  // falls back to the arena by itself
+
+  Pool* const pool;
+  PoolLayer* outer = nullptr;
+};
+
+// A name for allocations of one thread, from with pool.tag(name).
+struct PoolTag {
+  const Pool* pool;
+  arena::TagId tag;
+  PoolTag* outer;
+};
+
+struct PoolThread {
+  PoolLayer* layers = nullptr;
+  PoolTag* tags = nullptr;
+};
+inline thread_local PoolThread pool_thread;
+
+class Pool final : public CpuSource, public std::enable_shared_from_this<Pool> {
+ public:
+  using Dtype = at::ScalarType;
+  using Tag = std::optional<arena::TagId>;  // none: the thread's
+
+  // Sizes are the caller's to check.
+  static std::shared_ptr<Pool> create(std::unique_ptr<PoolDevice> device, arena::Options options);
+  static std::shared_ptr<Pool> find(std::int64_t id);  // nullptr: gone
+  ~Pool();
+
+  std::int64_t id() const { return id_; }
+  arena::Arena& arena() { return *arena_; }
+  PoolDevice& device() { return *device_; }
+
+  at::Tensor empty(at::IntArrayRef size, Dtype dtype, std::optional<at::MemoryFormat> format, Tag tag);
+  at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, Dtype dtype, Tag tag);
+  c10::DataPtr data(std::size_t nbytes, Tag tag);
+
+  // For pool.use(): what torch's CPU allocator asks for on this thread.
+  CpuBlock* allocate(std::size_t nbytes) override;
+
+  // Scopes of the calling thread. The depth that enter returns is what leave wants back.
+  struct Left {
+    bool in_order = true;
+    std::vector<arena::Scope::Held> held;
+  };
+  std::size_t enter_scope();
+  Left leave_scope(std::size_t depth);
+
+  void push_tag(std::string_view name);
+  void pop_tag();
+
+  // Writes the contents of live blocks to the file and gives their memory back; the rest of the memory too, unless only
+  // blocks of one tag sleep. Until wake() nothing of what sleeps can be allocated.
+  std::size_t sleep(Tag tag, int file);
+  void wake();
+  bool asleep() const { return asleep_.load(std::memory_order_relaxed); }
+
+  void close();
+  std::vector<std::string> violations() const;
+
+ private:
+  struct Sleeper {
+    char* at;
+    std::size_t bytes;
+    arena::TagId tag;
+  };
+
+  Pool(std::unique_ptr<PoolDevice> device, arena::Options options);
+  arena::Block* take(std::size_t nbytes, Tag tag);
+  void check_awake(arena::TagId tag);
+  at::Tensor wrap(std::size_t nbytes, Dtype dtype, Tag tag);
+
+  const std::int64_t id_;
+  const std::unique_ptr<PoolDevice> device_;
+  const c10::DispatchKeySet keys_;
+  c10::Allocator* const allocator_;  // of the storages, for resize_
+  bool debug_;
+  std::shared_ptr<PoolViolations> violations_;
+  arena::ArenaPtr arena_;
+  std::atomic<std::size_t> region_{std::size_t(1) << 20};  // bytes that a scope starts with: what the last ones needed
+  std::atomic<bool> asleep_{false};
+  mutable std::mutex mutex_;  // of what follows
+  int file_ = -1;
+  Tag asleep_tag_;
+  std::vector<Sleeper> sleepers_;
+};
+
+// pool_python.cpp
+
+// Raises memkit.PoolExhausted, or what else the failure is; with or without the GIL.
+[[noreturn]] void raise_pool_failure(const arena::Failure& failure);
+// The calling thread's Python stack: a number for it, and its lines "file\tline\tfunction\n", innermost first.
+arena::StackId capture_python_stack();
+std::string python_stack(arena::StackId id);
+
+}  // namespace memkit

@@ -1,0 +1,222 @@
+// How tensors of a pool are asked for: from Python by METH_FASTCALL, from graphs by registered operators.
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/SmallVector.h>
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/MemoryFormat.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/library.h>
+
+#include "pool_python.h"
+
+namespace memkit {
+namespace {
+
+namespace py = pybind11;
+using Sizes = c10::SmallVector<std::int64_t, 6>;
+using Format = std::optional<at::MemoryFormat>;
+
+// -- operators
+
+std::shared_ptr<Pool> pool_of(std::int64_t id, const char* op) {
+  std::shared_ptr<Pool> pool = Pool::find(id);
+  TORCH_CHECK_VALUE(pool, op, ": expected the id of a living pool, got ", id);
+  return pool;
+}
+
+Pool::Tag tag_of(Pool& pool, std::string_view name) {
+  return name.empty() ? Pool::Tag() : Pool::Tag(pool.arena().tag(name));
+}
+
+at::Tensor op_empty(std::int64_t id, c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, Format format,
+                    std::string_view tag) {
+  const auto pool = pool_of(id, "pool_empty");
+  return pool->empty(C10_AS_INTARRAYREF_SLOW(size), dtype.value_or(c10::get_default_dtype_as_scalartype()), format,
+                     tag_of(*pool, tag));
+}
+
+at::Tensor op_empty_strided(std::int64_t id, c10::SymIntArrayRef size, c10::SymIntArrayRef stride,
+                            std::optional<at::ScalarType> dtype, std::string_view tag) {
+  const auto pool = pool_of(id, "pool_empty_strided");
+  return pool->empty_strided(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride),
+                             dtype.value_or(c10::get_default_dtype_as_scalartype()), tag_of(*pool, tag));
+}
+
+at::Tensor call_op(std::int64_t id, const Sizes& size, at::ScalarType dtype, Format format, std::string_view tag) {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("memkit::pool_empty", "").typed<decltype(op_empty)>();
+  return op.call(id, c10::fromIntArrayRefSlow(size), dtype, format, tag);
+}
+
+// A mode or a transform wants to see every tensor's making.
+bool watched() {
+  constexpr c10::DispatchKeySet keys({c10::DispatchKey::Python, c10::DispatchKey::PythonDispatcher,
+                                      c10::DispatchKey::FuncTorchDynamicLayerFrontMode});
+  return !(c10::impl::tls_local_dispatch_key_set().included_ & keys).empty();
+}
+
+// -- arguments
+
+std::int64_t integer(PyObject* object, const char* name) {
+  if (!PyLong_Check(object)) {
+    PyObject* index = PyNumber_Index(object);
+    if (!index) PyErr_Clear();
+    TORCH_CHECK_TYPE(index, name, ": expected sizes as ints or one tuple of ints, got ", Py_TYPE(object)->tp_name);
+    const py::object keep = py::reinterpret_steal<py::object>(index);
+    return integer(index, name);
+  }
+  const std::int64_t value = PyLong_AsLongLong(object);
+  if (value == -1 && PyErr_Occurred()) {
+    PyErr_Clear();
+    TORCH_CHECK_VALUE(false, name, ": expected sizes below 2^63, got ", std::string(py::str(object)));
+  }
+  return value;
+}
+
+void sequence(PyObject* object, const char* name, Sizes* out) {
+  if (PyTuple_Check(object)) {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(object); ++i) out->push_back(integer(PyTuple_GET_ITEM(object, i), name));
+  } else if (PyList_Check(object)) {
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(object); ++i) out->push_back(integer(PyList_GET_ITEM(object, i), name));
+  } else {
+    out->push_back(integer(object, name));
+  }
+}
+
+struct Options {
+  at::ScalarType dtype = c10::get_default_dtype_as_scalartype();
+  Format format;
+  bool requires_grad = false;
+  std::string_view tag;
+  PyObject* size = nullptr;
+};
+
+bool named(PyObject* keyword, PyObject* name) { return keyword == name || PyUnicode_Compare(keyword, name) == 0; }
+
+Options options_of(PyObject* const* values, PyObject* keywords, const char* name) {
+  static PyObject* const kDtype = PyUnicode_InternFromString("dtype");
+  static PyObject* const kFormat = PyUnicode_InternFromString("memory_format");
+  static PyObject* const kGrad = PyUnicode_InternFromString("requires_grad");
+  static PyObject* const kTag = PyUnicode_InternFromString("tag");
+  static PyObject* const kSize = PyUnicode_InternFromString("size");
+  Options options;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(keywords); ++i) {
+    PyObject *keyword = PyTuple_GET_ITEM(keywords, i), *value = values[i];
+    const char* got = Py_TYPE(value)->tp_name;
+    if (named(keyword, kDtype)) {
+      if (value == Py_None) continue;
+      TORCH_CHECK_TYPE(THPDtype_Check(value), name, ": expected dtype to be a torch.dtype, got ", got);
+      options.dtype = reinterpret_cast<THPDtype*>(value)->scalar_type;
+    } else if (named(keyword, kFormat)) {
+      if (value == Py_None) continue;
+      TORCH_CHECK_TYPE(THPMemoryFormat_Check(value), name, ": expected a torch.memory_format, got ", got);
+      options.format = reinterpret_cast<THPMemoryFormat*>(value)->memory_format;
+    } else if (named(keyword, kGrad)) {
+      TORCH_CHECK_TYPE(PyBool_Check(value), name, ": expected requires_grad to be a bool, got ", got);
+      options.requires_grad = value == Py_True;
+    } else if (named(keyword, kTag)) {
+      if (value == Py_None) continue;
+      TORCH_CHECK_TYPE(PyUnicode_Check(value), name, ": expected tag to be a str, got ", got);
+      Py_ssize_t length = 0;
+      const char* text = PyUnicode_AsUTF8AndSize(value, &length);
+      if (!text) throw python_error();
+      options.tag = {text, static_cast<std::size_t>(length)};
+    } else if (named(keyword, kSize)) {
+      options.size = value;
+    } else {
+      TORCH_CHECK_TYPE(false, name, ": expected keywords among dtype, memory_format, requires_grad and tag, got ",
+                       std::string(py::str(py::handle(keyword))));
+    }
+  }
+  TORCH_CHECK_VALUE(!options.requires_grad || at::isFloatingType(options.dtype) || at::isComplexType(options.dtype), name,
+                    ": expected a floating-point or complex dtype for requires_grad=True, got ", options.dtype);
+  return options;
+}
+
+// -- functions, with a capsule of the pool as self
+
+using Handle = std::shared_ptr<Pool>;
+
+Pool& self_of(PyObject* capsule) { return **static_cast<Handle*>(PyCapsule_GetPointer(capsule, nullptr)); }
+
+PyObject* finish(at::Tensor tensor, bool requires_grad) {
+  if (requires_grad) tensor.set_requires_grad(true);
+  return THPVariable_Wrap(std::move(tensor));
+}
+
+template <bool kDispatched>
+PyObject* empty(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject* keywords) {
+  HANDLE_TH_ERRORS
+  constexpr const char* kName = "Pool.empty";
+  Pool& pool = self_of(self);
+  const Options options = keywords ? options_of(args + count, keywords, kName) : Options();
+  Sizes size;
+  if (options.size) {
+    TORCH_CHECK_TYPE(count == 0, kName, ": expected sizes once, got them by position and by name");
+    sequence(options.size, kName, &size);
+  } else if (count == 1) {
+    sequence(args[0], kName, &size);
+  } else {
+    for (Py_ssize_t i = 0; i < count; ++i) size.push_back(integer(args[i], kName));
+  }
+  if (kDispatched || watched())
+    return finish(call_op(pool.id(), size, options.dtype, options.format, options.tag), options.requires_grad);
+  return finish(pool.empty(size, options.dtype, options.format, tag_of(pool, options.tag)), options.requires_grad);
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* empty_strided(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject* keywords) {
+  HANDLE_TH_ERRORS
+  constexpr const char* kName = "Pool.empty_strided";
+  TORCH_CHECK_TYPE(count == 2, kName, ": expected sizes and strides, got ", count, " arguments");
+  Pool& pool = self_of(self);
+  const Options options = keywords ? options_of(args + count, keywords, kName) : Options();
+  TORCH_CHECK_TYPE(!options.format && !options.size, kName, ": expected keywords among dtype, requires_grad and tag");
+  Sizes size, stride;
+  sequence(args[0], kName, &size);
+  sequence(args[1], kName, &stride);
+  return finish(pool.empty_strided(size, stride, options.dtype, tag_of(pool, options.tag)), options.requires_grad);
+  END_HANDLE_TH_ERRORS
+}
+
+using WithKeywords = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t, PyObject*);
+PyCFunction plain(WithKeywords function) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+
+constexpr int kFlags = METH_FASTCALL | METH_KEYWORDS;
+PyMethodDef kEmpty{"empty", plain(empty<false>), kFlags, "empty(*size, dtype=None, ...) -> Tensor"};
+PyMethodDef kEmptyStrided{"empty_strided", plain(empty_strided), kFlags, "empty_strided(size, stride, ...) -> Tensor"};
+PyMethodDef kEmptyOp{"empty_op", plain(empty<true>), kFlags, "empty, through the dispatcher"};
+
+// -- the base class
+
+// Eager calls find the C function here at once. A compiler that looks at the class finds a Python method it can trace.
+PyObject* get_attribute(PyObject* self, PyObject* name) {
+  static PyObject* const kPublic = PyUnicode_InternFromString("empty");
+  static PyObject* const kPrivate = PyUnicode_InternFromString("_empty");
+  return PyObject_GenericGetAttr(self, name == kPublic ? kPrivate : name);
+}
+
+PyType_Slot kSlots[] = {{Py_tp_getattro, reinterpret_cast<void*>(get_attribute)}, {0, nullptr}};
+PyType_Spec kSpec{"memkit._C.PoolBase", sizeof(PyObject), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, kSlots};
+
+}  // namespace
+
+py::tuple pool_functions(const Handle& pool) {
+  const py::capsule self(new Handle(pool), [](void* handle) { delete static_cast<Handle*>(handle); });
+  const auto bind = [&](PyMethodDef* method) {
+    return py::reinterpret_steal<py::object>(PyCFunction_New(method, self.ptr()));
+  };
+  return py::make_tuple(bind(&kEmpty), bind(&kEmptyStrided), bind(&kEmptyOp));
+}
+
+py::object make_pool_base() { return py::reinterpret_steal<py::object>(PyType_FromSpec(&kSpec)); }
+
+TORCH_LIBRARY_IMPL(memkit, CompositeExplicitAutograd, m) {
+  m.impl("pool_empty", TORCH_FN(op_empty));
+  m.impl("pool_empty_strided", TORCH_FN(op_empty_strided));
+}
+
+}  // namespace memkit

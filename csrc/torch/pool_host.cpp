@@ -1,0 +1,219 @@
+// Pools in host memory: ordinary pages, touched in advance, and page-locked ones for transfers to a GPU.
+#include <ATen/Context.h>
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/util/Exception.h>
+#include <dlfcn.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+
+#include "pool_device.h"
+
+namespace memkit {
+namespace {
+
+constexpr std::size_t kHugePage = std::size_t(2) << 20;
+
+std::size_t page_size() {
+  static const auto size = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+  return size;
+}
+
+// Has every page backed now: a first touch later costs some 0.25 ms a MiB.
+bool populate(void* memory, std::size_t bytes) {
+#ifdef MADV_POPULATE_WRITE
+  if (madvise(memory, bytes, MADV_POPULATE_WRITE) == 0) return true;
+  if (errno != EINVAL) return false;  // no memory; EINVAL: before Linux 5.14
+#endif
+  for (std::size_t at = 0; at < bytes; at += page_size()) {
+    volatile char* page = static_cast<char*>(memory) + at;
+    *page = *page;
+  }
+  return true;
+}
+
+// Anonymous pages, whole huge ones where there are enough; the same address until release().
+class HostUpstream : public arena::Upstream {
+ public:
+  void* allocate(std::size_t bytes) override {
+    const std::size_t align = bytes >= kHugePage ? kHugePage : page_size();
+    const std::size_t size = arena::round_up(bytes, page_size()), room = size + align - page_size();
+    if (room < bytes) return nullptr;
+    void* mapped = mmap(nullptr, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (mapped == MAP_FAILED) return nullptr;
+    const auto start = reinterpret_cast<std::uintptr_t>(mapped), aligned = arena::round_up(start, align);
+    if (aligned > start) munmap(mapped, aligned - start);
+    if (const std::size_t rest = start + room - (aligned + size)) munmap(reinterpret_cast<void*>(aligned + size), rest);
+    void* memory = reinterpret_cast<void*>(aligned);
+    madvise(memory, size, MADV_HUGEPAGE);
+    if (populate(memory, size)) return memory;
+    munmap(memory, size);
+    return nullptr;
+  }
+  void release(void* memory, std::size_t bytes) override { munmap(memory, arena::round_up(bytes, page_size())); }
+};
+
+// The CUDA runtime that torch loaded, found by name: a build without memkit's CUDA half can lock pages, too.
+struct Runtime {
+  int (*lock)(void*, std::size_t, unsigned) = nullptr;
+  int (*unlock)(void*) = nullptr;
+
+  Runtime() {
+    lock = reinterpret_cast<decltype(lock)>(dlsym(RTLD_DEFAULT, "cudaHostRegister"));
+    unlock = reinterpret_cast<decltype(unlock)>(dlsym(RTLD_DEFAULT, "cudaHostUnregister"));
+  }
+};
+
+const Runtime& runtime() {
+  static const Runtime found;
+  return found;
+}
+
+class PinnedUpstream final : public HostUpstream {
+ public:
+  void* allocate(std::size_t bytes) override {
+    void* memory = HostUpstream::allocate(bytes);
+    constexpr unsigned kPortable = 1;  // for every context
+    if (memory && runtime().lock(memory, bytes, kPortable) != 0) {
+      HostUpstream::release(memory, bytes);
+      return nullptr;
+    }
+    return memory;
+  }
+  void release(void* memory, std::size_t bytes) override {
+    runtime().unlock(memory);
+    HostUpstream::release(memory, bytes);
+  }
+};
+
+void free_block(void* context) {
+  auto* block = static_cast<arena::Block*>(context);
+  if (c10::memoryProfilingEnabled()) c10::profiledCPUMemoryReporter().Delete(block->data());
+  arena::free(block);
+}
+
+class CpuDevice : public PoolDevice {
+ public:
+  c10::Device device() const override { return c10::Device(c10::DeviceType::CPU); }
+  c10::DispatchKeySet keys() const override { return c10::DispatchKeySet(c10::DispatchKey::CPU); }
+  std::size_t alignment() const override { return 64; }
+  std::shared_ptr<arena::Upstream> upstream() override { return std::make_shared<HostUpstream>(); }
+  std::shared_ptr<arena::Memory> memory() override { return std::make_shared<arena::HostMemory>(); }
+  c10::Allocator* stock() const override { return c10::GetCPUAllocator(); }
+
+  c10::DataPtr wrap(arena::Block* block, std::size_t nbytes) override {
+    if (c10::memoryProfilingEnabled()) c10::profiledCPUMemoryReporter().New(block->data(), nbytes);
+    return {block->data(), block, &free_block, device()};
+  }
+
+  void save(int file, const void* memory, std::size_t bytes) override {
+    transfer(bytes, [&](std::size_t at) { return write(file, static_cast<const char*>(memory) + at, bytes - at); });
+  }
+  void load(int file, void* memory, std::size_t bytes) override {
+    transfer(bytes, [&](std::size_t at) { return read(file, static_cast<char*>(memory) + at, bytes - at); });
+  }
+  void discard(void* memory, std::size_t bytes) override { advise_inside(memory, bytes, false); }
+  void restore(void* memory, std::size_t bytes) override { advise_inside(memory, bytes, true); }
+
+ private:
+  template <class Step>
+  static void transfer(std::size_t bytes, Step step) {
+    for (std::size_t at = 0; at < bytes;) {
+      const ssize_t moved = step(at);
+      if (moved < 0 && errno == EINTR) continue;
+      TORCH_CHECK(moved > 0, "pool: expected a file that holds what sleeps, got ",
+                  moved ? std::strerror(errno) : "its end");
+      at += static_cast<std::size_t>(moved);
+    }
+  }
+  // On the whole pages of the range: its neighbours keep theirs.
+  static void advise_inside(void* memory, std::size_t bytes, bool back) {
+    const auto start = reinterpret_cast<std::uintptr_t>(memory), first = arena::round_up(start, page_size());
+    const std::uintptr_t end = (start + bytes) & ~(page_size() - 1);
+    if (first >= end) return;
+    void* pages = reinterpret_cast<void*>(first);
+    if (!back) {
+      madvise(pages, end - first, MADV_DONTNEED);
+      return;
+    }
+    TORCH_CHECK(populate(pages, end - first), "pool: expected memory to wake up in, got none from the system");
+  }
+};
+
+// A copy to a GPU may read a block after its tensor has died, on a stream nobody told us of. So blocks are parked, and
+// come back when memory is needed: after one wait for all devices.
+class PinnedDevice final : public CpuDevice {
+ public:
+  std::shared_ptr<arena::Upstream> upstream() override { return std::make_shared<PinnedUpstream>(); }
+  c10::Allocator* stock() const override { return at::globalContext().getPinnedMemoryAllocator(c10::DeviceType::CUDA); }
+
+  void make_room(arena::Arena& arena, std::size_t bytes) override {
+    if (!parked_->any.load(std::memory_order_relaxed) || arena.stats().largest_free >= bytes) return;
+    reclaim(arena);
+  }
+
+  void reclaim(arena::Arena& arena) override {
+    parked_->any.store(false, std::memory_order_relaxed);
+    const arena::Ticket ticket = parked_->ticket.fetch_add(1);
+    finish();
+    // The ticket before this one, too: somebody may have parked a block on it while its wait was over already.
+    arena.release_deferred(ticket - 1);
+    arena.release_deferred(ticket);
+  }
+
+  void finish() override {
+    const at::CUDAHooksInterface& hooks = at::detail::getCUDAHooks();
+    const int count = hooks.getNumGPUs();
+    for (int i = 0; i < count; ++i)
+      if (hooks.hasPrimaryContext(static_cast<c10::DeviceIndex>(i)))
+        hooks.deviceSynchronize(static_cast<c10::DeviceIndex>(i));
+  }
+
+  c10::DataPtr wrap(arena::Block* block, std::size_t nbytes) override {
+    if (c10::memoryProfilingEnabled()) c10::profiledCPUMemoryReporter().New(block->data(), nbytes);
+    return {block->data(), new Held{block, parked_}, &park, device()};
+  }
+
+  const char* sleep_blocker() const override { return "its pages are locked for transfers"; }
+
+ private:
+  struct Parked {
+    std::atomic<bool> any{false};
+    std::atomic<arena::Ticket> ticket{1};
+  };
+  struct Held {
+    arena::Block* block;
+    std::shared_ptr<Parked> parked;
+  };
+
+  static void park(void* context) {
+    const std::unique_ptr<Held> held(static_cast<Held*>(context));
+    if (c10::memoryProfilingEnabled()) c10::profiledCPUMemoryReporter().Delete(held->block->data());
+    // A scope waits for the devices itself, and its blocks have no chunk.
+    auto* arena = held->block->chunk ? static_cast<arena::Arena*>(held->block->owner) : nullptr;
+    if (!arena || arena->closed()) {
+      arena::free(held->block);
+      return;
+    }
+    arena->defer(held->block, held->parked->ticket.load());
+    held->parked->any.store(true, std::memory_order_relaxed);
+  }
+
+  std::shared_ptr<Parked> parked_ = std::make_shared<Parked>();
+};
+
+}  // namespace
+
+std::unique_ptr<PoolDevice> make_cpu_device() { return std::make_unique<CpuDevice>(); }
+
+std::unique_ptr<PoolDevice> make_pinned_device() {
+  TORCH_CHECK(runtime().lock && runtime().unlock && at::detail::getCUDAHooks().hasCUDA(),
+              "Pool: expected a CUDA device and driver for pin_memory=True, got a machine or a torch without");
+  return std::make_unique<PinnedDevice>();
+}
+
+}  // namespace memkit

@@ -1,0 +1,202 @@
+// The pool's class in Python, its errors, and Python stacks by number.
+#include "pool_python.h"
+
+#include <torch/csrc/Exceptions.h>
+
+#include <unordered_map>
+
+namespace memkit {
+
+namespace py = pybind11;
+using arena::Failure;
+
+void raise_pool_failure(const Failure& failure) {
+  TORCH_CHECK_VALUE(failure.reason != Failure::invalid, "Pool: ", failure.text());
+  TORCH_CHECK(failure.reason == Failure::exhausted, "Pool: ", failure.text());
+  const py::gil_scoped_acquire gil;
+  py::list holders;
+  for (const arena::Holder& holder : failure.holders)
+    holders.append(py::make_tuple(holder.tag, holder.bytes, holder.blocks));
+  try {
+    const py::object type = py::module_::import("memkit.pool").attr("PoolExhausted");
+    const py::object error = type("Pool: " + failure.text(), failure.asked, failure.free, failure.largest_free,
+                                  failure.fragmentation, holders);
+    PyErr_SetObject(type.ptr(), error.ptr());
+  } catch (py::error_already_set& other) {
+    other.restore();
+  }
+  // May have to cross threads and code without the GIL before it meets Python again.
+  python_error carried;
+  carried.persist();
+  throw carried;
+}
+
+namespace {
+
+constexpr int kFrames = 32;
+
+struct Stacks {
+  std::mutex mutex;
+  std::unordered_map<std::string, arena::StackId> numbers;
+  std::vector<const std::string*> texts{nullptr};
+};
+Stacks& stacks() {
+  static Stacks& instance = *new Stacks;
+  return instance;
+}
+
+}  // namespace
+
+arena::StackId capture_python_stack() {
+  if (!Py_IsInitialized()) return 0;
+  std::string text;
+  {
+    const py::gil_scoped_acquire gil;
+    auto* frame = reinterpret_cast<PyObject*>(PyEval_GetFrame());
+    Py_XINCREF(frame);
+    for (int i = 0; frame && i < kFrames; ++i) {
+      const py::object current = py::reinterpret_steal<py::object>(frame);
+      auto* raw = reinterpret_cast<PyFrameObject*>(frame);
+      const auto code = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetCode(raw)));
+      text += std::string(py::str(code.attr("co_filename"))) + "\t" + std::to_string(PyFrame_GetLineNumber(raw)) + "\t" +
+              std::string(py::str(code.attr("co_name"))) + "\n";
+      frame = reinterpret_cast<PyObject*>(PyFrame_GetBack(raw));
+    }
+    Py_XDECREF(frame);
+  }
+  const std::lock_guard<std::mutex> guard(stacks().mutex);
+  const auto [at, fresh] = stacks().numbers.emplace(std::move(text), stacks().texts.size());
+  if (fresh) stacks().texts.push_back(&at->first);
+  return at->second;
+}
+
+std::string python_stack(arena::StackId id) {
+  const std::lock_guard<std::mutex> guard(stacks().mutex);
+  return id && id < stacks().texts.size() ? *stacks().texts[id] : "";
+}
+
+namespace {
+
+std::shared_ptr<Pool> make_pool(const std::string& device, bool pinned, std::size_t size, std::size_t max, bool grow,
+                                std::size_t growth, bool debug) {
+  TORCH_CHECK_VALUE(device == "cpu", "Pool: expected device 'cpu' in this build of memkit, got '", device, "'");
+  arena::Options options;
+  options.capacity = size;
+  options.max = max;
+  options.grow = grow;
+  options.growth = growth;
+  options.debug = debug;
+  const py::gil_scoped_release no_gil;  // pages are touched
+  return Pool::create(pinned ? make_pinned_device() : make_cpu_device(), std::move(options));
+}
+
+py::dict stats(Pool& pool) {
+  const arena::Stats s = pool.arena().stats();
+  py::dict d;
+#define MEMKIT_STAT(NAME) d[#NAME] = s.NAME;
+  MEMKIT_STAT(allocated)
+  MEMKIT_STAT(allocated_peak)
+  MEMKIT_STAT(active)
+  MEMKIT_STAT(active_peak)
+  MEMKIT_STAT(reserved)
+  MEMKIT_STAT(reserved_peak)
+  MEMKIT_STAT(allocations)
+  MEMKIT_STAT(frees)
+  MEMKIT_STAT(failures)
+  MEMKIT_STAT(hits)
+  MEMKIT_STAT(growths)
+  MEMKIT_STAT(live_blocks)
+  MEMKIT_STAT(free_blocks)
+  MEMKIT_STAT(chunks)
+  MEMKIT_STAT(free)
+  MEMKIT_STAT(largest_free)
+  MEMKIT_STAT(fragmentation)
+#undef MEMKIT_STAT
+  return d;
+}
+
+py::list holders(Pool& pool) {
+  py::list list;
+  for (const arena::Holder& holder : pool.arena().holders())
+    list.append(py::make_tuple(holder.tag, holder.bytes, holder.blocks));
+  return list;
+}
+
+// [(address, size, [(address, size, requested, state, lane, tag, stack), ...]), ...]
+py::list chunks(Pool& pool) {
+  std::vector<std::pair<arena::ChunkView, std::vector<arena::BlockView>>> seen;
+  pool.arena().visit([&](const arena::ChunkView& chunk) { seen.push_back({chunk, {}}); },
+                     [&](const arena::BlockView& block) { seen.back().second.push_back(block); });
+  const char* const states[] = {"dead", "free", "live", "parked"};
+  const auto number = [](const void* address) { return reinterpret_cast<std::uintptr_t>(address); };
+  py::list list;
+  for (const auto& [chunk, blocks] : seen) {
+    py::list inner;
+    for (const arena::BlockView& block : blocks)
+      inner.append(py::make_tuple(number(block.address), block.size, block.requested, states[int(block.state)],
+                                  block.lane, pool.arena().tag_name(block.tag), python_stack(block.stack)));
+    list.append(py::make_tuple(number(chunk.address), chunk.size, inner));
+  }
+  return list;
+}
+
+py::object leave_scope(Pool& pool, std::size_t depth) {
+  const Pool::Left left = pool.leave_scope(depth);
+  if (!left.in_order) return py::none();
+  py::list held;
+  for (const arena::Scope::Held& one : left.held)
+    held.append(py::make_tuple(pool.arena().tag_name(one.tag), one.bytes, python_stack(one.stack)));
+  return held;
+}
+
+// One `with pool.use()`: made where it starts. The pool stays as long as it.
+struct Use {
+  explicit Use(std::shared_ptr<Pool> pool) : pool(std::move(pool)) {}
+  std::shared_ptr<Pool> pool;
+  CpuSource* outer = nullptr;
+
+  void enter() { outer = exchange_cpu_source(pool.get()); }
+  bool leave() {
+    CpuSource* mine = exchange_cpu_source(outer);
+    if (mine == pool.get()) return true;
+    exchange_cpu_source(mine);
+    return false;
+  }
+};
+
+}  // namespace
+
+void bind_pool(py::module_& m) {
+  py::class_<Pool, std::shared_ptr<Pool>>(m, "Pool", "The compiled half of memkit.Pool.")
+      .def(py::init(&make_pool), py::arg("device"), py::arg("pinned"), py::arg("size"), py::arg("max"), py::arg("grow"),
+           py::arg("growth"), py::arg("debug"))
+      .def_property_readonly("id", &Pool::id)
+      .def("functions", &pool_functions)
+      .def("close", &Pool::close, py::call_guard<py::gil_scoped_release>())
+      .def("closed", [](Pool& pool) { return pool.arena().closed(); })
+      .def("inherited", [](Pool& pool) { return pool.arena().inherited(); })
+      .def("trim", [](Pool& pool) { return pool.arena().trim(); }, py::call_guard<py::gil_scoped_release>())
+      .def("stats", &stats)
+      .def("reset_peaks", [](Pool& pool) { pool.arena().reset_peaks(); })
+      .def("holders", &holders)
+      .def("chunks", &chunks)
+      .def("check", [](Pool& pool) { return pool.arena().check(); })
+      .def("violations", [](Pool& pool) { py::list list; for (const std::string& text : pool.violations()) list.append(text); return list; })
+      .def("enter_scope", &Pool::enter_scope)
+      .def("leave_scope", &leave_scope)
+      .def("push_tag", [](Pool& pool, const std::string& name) { pool.push_tag(name); })
+      .def("pop_tag", &Pool::pop_tag)
+      .def("sleep",
+           [](Pool& pool, const std::string& tag, int file) {
+             return pool.sleep(tag.empty() ? Pool::Tag() : Pool::Tag(pool.arena().tag(tag)), file);
+           }, py::call_guard<py::gil_scoped_release>())
+      .def("wake", &Pool::wake, py::call_guard<py::gil_scoped_release>())
+      .def("asleep", &Pool::asleep);
+  py::class_<Use>(m, "PoolUse")
+      .def(py::init<std::shared_ptr<Pool>>())
+      .def("enter", &Use::enter)
+      .def("leave", &Use::leave);
+  m.add_object("PoolBase", make_pool_base());
+}
+
+}  // namespace memkit

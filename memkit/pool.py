@@ -1,0 +1,456 @@
+"""Tensors from preallocated memory: `Pool`."""
+
+from __future__ import annotations
+
+import math
+import re
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from . import _C, _pool_snapshot
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_LARGEST = 2**62
+
+
+class PoolExhausted(torch.OutOfMemoryError):
+    """The pool has no room for an allocation and must not, or cannot, grow. Bytes throughout."""
+
+    def __init__(
+        self,
+        message: str,
+        asked: int = 0,
+        free: int = 0,
+        largest_free: int = 0,
+        fragmentation: float = 0.0,
+        holders: Sequence[tuple[str, int, int]] = (),
+    ) -> None:
+        super().__init__(message)
+        self.asked = asked
+        self.free = free
+        self.largest_free = largest_free
+        self.fragmentation = fragmentation
+        """1 - largest_free / free: 0 when one block holds all that is free."""
+        self.holders = list(holders)
+        """The largest holders as (tag, bytes, blocks)."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        rest = (self.asked, self.free, self.largest_free, self.fragmentation, self.holders)
+        return type(self), (str(self), *rest)
+
+
+@dataclass(frozen=True)
+class PoolStats:
+    """What a pool holds now and has done so far. Bytes, unless said otherwise."""
+
+    allocated: int
+    """Of living blocks, as asked for."""
+    allocated_peak: int
+    active: int
+    """Not to be handed out: living blocks, rounded up, and blocks that wait for work in flight."""
+    active_peak: int
+    reserved: int
+    """Taken from the system."""
+    reserved_peak: int
+    allocations: int
+    """How many so far. Inside a scope the scope's regions count, not the tensors in them."""
+    frees: int
+    failures: int
+    hits: int
+    """Allocations served without asking the system."""
+    growths: int
+    """Chunks taken from the system after the first."""
+    live_blocks: int
+    free_blocks: int
+    chunks: int
+    free: int
+    largest_free: int
+    fragmentation: float
+    """1 - largest_free / free."""
+
+
+class Pool(_C.PoolBase):
+    """Scratch memory taken from the system once, and handed out as tensors from any thread.
+
+    Args:
+        size: bytes as an int, or text like "512MiB" ("KiB" is 1024 bytes, "KB" is 1000).
+        device: "cpu".
+        pin_memory: page-locked host memory, for transfers to a GPU. Memory of a tensor that dies while a copy may
+            still read it is not reused before the devices are done.
+        grow: whether to take more from the system when `size` is used up, by the chunk; addresses never move.
+        max: bytes that growth stops at, as `size`.
+        debug: fills new memory with NaN and freed memory with another pattern, guards both ends of each block
+            (outside scopes), and notes Python stacks. Much slower.
+
+    Memory is touched in advance, so that a tensor costs no page faults. A block returns to the pool with the
+    last reference to its storage: views, autograd, numpy and DLPack keep it. Tensors stay valid when the pool is
+    closed or forgotten. `resize_` beyond a block moves the tensor to a larger one. In a forked child a pool serves
+    nothing and frees nothing. Results of `empty` hold whatever was there before, as in `torch.empty`.
+
+    `memkit.memory.measure` counts what comes from a pool through `use()`, not tensors made by the pool's methods.
+
+    Raises:
+        PoolExhausted: there is no room (also for the pool itself).
+        ValueError: a size, limit or device that makes no sense or is absent.
+
+    Example:
+        >>> pool = memkit.Pool("512MiB")
+        >>> x = pool.empty(4096, 4096, dtype=torch.bfloat16)
+        >>> with pool.scope():
+        ...     y = pool.empty_like(x)
+        ...     del y
+    """
+
+    def __init__(
+        self,
+        size: int | str,
+        device: torch.device | str = "cpu",
+        *,
+        pin_memory: bool = False,
+        grow: bool = True,
+        max: int | str | None = None,  # noqa: A002
+        debug: bool = False,
+    ) -> None:
+        nbytes = parse_size(size, "Pool")
+        limit = _LARGEST if max is None else parse_size(max, "Pool", "max")
+        if limit < nbytes:
+            raise ValueError(f"Pool: expected a max of at least the size, got {max!r} and {size!r}")
+        target = _device(device, pin_memory)
+        _check_available(nbytes)
+        try:
+            core = _C.Pool(str(target), pin_memory, nbytes, limit, grow, 64 << 20, debug)
+        except MemoryError:
+            raise PoolExhausted(f"Pool: expected {_text(nbytes)} from the system, got none", nbytes) from None
+        self._core = core
+        self._id = core.id
+        self._empty, self._empty_strided, _ = core.functions()
+        self.device = target
+        self.pin_memory = pin_memory
+        self.debug = debug
+
+    # -- tensors
+
+    def empty(
+        self,
+        *size: Any,
+        dtype: torch.dtype | None = None,
+        memory_format: torch.memory_format | None = None,
+        requires_grad: bool = False,
+        tag: str | None = None,
+    ) -> Tensor:
+        """As `torch.empty`. `tag`: whom the memory is for, in reports and errors."""
+        # Only compilers come here, and calls through the class: an instance answers with a C function, see PoolBase.
+        shape = size[0] if len(size) == 1 and isinstance(size[0], (tuple, list)) else size
+        made = torch.ops.memkit.pool_empty(
+            self._id, shape, dtype=dtype, memory_format=memory_format, tag=tag or ""
+        )
+        return made.requires_grad_() if requires_grad else made
+
+    def empty_strided(
+        self,
+        size: Sequence[int],
+        stride: Sequence[int],
+        *,
+        dtype: torch.dtype | None = None,
+        requires_grad: bool = False,
+        tag: str | None = None,
+    ) -> Tensor:
+        """As `torch.empty_strided`."""
+        if torch.compiler.is_compiling():
+            made = torch.ops.memkit.pool_empty_strided(self._id, size, stride, dtype=dtype, tag=tag or "")
+            return made.requires_grad_() if requires_grad else made
+        return self._empty_strided(
+            tuple(size), tuple(stride), dtype=dtype, requires_grad=requires_grad, tag=tag
+        )
+
+    def zeros(self, *size: Any, **options: Any) -> Tensor:
+        """As `torch.zeros`; options as in `empty`."""
+        requires_grad = options.pop("requires_grad", False)
+        return self.empty(*size, **options).zero_().requires_grad_(requires_grad)
+
+    def full(
+        self, size: Sequence[int], fill_value: complex, *, dtype: torch.dtype | None = None, **options: Any
+    ) -> Tensor:
+        """As `torch.full`, which takes the dtype from the value where none is given; options as in `empty`."""
+        requires_grad = options.pop("requires_grad", False)
+        dtype = dtype or torch.full((), fill_value).dtype
+        return self.empty(size, dtype=dtype, **options).fill_(fill_value).requires_grad_(requires_grad)
+
+    def empty_like(
+        self,
+        input: Tensor,  # noqa: A002
+        *,
+        dtype: torch.dtype | None = None,
+        memory_format: torch.memory_format = torch.preserve_format,
+        requires_grad: bool = False,
+        tag: str | None = None,
+    ) -> Tensor:
+        """As `torch.empty_like`: dense, in the order of the input's memory. On the pool's device."""
+        dtype = dtype or input.dtype
+        if memory_format is not torch.preserve_format or input.is_contiguous():
+            order = torch.contiguous_format if memory_format is torch.preserve_format else memory_format
+            return self.empty(
+                input.shape, dtype=dtype, memory_format=order, requires_grad=requires_grad, tag=tag
+            )
+        stride = torch.empty_like(input, device="meta").stride()
+        return self.empty_strided(input.shape, stride, dtype=dtype, requires_grad=requires_grad, tag=tag)
+
+    def new_like(self, input: Tensor, *, tag: str | None = None) -> Tensor:  # noqa: A002
+        """A tensor of the input's shape, dtype and very strides, gaps and overlaps included."""
+        return self.empty_strided(input.shape, input.stride(), dtype=input.dtype, tag=tag)
+
+    # -- where allocations go
+
+    def scope(self) -> PoolScope:
+        """`with pool.scope():` tensors that this thread makes from the pool lie one behind the other; all go at its end.
+
+        May be nested. Raises RuntimeError at the end if a tensor of the scope is still alive, and names it; that
+        tensor stays valid. An error inside the `with` is passed on instead.
+        """
+        return PoolScope(self)
+
+    def use(self) -> PoolUse:
+        """`with pool.use():` every CPU tensor that this thread makes lives in the pool, results of ops and gradients too.
+
+        May be nested, also with other pools: the innermost serves. Other threads go on as before.
+        """
+        return PoolUse(self)
+
+    def tag(self, name: str) -> PoolTag:
+        """`with pool.tag("name"):` what this thread allocates from the pool, unless it says another tag, has this one."""
+        return PoolTag(self, name)
+
+    # -- reports
+
+    def stats(self) -> PoolStats:
+        return PoolStats(**self._core.stats())
+
+    def reset_peaks(self) -> None:
+        """Peaks start again at what is there now."""
+        self._core.reset_peaks()
+
+    def holders(self) -> list[tuple[str, int, int]]:
+        """(tag, bytes, blocks), the largest first; the tag "" is for what has none."""
+        return self._core.holders()
+
+    def check(self) -> str:
+        """Looks at every block. Returns a line of numbers; raises RuntimeError if anything is wrong, and says what.
+
+        In debug mode also what was found wrong so far: overwritten guards, wrong frees.
+        """
+        wrong = [text for text in (self._core.check(), *self._core.violations()) if text]
+        if wrong:
+            raise RuntimeError("Pool.check: " + "; ".join(wrong))
+        return repr(self)
+
+    def snapshot(self, path: str | Path) -> None:
+        """Writes a pickle for `python -m torch.cuda._memory_viz` and pytorch.org/memory_viz.
+
+        Blocks carry their tags and, in debug mode, the Python stacks that made them.
+        """
+        _pool_snapshot.write(self._core.chunks(), self.device, Path(path))
+
+    def __repr__(self) -> str:
+        if self._core.inherited():
+            return f"Pool(of the parent process, {self.device})"
+        s = self.stats()
+        state = ", closed" if self._core.closed() else ", asleep" if self._core.asleep() else ""
+        kind = f"pinned {self.device}" if self.pin_memory else str(self.device)
+        return (
+            f"Pool({_text(s.reserved)} on {kind}: {_text(s.allocated)} in {s.live_blocks} blocks, "
+            f"peak {_text(s.allocated_peak)}, largest free {_text(s.largest_free)}{state})"
+        )
+
+    # -- memory
+
+    def trim(self) -> int:
+        """Gives grown chunks that nobody uses back to the system; returns how many bytes."""
+        return self._core.trim()
+
+    def sleep(self, tag: str | None = None, *, file: str | Path | None = None) -> int:
+        """Writes contents to a file and gives the memory back to the system; addresses stay. Returns bytes given back.
+
+        Args:
+            tag: only what has this tag. By default all of the pool.
+            file: by default a temporary one.
+
+        Until `wake()` nobody may read or write the tensors that sleep (they hold zeros then), and nothing can be
+        allocated from the pool, or under the tag. Freeing is allowed.
+        """
+        if tag == "":
+            raise ValueError("Pool.sleep: expected a tag or None, got an empty one")
+        with tempfile.TemporaryFile() if file is None else Path(file).open("w+b") as out:
+            return self._core.sleep(tag or "", out.fileno())
+
+    def wake(self) -> None:
+        """Undoes `sleep()`: every tensor is as it was."""
+        self._core.wake()
+
+    def close(self) -> None:
+        """Serves no more. Memory goes back to the system, with the last tensor in it where there is one."""
+        self._core.close()
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("Pool: expected to stay in its process, got pickled or copied; its tensors can be")
+
+
+class _Within:
+    """What `with` blocks of a pool share."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._core: _C.Pool = pool._core
+
+
+class PoolScope(_Within):
+    def __enter__(self) -> Pool:
+        self._depth = self._core.enter_scope()
+        return self._pool
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        held = self._core.leave_scope(self._depth)
+        if kind is not None:
+            return
+        if held is None:
+            raise RuntimeError(
+                "Pool.scope: expected to leave the innermost scope of this thread first, got an outer one"
+            )
+        if held:
+            raise RuntimeError(_held_text(held))
+
+
+class PoolUse(_Within):
+    def __init__(self, pool: Pool) -> None:
+        super().__init__(pool)
+        if pool.pin_memory:
+            raise ValueError("Pool.use: expected a pool of ordinary memory, got one with pin_memory=True")
+
+    def __enter__(self) -> Pool:
+        self._use = _C.PoolUse(self._core)
+        self._use.enter()
+        return self._pool
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if not self._use.leave() and kind is None:
+            raise RuntimeError("Pool.use: expected to leave the innermost use() of this thread first, got an outer one")
+
+
+class PoolTag(_Within):
+    def __init__(self, pool: Pool, name: str) -> None:
+        super().__init__(pool)
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"Pool.tag: expected a name, got {name!r}")
+        self._name = name
+
+    def __enter__(self) -> Pool:
+        self._core.push_tag(self._name)
+        return self._pool
+
+    def __exit__(self, *error: object) -> None:
+        self._core.pop_tag()
+
+
+def parse_size(size: int | str, op: str, what: str = "size") -> int:
+    """Bytes from an int or text: "4096", "1.5 GiB", "100MB"."""
+    nbytes: float = -1
+    if isinstance(size, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
+        unit = _UNITS.get(match[2].upper()) if match else None
+        if match and unit:
+            nbytes = int(match[1]) * unit if match[1].isdigit() else math.ceil(float(match[1]) * unit)
+    elif isinstance(size, int) and not isinstance(size, bool):
+        nbytes = size
+    else:
+        raise TypeError(f'{op}: expected {what} as bytes or text like "512MiB", got {type(size).__name__}')
+    if not 1 <= nbytes <= _LARGEST:
+        raise ValueError(f'{op}: expected {what} as bytes from 1 to 2**62 or text like "512MiB", got {size!r}')
+    return int(nbytes)
+
+
+def _device(device: torch.device | str, pin_memory: bool) -> torch.device:
+    try:
+        target = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"Pool: expected a device like 'cpu' or 'cuda:0', got {device!r}") from None
+    if target.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (target.index or 0) >= count:
+            raise ValueError(f"Pool: expected one of {count} CUDA devices, got {str(target)!r}")
+    elif target.type != "cpu":
+        raise ValueError(f"Pool: expected a device of type cpu or cuda, got {str(target)!r}")
+    if pin_memory and target.type != "cpu":
+        raise ValueError(f"Pool: expected device 'cpu' with pin_memory=True, got {str(target)!r}")
+    return torch.device("cpu") if target.type == "cpu" else target
+
+
+def _check_available(nbytes: int) -> None:
+    """The system promises more than it has, and ends processes that take it at its word."""
+    try:
+        match = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+    except OSError:
+        return
+    available = int(match[1]) * 1024 if match else nbytes
+    if nbytes > available:
+        raise PoolExhausted(
+            f"Pool: expected at most {_text(available)}, the system's available memory, got {_text(nbytes)}",
+            nbytes,
+            available,
+            available,
+        )
+
+
+def _held_text(held: Sequence[tuple[str, int, str]]) -> str:
+    names = [f"{tag or 'untagged'}, {_text(nbytes)}" for tag, nbytes, _ in held[:5]]
+    text = f"Pool.scope: expected no living tensor of the scope at its end, got {len(held)}: {'; '.join(names)}"
+    text += ", ..." if len(held) > 5 else ""
+    for tag, _, stack in held[:5]:
+        if stack:
+            lines = [f'  {file}:{line} in {name}' for file, line, name in _pool_snapshot.frames(stack)]
+            text += f"\n{tag or 'untagged'}, made at (innermost first)\n" + "\n".join(lines)
+    return text
+
+
+def _text(nbytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.4g} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.4g} TiB"
+
+
+# What compilers see of the operators: shapes and strides. Never merged or reordered: see csrc/torch/schemas.cpp.
+
+
+@torch.library.register_fake("memkit::pool_empty")
+def _fake_empty(
+    pool: int,
+    size: Sequence[int],
+    *,
+    dtype: torch.dtype | None = None,
+    memory_format: torch.memory_format | None = None,
+    tag: str = "",
+) -> Tensor:
+    return torch.empty(size, dtype=dtype, memory_format=memory_format or torch.contiguous_format)
+
+
+@torch.library.register_fake("memkit::pool_empty_strided")
+def _fake_empty_strided(
+    pool: int, size: Sequence[int], stride: Sequence[int], *, dtype: torch.dtype | None = None, tag: str = ""
+) -> Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype)
