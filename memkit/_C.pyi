@@ -51,7 +51,9 @@ class Pool:
 
     def __init__(
         self, device: str, pinned: bool, size: int, max: int, grow: bool, growth: int, debug: bool
-    ) -> None: ...
+    ) -> None:
+        """`max` 0: none."""
+
     @property
     def id(self) -> int:
         """What torch.ops.memkit.pool_empty knows it by."""

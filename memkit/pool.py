@@ -120,8 +120,8 @@ class Pool(_C.PoolBase):
         debug: bool = False,
     ) -> None:
         nbytes = parse_size(size, "Pool")
-        limit = _LARGEST if max is None else parse_size(max, "Pool", "max")
-        if limit < nbytes:
+        limit = 0 if max is None else parse_size(max, "Pool", "max")
+        if 0 < limit < nbytes:
             raise ValueError(f"Pool: expected a max of at least the size, got {max!r} and {size!r}")
         target = _device(device, pin_memory)
         _check_available(nbytes)

@@ -1,6 +1,7 @@
 #include "pool.h"
 
 #include <ATen/EmptyTensor.h>
+#include <c10/core/MemoryFormat.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/core/TensorImpl.h>
 #include <unistd.h>
@@ -78,6 +79,27 @@ struct LentBlock : CpuBlock {
     delete self;
   }
 };
+
+std::size_t contiguous_bytes(at::IntArrayRef size, std::size_t itemsize) {
+  std::size_t bytes = itemsize;
+  bool negative = false, overflow = false, nothing = false;
+  for (const std::int64_t n : size) {
+    negative |= n < 0;
+    nothing |= n == 0;
+    overflow |= __builtin_mul_overflow(bytes, static_cast<std::size_t>(n), &bytes);
+  }
+  TORCH_CHECK_VALUE(!negative, "Pool.empty: expected sizes of at least 0, got ", size);
+  TORCH_CHECK_VALUE(nothing || (!overflow && bytes < std::size_t(1) << 62),
+                    "Pool.empty: expected less than 2^62 bytes, got sizes ", size);
+  return nothing ? 0 : bytes;
+}
+
+void check_format(at::IntArrayRef size, at::MemoryFormat format) {
+  const std::size_t dims = format == at::MemoryFormat::ChannelsLast ? 4 : 5;
+  TORCH_CHECK_VALUE(format != at::MemoryFormat::Preserve,
+                    "Pool.empty: expected a memory format with an order, got torch.preserve_format");
+  TORCH_CHECK_VALUE(size.size() == dims, "Pool.empty: expected ", dims, " sizes with ", format, ", got ", size);
+}
 
 }  // namespace
 
@@ -159,15 +181,11 @@ at::Tensor Pool::wrap(std::size_t nbytes, Dtype dtype, Tag tag) {
 }
 
 at::Tensor Pool::empty(at::IntArrayRef size, Dtype dtype, std::optional<at::MemoryFormat> format, Tag tag) {
-  for (const std::int64_t n : size)
-    TORCH_CHECK_VALUE(n >= 0, "Pool.empty: expected sizes of at least 0, got ", size);
-  at::Tensor tensor = wrap(at::detail::computeStorageNbytesContiguous(size, at::elementSize(dtype)), dtype, tag);
+  const bool ordered = format && *format != at::MemoryFormat::Contiguous;
+  if (ordered) check_format(size, *format);
+  at::Tensor tensor = wrap(contiguous_bytes(size, at::elementSize(dtype)), dtype, tag);
   if (size.size() != 1 || size[0] != 0) tensor.unsafeGetTensorImpl()->generic_set_sizes_contiguous(size);
-  if (format && *format != at::MemoryFormat::Contiguous) {
-    TORCH_CHECK_VALUE(*format != at::MemoryFormat::Preserve,
-                      "Pool.empty: expected a memory format with an order, got torch.preserve_format");
-    tensor.unsafeGetTensorImpl()->empty_tensor_restride(*format);
-  }
+  if (ordered) tensor.unsafeGetTensorImpl()->empty_tensor_restride(*format);
   return tensor;
 }
 

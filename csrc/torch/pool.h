@@ -46,7 +46,8 @@ struct PoolThread {
   PoolLayer* layers = nullptr;
   PoolTag* tags = nullptr;
 };
-inline thread_local PoolThread pool_thread;
+// initial-exec: read without a call, from a library that is loaded late; it is two pointers.
+inline thread_local PoolThread pool_thread __attribute__((tls_model("initial-exec")));
 
 class Pool final : public CpuSource, public std::enable_shared_from_this<Pool> {
  public:

@@ -145,9 +145,14 @@ PyObject* finish(at::Tensor tensor, bool requires_grad) {
   return THPVariable_Wrap(std::move(tensor));
 }
 
+// In place of HANDLE_TH_ERRORS, which also gathers warnings; there are none here.
+PyObject* raised() {
+  torch::translate_exception_to_python(std::current_exception());
+  return nullptr;
+}
+
 template <bool kDispatched>
-PyObject* empty(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject* keywords) {
-  HANDLE_TH_ERRORS
+PyObject* empty(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject* keywords) try {
   constexpr const char* kName = "Pool.empty";
   Pool& pool = self_of(self);
   const Options options = keywords ? options_of(args + count, keywords, kName) : Options();
@@ -163,11 +168,11 @@ PyObject* empty(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObjec
   if (kDispatched || watched())
     return finish(call_op(pool.id(), size, options.dtype, options.format, options.tag), options.requires_grad);
   return finish(pool.empty(size, options.dtype, options.format, tag_of(pool, options.tag)), options.requires_grad);
-  END_HANDLE_TH_ERRORS
+} catch (...) {
+  return raised();
 }
 
-PyObject* empty_strided(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject* keywords) {
-  HANDLE_TH_ERRORS
+PyObject* empty_strided(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject* keywords) try {
   constexpr const char* kName = "Pool.empty_strided";
   TORCH_CHECK_TYPE(count == 2, kName, ": expected sizes and strides, got ", count, " arguments");
   Pool& pool = self_of(self);
@@ -177,7 +182,8 @@ PyObject* empty_strided(PyObject* self, PyObject* const* args, Py_ssize_t count,
   sequence(args[0], kName, &size);
   sequence(args[1], kName, &stride);
   return finish(pool.empty_strided(size, stride, options.dtype, tag_of(pool, options.tag)), options.requires_grad);
-  END_HANDLE_TH_ERRORS
+} catch (...) {
+  return raised();
 }
 
 using WithKeywords = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t, PyObject*);

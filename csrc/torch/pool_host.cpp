@@ -90,10 +90,12 @@ class PinnedUpstream final : public HostUpstream {
   }
 };
 
-void free_block(void* context) {
-  auto* block = static_cast<arena::Block*>(context);
-  if (c10::memoryProfilingEnabled()) c10::profiledCPUMemoryReporter().Delete(block->data());
-  arena::free(block);
+void free_block(void* context) { arena::free(static_cast<arena::Block*>(context)); }
+
+// Of what torch.profiler saw born.
+void free_reported(void* context) {
+  c10::profiledCPUMemoryReporter().Delete(static_cast<arena::Block*>(context)->data());
+  free_block(context);
 }
 
 class CpuDevice : public PoolDevice {
@@ -106,8 +108,9 @@ class CpuDevice : public PoolDevice {
   c10::Allocator* stock() const override { return c10::GetCPUAllocator(); }
 
   c10::DataPtr wrap(arena::Block* block, std::size_t nbytes) override {
-    if (c10::memoryProfilingEnabled()) c10::profiledCPUMemoryReporter().New(block->data(), nbytes);
-    return {block->data(), block, &free_block, device()};
+    if (!c10::memoryProfilingEnabled()) return {block->data(), block, &free_block, device()};
+    c10::profiledCPUMemoryReporter().New(block->data(), nbytes);
+    return {block->data(), block, &free_reported, device()};
   }
 
   void save(int file, const void* memory, std::size_t bytes) override {

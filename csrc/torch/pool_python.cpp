@@ -82,7 +82,7 @@ std::shared_ptr<Pool> make_pool(const std::string& device, bool pinned, std::siz
   TORCH_CHECK_VALUE(device == "cpu", "Pool: expected device 'cpu' in this build of memkit, got '", device, "'");
   arena::Options options;
   options.capacity = size;
-  options.max = max;
+  options.max = max ? max : SIZE_MAX;
   options.grow = grow;
   options.growth = growth;
   options.debug = debug;

@@ -1,0 +1,200 @@
+"""pool.scope(): bump allocation that ends with its `with`, or says which tensor did not."""
+
+import gc
+import threading
+
+import pytest
+import torch
+
+from memkit import Pool, PoolExhausted
+
+
+@pytest.fixture
+def pool():
+    with Pool("8MiB") as made:
+        yield made
+        gc.collect()
+        assert made.stats().live_blocks == 0
+        made.check()
+
+
+def test_tensors_lie_one_behind_the_other(pool):
+    with pool.scope() as same:
+        assert same is pool
+        a, b, c = pool.empty(16), pool.zeros(100), pool.empty_like(torch.empty(3))
+        assert b.data_ptr() - a.data_ptr() == 64
+        assert c.data_ptr() - b.data_ptr() == 448
+        first = a.data_ptr()
+        del a, b, c
+        again = pool.empty(1)
+        assert again.data_ptr() > first  # memory comes back at the end
+        del again
+    assert pool.stats().live_blocks == 0
+    with pool.scope():
+        assert pool.empty(4).data_ptr() == first
+
+
+def test_a_living_tensor_is_named(pool):
+    kept = []
+    with pytest.raises(RuntimeError) as caught, pool.scope():
+        kept.append(pool.full((10,), 3.0, tag="mask"))
+        kept.append(pool.empty(2000, dtype=torch.uint8)[5:])
+    text = str(caught.value)
+    assert text.startswith("Pool.scope: expected no living tensor of the scope at its end, got 2: mask, 40 B; untagged, 1.9")
+    # What lives stays valid, and in nobody's way.
+    with pool.scope():
+        other = pool.full((1000,), 9.0)
+        assert (other == 9).all()
+        del other
+    assert (kept[0] == 3).all()
+    kept.clear()
+
+
+def test_many_living_tensors(pool):
+    kept = []
+    with pytest.raises(RuntimeError, match=r"got 1000: .*, \.\.\."), pool.scope():
+        kept.extend(pool.empty(1) for _ in range(1000))
+    kept.clear()
+
+
+def test_debug_names_the_stack():
+    pool = Pool("1MiB", debug=True)
+    kept = []
+
+    def culprit():
+        kept.append(pool.empty(3))
+
+    with pytest.raises(RuntimeError, match=r"innermost first\)\n  .*test_pool_scope.py:\d+ in culprit"), pool.scope():
+        culprit()
+
+
+def test_an_error_inside_is_passed_on(pool):
+    with pytest.raises(KeyError, match="mine") as caught, pool.scope():
+        kept = pool.empty(3)
+        raise KeyError("mine")
+    del caught, kept
+    gc.collect()
+    with pool.scope():
+        assert pool.empty(3).numel() == 3
+
+
+def test_nested(pool):
+    with pool.scope():
+        outer = pool.full((10,), 1.0)
+        for _ in range(3):
+            with pool.scope():
+                inner = pool.full((1000,), 2.0)
+                address = inner.data_ptr()
+                del inner
+        after = pool.empty(1)
+        assert after.data_ptr() == address  # the inner scope's memory
+        assert (outer == 1).all()
+        del outer, after
+
+
+def test_an_inner_survivor_belongs_to_the_outer_scope(pool):
+    with pool.scope():
+        with pytest.raises(RuntimeError, match="got 1"), pool.scope():
+            kept = pool.empty(3)
+        del kept
+
+
+def test_outer_left_first(pool):
+    outer, inner = pool.scope(), pool.scope()
+    outer.__enter__()
+    inner.__enter__()
+    with pytest.raises(RuntimeError, match="innermost scope"):
+        outer.__exit__(None, None, None)
+    inner.__exit__(None, None, None)
+    outer.__exit__(None, None, None)
+
+
+def test_two_pools_interleaved(pool):
+    other = Pool("1MiB")
+    first, second = pool.scope(), other.scope()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    a = other.empty(16)
+    b = other.empty(16)
+    assert b.data_ptr() - a.data_ptr() == 64
+    del a, b
+    second.__exit__(None, None, None)
+
+
+def test_scopes_are_the_threads(pool):
+    addresses = []
+
+    def work():
+        for _ in range(200):
+            with pool.scope():
+                held = [pool.full((50,), float(i)) for i in range(20)]
+                assert all(t[0] == i for i, t in enumerate(held))
+                del held
+
+    def outside():
+        made = pool.empty(1)
+        addresses.append(made.data_ptr())
+
+    with pool.scope():
+        mine = pool.empty(1)
+        threads = [threading.Thread(target=work) for _ in range(8)] + [threading.Thread(target=outside)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert mine.numel() == 1
+        del mine
+    assert addresses
+
+
+def test_freed_by_another_thread(pool):
+    with pool.scope():
+        held = [pool.empty(3)]
+        thread = threading.Thread(target=held.clear)
+        thread.start()
+        thread.join()
+
+
+def test_beyond_the_region_and_the_pool():
+    pool = Pool("1MiB", grow=False)
+    for _ in range(3):  # regions are merged: a steady state
+        with pool.scope():
+            held = [pool.empty(30_000, dtype=torch.uint8) for _ in range(20)]
+            del held
+    with pytest.raises(PoolExhausted, match="asked for 2.00 MiB"), pool.scope():
+        pool.empty(2 << 20, dtype=torch.uint8)
+    assert pool.stats().live_blocks == 0
+
+
+def test_autograd_inside(pool):
+    weight = torch.randn(20, 20, requires_grad=True)
+    expected = torch.autograd.grad((weight @ weight).sin().sum(), weight)[0]
+    with pool.use(), pool.scope():
+        got = torch.autograd.grad((weight @ weight).sin().sum(), weight)[0]
+        same = torch.equal(got, expected)
+        del got
+    assert same
+
+
+def test_after_close():
+    pool = Pool("1MiB")
+    pool.close()
+    with pytest.raises(RuntimeError, match="expected an open pool"), pool.scope():
+        pass
+
+
+def test_closed_inside():
+    pool = Pool("1MiB")
+    with pool.scope():
+        pool.empty(3)
+        pool.close()
+    gc.collect()
+    assert pool.stats().reserved == 0
+
+
+def test_resident_memory_stays_flat(pool):
+    for _ in range(20_000):
+        with pool.scope():
+            pool.empty(1000)
+    assert pool.stats().growths == 0
