@@ -36,7 +36,12 @@ def write(chunks: Sequence[Chunk], device: torch.device, path: Path) -> None:
     for time, event in enumerate(trace):
         event["time_us"] = time
     traces: list[list[dict[str, Any]]] = [[] for _ in range(index)] + [trace]
-    data = {"segments": segments, "device_traces": traces, "allocator_settings": {}, "external_annotations": []}
+    data = {
+        "segments": segments,
+        "device_traces": traces,
+        "allocator_settings": {},
+        "external_annotations": [],
+    }
     with path.open("wb") as file:
         pickle.dump(data, file)
 

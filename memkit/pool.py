@@ -116,7 +116,7 @@ class Pool(_C.PoolBase):
         *,
         pin_memory: bool = False,
         grow: bool = True,
-        max: int | str | None = None,  # noqa: A002
+        max: int | str | None = None,
         debug: bool = False,
     ) -> None:
         nbytes = parse_size(size, "Pool")
@@ -149,7 +149,7 @@ class Pool(_C.PoolBase):
         """As `torch.empty`. `tag`: whom the memory is for, in reports and errors."""
         # Only compilers come here, and calls through the class: an instance answers with a C function, see PoolBase.
         shape = size[0] if len(size) == 1 and isinstance(size[0], (tuple, list)) else size
-        made = torch.ops.memkit.pool_empty(
+        made: Tensor = torch.ops.memkit.pool_empty(
             self._id, shape, dtype=dtype, memory_format=memory_format, tag=tag or ""
         )
         return made.requires_grad_() if requires_grad else made
@@ -165,7 +165,9 @@ class Pool(_C.PoolBase):
     ) -> Tensor:
         """As `torch.empty_strided`."""
         if torch.compiler.is_compiling():
-            made = torch.ops.memkit.pool_empty_strided(self._id, size, stride, dtype=dtype, tag=tag or "")
+            made: Tensor = torch.ops.memkit.pool_empty_strided(
+                self._id, size, stride, dtype=dtype, tag=tag or ""
+            )
             return made.requires_grad_() if requires_grad else made
         return self._empty_strided(
             tuple(size), tuple(stride), dtype=dtype, requires_grad=requires_grad, tag=tag
@@ -186,7 +188,7 @@ class Pool(_C.PoolBase):
 
     def empty_like(
         self,
-        input: Tensor,  # noqa: A002
+        input: Tensor,
         *,
         dtype: torch.dtype | None = None,
         memory_format: torch.memory_format = torch.preserve_format,
@@ -203,7 +205,7 @@ class Pool(_C.PoolBase):
         stride = torch.empty_like(input, device="meta").stride()
         return self.empty_strided(input.shape, stride, dtype=dtype, requires_grad=requires_grad, tag=tag)
 
-    def new_like(self, input: Tensor, *, tag: str | None = None) -> Tensor:  # noqa: A002
+    def new_like(self, input: Tensor, *, tag: str | None = None) -> Tensor:
         """A tensor of the input's shape, dtype and very strides, gaps and overlaps included."""
         return self.empty_strided(input.shape, input.stride(), dtype=input.dtype, tag=tag)
 
@@ -348,7 +350,9 @@ class PoolUse(_Within):
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if not self._use.leave() and kind is None:
-            raise RuntimeError("Pool.use: expected to leave the innermost use() of this thread first, got an outer one")
+            raise RuntimeError(
+                "Pool.use: expected to leave the innermost use() of this thread first, got an outer one"
+            )
 
 
 class PoolTag(_Within):
@@ -379,7 +383,9 @@ def parse_size(size: int | str, op: str, what: str = "size") -> int:
     else:
         raise TypeError(f'{op}: expected {what} as bytes or text like "512MiB", got {type(size).__name__}')
     if not 1 <= nbytes <= _LARGEST:
-        raise ValueError(f'{op}: expected {what} as bytes from 1 to 2**62 or text like "512MiB", got {size!r}')
+        raise ValueError(
+            f'{op}: expected {what} as bytes from 1 to 2**62 or text like "512MiB", got {size!r}'
+        )
     return int(nbytes)
 
 
@@ -417,11 +423,13 @@ def _check_available(nbytes: int) -> None:
 
 def _held_text(held: Sequence[tuple[str, int, str]]) -> str:
     names = [f"{tag or 'untagged'}, {_text(nbytes)}" for tag, nbytes, _ in held[:5]]
-    text = f"Pool.scope: expected no living tensor of the scope at its end, got {len(held)}: {'; '.join(names)}"
+    text = (
+        f"Pool.scope: expected no living tensor of the scope at its end, got {len(held)}: {'; '.join(names)}"
+    )
     text += ", ..." if len(held) > 5 else ""
     for tag, _, stack in held[:5]:
         if stack:
-            lines = [f'  {file}:{line} in {name}' for file, line, name in _pool_snapshot.frames(stack)]
+            lines = [f"  {file}:{line} in {name}" for file, line, name in _pool_snapshot.frames(stack)]
             text += f"\n{tag or 'untagged'}, made at (innermost first)\n" + "\n".join(lines)
     return text
 
@@ -437,7 +445,6 @@ def _text(nbytes: float) -> str:
 # What compilers see of the operators: shapes and strides. Never merged or reordered: see csrc/torch/schemas.cpp.
 
 
-@torch.library.register_fake("memkit::pool_empty")
 def _fake_empty(
     pool: int,
     size: Sequence[int],
@@ -449,8 +456,11 @@ def _fake_empty(
     return torch.empty(size, dtype=dtype, memory_format=memory_format or torch.contiguous_format)
 
 
-@torch.library.register_fake("memkit::pool_empty_strided")
 def _fake_empty_strided(
     pool: int, size: Sequence[int], stride: Sequence[int], *, dtype: torch.dtype | None = None, tag: str = ""
 ) -> Tensor:
     return torch.empty_strided(size, stride, dtype=dtype)
+
+
+torch.library.register_fake("memkit::pool_empty", _fake_empty)
+torch.library.register_fake("memkit::pool_empty_strided", _fake_empty_strided)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memkit import Pool, PoolExhausted, _C
+from memkit import _C, Pool, PoolExhausted
 from memkit.memory import measure
 
 
@@ -27,7 +27,12 @@ def inside(pool, tensor):
 
 
 def sparse(x):
-    return (x.reshape(8, -1).relu().to_sparse() @ torch.ones(x.numel() // 8, 3)).to_sparse().coalesce().to_dense()
+    return (
+        (x.reshape(8, -1).relu().to_sparse() @ torch.ones(x.numel() // 8, 3))
+        .to_sparse()
+        .coalesce()
+        .to_dense()
+    )
 
 
 def attention(x):
@@ -53,7 +58,7 @@ OPS = {
     "cat": lambda x: torch.cat([x, x * 2]).cumsum(0),
     "embedding": lambda x: F.embedding(torch.arange(5), x.reshape(16, 32)),
     "norm": lambda x: F.layer_norm(x.reshape(16, 32), (32,)),
-    "dropout": lambda x: F.dropout(x, 0.0),
+    "dropout": lambda x: F.dropout(x, 0.5) * 0 + x,
     "index": lambda x: x[x > 0] * 1.0,
     "mkldnn": lambda x: x.reshape(16, 32).to_mkldnn().to_dense() * 1.0 if not x.requires_grad else x * 1.0,
 }
@@ -187,12 +192,12 @@ def test_other_threads_go_on_as_before(pool):
 
 def test_exhausted_in_an_op_and_in_backward():
     pool = Pool("1MiB", grow=False)
-    with pytest.raises(PoolExhausted, match="asked for 4.00 MiB") as caught, pool.use():
+    with pytest.raises(PoolExhausted, match=r"asked for 4\.00 MiB") as caught, pool.use():
         torch.randn(1 << 20)
     assert caught.value.asked == 4 << 20
 
     weight = torch.ones(4, requires_grad=True)
-    total = weight.expand(200_000, 4).sum(0).exp().sum() + (weight.repeat(50_000) * 2).sum()
+    total = (weight.repeat(200_000) * 2).sum()
     with pytest.raises(PoolExhausted), pool.use():
         total.backward()
     gc.collect()
@@ -321,9 +326,7 @@ def test_fork(pool):
             code = 1
             try:
                 made = None
-                with pytest.raises(RuntimeError, match="fork"):
-                    torch.empty(10)
-                code = 0
+                code = 0 if torch.ones(10).sum() == 10 else 2  # from torch's allocator
             finally:
                 os._exit(code)
         assert os.waitpid(child, 0)[1] == 0

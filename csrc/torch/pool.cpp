@@ -165,6 +165,7 @@ c10::DataPtr Pool::data(std::size_t nbytes, Tag tag) {
 }
 
 CpuBlock* Pool::allocate(std::size_t nbytes) {
+  if (arena_->inherited()) return nullptr;  // a worker process forked inside use() goes on with torch's allocator
   Block* block = take(nbytes, std::nullopt);
   try {
     return new LentBlock(block);

@@ -31,9 +31,12 @@ std::size_t Pool::sleep(Tag tag, int file) {
                     idle.push_back({at, block.size, 0});
                 });
   std::size_t bytes = 0;
+  const int copy = dup(file);
   try {
+    TORCH_CHECK(copy >= 0, "Pool.sleep: expected an open file, got ", file);
     for (const Sleeper& one : sleepers) device_->save(file, one.at, one.bytes);
   } catch (...) {
+    if (copy >= 0) ::close(copy);
     asleep_.store(false);
     throw;
   }
@@ -42,7 +45,7 @@ std::size_t Pool::sleep(Tag tag, int file) {
       device_->discard(one.at, one.bytes);
       bytes += one.bytes;
     }
-  file_ = dup(file);
+  file_ = copy;
   sleepers_ = std::move(sleepers);
   return bytes;
 }
