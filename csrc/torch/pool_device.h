@@ -45,7 +45,12 @@ class PoolDevice {
   virtual void restore(void* memory, std::size_t bytes) = 0;  // gets them again
 };
 
+// At the file's position, which moves on; raise where the file ends, or the disk does.
+void save_bytes(int file, const void* memory, std::size_t bytes);
+void load_bytes(int file, void* memory, std::size_t bytes);
+
 std::unique_ptr<PoolDevice> make_cpu_device();
+std::unique_ptr<PoolDevice> make_cuda_device(int index);  // raises in a build without CUDA
 // Raises where there is no CUDA driver to lock pages with.
 std::unique_ptr<PoolDevice> make_pinned_device();
 

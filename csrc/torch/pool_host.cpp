@@ -113,26 +113,12 @@ class CpuDevice : public PoolDevice {
     return {block->data(), block, &free_reported, device()};
   }
 
-  void save(int file, const void* memory, std::size_t bytes) override {
-    transfer(bytes, [&](std::size_t at) { return write(file, static_cast<const char*>(memory) + at, bytes - at); });
-  }
-  void load(int file, void* memory, std::size_t bytes) override {
-    transfer(bytes, [&](std::size_t at) { return read(file, static_cast<char*>(memory) + at, bytes - at); });
-  }
+  void save(int file, const void* memory, std::size_t bytes) override { save_bytes(file, memory, bytes); }
+  void load(int file, void* memory, std::size_t bytes) override { load_bytes(file, memory, bytes); }
   void discard(void* memory, std::size_t bytes) override { advise_inside(memory, bytes, false); }
   void restore(void* memory, std::size_t bytes) override { advise_inside(memory, bytes, true); }
 
  private:
-  template <class Step>
-  static void transfer(std::size_t bytes, Step step) {
-    for (std::size_t at = 0; at < bytes;) {
-      const ssize_t moved = step(at);
-      if (moved < 0 && errno == EINTR) continue;
-      TORCH_CHECK(moved > 0, "pool: expected a file that holds what sleeps, got ",
-                  moved ? std::strerror(errno) : "its end");
-      at += static_cast<std::size_t>(moved);
-    }
-  }
   // On the whole pages of the range: its neighbours keep theirs.
   static void advise_inside(void* memory, std::size_t bytes, bool back) {
     const auto start = reinterpret_cast<std::uintptr_t>(memory), first = arena::round_up(start, page_size());
@@ -209,7 +195,25 @@ class PinnedDevice final : public CpuDevice {
   std::shared_ptr<Parked> parked_ = std::make_shared<Parked>();
 };
 
+template <class Step>
+void transfer(std::size_t bytes, Step step) {
+  for (std::size_t at = 0; at < bytes;) {
+    const ssize_t moved = step(at);
+    if (moved < 0 && errno == EINTR) continue;
+    TORCH_CHECK(moved > 0, "pool: expected a file that holds what sleeps, got ",
+                moved ? std::strerror(errno) : "its end");
+    at += static_cast<std::size_t>(moved);
+  }
+}
+
 }  // namespace
+
+void save_bytes(int file, const void* memory, std::size_t bytes) {
+  transfer(bytes, [&](std::size_t at) { return write(file, static_cast<const char*>(memory) + at, bytes - at); });
+}
+void load_bytes(int file, void* memory, std::size_t bytes) {
+  transfer(bytes, [&](std::size_t at) { return read(file, static_cast<char*>(memory) + at, bytes - at); });
+}
 
 std::unique_ptr<PoolDevice> make_cpu_device() { return std::make_unique<CpuDevice>(); }
 

@@ -1,0 +1,194 @@
+#include "cuda_memory.h"
+
+#ifdef MEMKIT_WITH_CUDA
+
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/util/Exception.h>
+#include <cuda.h>
+#include <dlfcn.h>
+
+#include <map>
+#include <mutex>
+#include <vector>
+
+namespace memkit {
+namespace {
+
+// A failure here is an answer, not an error for the next call to find.
+bool good(cudaError_t error) {
+  if (error != cudaSuccess) (void)cudaGetLastError();
+  return error == cudaSuccess;
+}
+
+class PlainMemory final : public CudaMemory {
+ public:
+  explicit PlainMemory(int device) : device_(device) {}
+
+  void* allocate(std::size_t bytes) override {
+    const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device_));
+    void* memory = nullptr;
+    return good(cudaMalloc(&memory, bytes)) ? memory : nullptr;
+  }
+  void release(void* memory, std::size_t) override {
+    const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device_));
+    good(cudaFree(memory));  // waits for the device
+  }
+  const char* sleep_blocker() const override { return "its driver maps no virtual memory"; }
+  void discard(void*, std::size_t) override {}
+  void restore(void*, std::size_t) override {}
+
+ private:
+  const int device_;
+};
+
+// The driver's entry points, from the library that the runtime has loaded: memkit links the runtime alone.
+struct Driver {
+  decltype(&cuDeviceGetAttribute) attribute = find<decltype(&cuDeviceGetAttribute)>("cuDeviceGetAttribute");
+  decltype(&cuMemGetAllocationGranularity) granularity =
+      find<decltype(&cuMemGetAllocationGranularity)>("cuMemGetAllocationGranularity");
+  decltype(&cuMemAddressReserve) reserve = find<decltype(&cuMemAddressReserve)>("cuMemAddressReserve");
+  decltype(&cuMemAddressFree) unreserve = find<decltype(&cuMemAddressFree)>("cuMemAddressFree");
+  decltype(&cuMemCreate) create = find<decltype(&cuMemCreate)>("cuMemCreate");
+  decltype(&cuMemRelease) destroy = find<decltype(&cuMemRelease)>("cuMemRelease");
+  decltype(&cuMemMap) map = find<decltype(&cuMemMap)>("cuMemMap");
+  decltype(&cuMemUnmap) unmap = find<decltype(&cuMemUnmap)>("cuMemUnmap");
+  decltype(&cuMemSetAccess) access = find<decltype(&cuMemSetAccess)>("cuMemSetAccess");
+
+  bool complete() const {
+    return attribute && granularity && reserve && unreserve && create && destroy && map && unmap && access;
+  }
+  static const Driver& get() {
+    static const Driver driver;
+    return driver;
+  }
+
+ private:
+  template <class F>
+  static F find(const char* name) {
+    static void* const library = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
+    return library ? reinterpret_cast<F>(dlsym(library, name)) : nullptr;
+  }
+};
+
+// A range of addresses for each chunk, mapped page by page, so that any page may go.
+class MappedMemory final : public CudaMemory {
+ public:
+  static std::shared_ptr<MappedMemory> make(int device) {
+    const Driver& driver = Driver::get();
+    int supported = 0;
+    if (!driver.complete() ||
+        driver.attribute(&supported, CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, device) != CUDA_SUCCESS ||
+        !supported)
+      return nullptr;
+    auto memory = std::make_shared<MappedMemory>();
+    memory->driver_ = &driver;
+    memory->device_ = device;
+    memory->kind_.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+    memory->kind_.location = {CU_MEM_LOCATION_TYPE_DEVICE, device};
+    const auto best = CU_MEM_ALLOC_GRANULARITY_RECOMMENDED;
+    if (driver.granularity(&memory->page_, &memory->kind_, best) != CUDA_SUCCESS || !memory->page_) return nullptr;
+    return memory;
+  }
+
+  void* allocate(std::size_t bytes) override {
+    const std::size_t size = whole_pages(bytes);
+    if (size < bytes) return nullptr;
+    const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device_));
+    CUdeviceptr start = 0;
+    if (driver_->reserve(&start, size, 0, 0, 0) != CUDA_SUCCESS) return nullptr;
+    if (map_pages(start, start + size)) return reinterpret_cast<void*>(start);
+    driver_->unreserve(start, size);
+    return nullptr;
+  }
+
+  void release(void* memory, std::size_t bytes) override {
+    const auto start = reinterpret_cast<CUdeviceptr>(memory);
+    const std::size_t size = whole_pages(bytes);
+    const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device_));
+    good(cudaDeviceSynchronize());  // as cudaFree does: kernels in flight may read what was freed in their order
+    unmap_pages(start, start + size);
+    driver_->unreserve(start, size);
+  }
+
+  const char* sleep_blocker() const override { return nullptr; }
+
+  void discard(void* memory, std::size_t bytes) override {
+    const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device_));
+    C10_CUDA_CHECK(cudaDeviceSynchronize());
+    const auto [first, last] = pages_inside(memory, bytes);
+    unmap_pages(first, last);
+  }
+
+  void restore(void* memory, std::size_t bytes) override {
+    const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device_));
+    const auto [first, last] = pages_inside(memory, bytes);
+    TORCH_CHECK(map_pages(first, last), "Pool.wake: expected ", last - first, " bytes of device memory to wake up in, ",
+                "got none from the driver");
+  }
+
+ private:
+  std::size_t whole_pages(std::size_t bytes) const { return (bytes + page_ - 1) / page_ * page_; }
+
+  std::pair<CUdeviceptr, CUdeviceptr> pages_inside(void* memory, std::size_t bytes) const {
+    const auto start = reinterpret_cast<CUdeviceptr>(memory);
+    const CUdeviceptr first = (start + page_ - 1) / page_ * page_, last = (start + bytes) / page_ * page_;
+    return {first, std::max(first, last)};
+  }
+
+  // All of those that are not mapped, or none.
+  bool map_pages(CUdeviceptr first, CUdeviceptr last) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::vector<CUdeviceptr> done;
+    CUmemAccessDesc access = {kind_.location, CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
+    bool well = true;
+    for (CUdeviceptr at = first; at < last && well; at += page_) {
+      if (handles_.count(at)) continue;
+      CUmemGenericAllocationHandle handle = 0;
+      well = driver_->create(&handle, page_, &kind_, 0) == CUDA_SUCCESS;
+      if (!well) break;
+      if (driver_->map(at, page_, 0, handle, 0) != CUDA_SUCCESS) {
+        driver_->destroy(handle);
+        well = false;
+        break;
+      }
+      handles_[at] = handle;
+      done.push_back(at);
+      well = driver_->access(at, page_, &access, 1) == CUDA_SUCCESS;
+    }
+    if (!well)
+      for (const CUdeviceptr at : done) unmap_page(at);
+    return well;
+  }
+
+  void unmap_pages(CUdeviceptr first, CUdeviceptr last) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (CUdeviceptr at = first; at < last; at += page_) unmap_page(at);
+  }
+
+  void unmap_page(CUdeviceptr at) {
+    const auto found = handles_.find(at);
+    if (found == handles_.end()) return;
+    driver_->unmap(at, page_);
+    driver_->destroy(found->second);
+    handles_.erase(found);
+  }
+
+  const Driver* driver_ = nullptr;
+  int device_ = 0;
+  CUmemAllocationProp kind_ = {};
+  std::size_t page_ = 0;
+  std::mutex mutex_;
+  std::map<CUdeviceptr, CUmemGenericAllocationHandle> handles_;  // of mapped pages
+};
+
+}  // namespace
+
+std::shared_ptr<CudaMemory> make_cuda_memory(int device) {
+  if (auto mapped = MappedMemory::make(device)) return mapped;
+  return std::make_shared<PlainMemory>(device);
+}
+
+}  // namespace memkit
+
+#endif

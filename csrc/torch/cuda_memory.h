@@ -1,0 +1,23 @@
+// Device memory by the chunk, whose pages can go and come back under addresses that stay.
+#pragma once
+
+#include "arena/upstream.h"
+
+#ifdef MEMKIT_WITH_CUDA
+
+namespace memkit {
+
+class CudaMemory : public arena::Upstream {
+ public:
+  virtual const char* sleep_blocker() const = 0;  // why pages cannot go, or nullptr
+  // Of the whole pages inside a range; what uses them is done.
+  virtual void discard(void* memory, std::size_t bytes) = 0;
+  virtual void restore(void* memory, std::size_t bytes) = 0;  // raises if the device has no memory left
+};
+
+// By the driver's virtual memory where there is that, else by cudaMalloc.
+std::shared_ptr<CudaMemory> make_cuda_memory(int device);
+
+}  // namespace memkit
+
+#endif
