@@ -51,8 +51,8 @@ at::Tensor call_op(std::int64_t id, const Sizes& size, at::ScalarType dtype, For
 
 // A mode or a transform wants to see every tensor's making.
 bool watched() {
-  constexpr c10::DispatchKeySet keys({c10::DispatchKey::Python, c10::DispatchKey::PythonDispatcher,
-                                      c10::DispatchKey::FuncTorchDynamicLayerFrontMode});
+  constexpr c10::DispatchKeySet keys(
+      {c10::DispatchKey::Python, c10::DispatchKey::PythonDispatcher, c10::DispatchKey::FuncTorchDynamicLayerFrontMode});
   return !(c10::impl::tls_local_dispatch_key_set().included_ & keys).empty();
 }
 
@@ -76,7 +76,8 @@ std::int64_t integer(PyObject* object, const char* name) {
 
 void sequence(PyObject* object, const char* name, Sizes* out) {
   if (PyTuple_Check(object)) {
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(object); ++i) out->push_back(integer(PyTuple_GET_ITEM(object, i), name));
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(object); ++i)
+      out->push_back(integer(PyTuple_GET_ITEM(object, i), name));
   } else if (PyList_Check(object)) {
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(object); ++i) out->push_back(integer(PyList_GET_ITEM(object, i), name));
   } else {
@@ -129,8 +130,8 @@ Options options_of(PyObject* const* values, PyObject* keywords, const char* name
                        std::string(py::str(py::handle(keyword))));
     }
   }
-  TORCH_CHECK_VALUE(!options.requires_grad || at::isFloatingType(options.dtype) || at::isComplexType(options.dtype), name,
-                    ": expected a floating-point or complex dtype for requires_grad=True, got ", options.dtype);
+  TORCH_CHECK_VALUE(!options.requires_grad || at::isFloatingType(options.dtype) || at::isComplexType(options.dtype),
+                    name, ": expected a floating-point or complex dtype for requires_grad=True, got ", options.dtype);
   return options;
 }
 

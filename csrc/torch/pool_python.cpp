@@ -58,8 +58,8 @@ arena::StackId capture_python_stack() {
       const py::object current = py::reinterpret_steal<py::object>(frame);
       auto* raw = reinterpret_cast<PyFrameObject*>(frame);
       const auto code = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetCode(raw)));
-      text += std::string(py::str(code.attr("co_filename"))) + "\t" + std::to_string(PyFrame_GetLineNumber(raw)) + "\t" +
-              std::string(py::str(code.attr("co_name"))) + "\n";
+      text += std::string(py::str(code.attr("co_filename"))) + "\t" + std::to_string(PyFrame_GetLineNumber(raw)) +
+              "\t" + std::string(py::str(code.attr("co_name"))) + "\n";
       frame = reinterpret_cast<PyObject*>(PyFrame_GetBack(raw));
     }
     Py_XDECREF(frame);
@@ -175,21 +175,29 @@ void bind_pool(py::module_& m) {
       .def("close", &Pool::close, py::call_guard<py::gil_scoped_release>())
       .def("closed", [](Pool& pool) { return pool.arena().closed(); })
       .def("inherited", [](Pool& pool) { return pool.arena().inherited(); })
-      .def("trim", [](Pool& pool) { return pool.arena().trim(); }, py::call_guard<py::gil_scoped_release>())
+      .def(
+          "trim", [](Pool& pool) { return pool.arena().trim(); }, py::call_guard<py::gil_scoped_release>())
       .def("stats", &stats)
       .def("reset_peaks", [](Pool& pool) { pool.arena().reset_peaks(); })
       .def("holders", &holders)
       .def("chunks", &chunks)
       .def("check", [](Pool& pool) { return pool.arena().check(); })
-      .def("violations", [](Pool& pool) { py::list list; for (const std::string& text : pool.violations()) list.append(text); return list; })
+      .def("violations",
+           [](Pool& pool) {
+             py::list list;
+             for (const std::string& text : pool.violations()) list.append(text);
+             return list;
+           })
       .def("enter_scope", &Pool::enter_scope)
       .def("leave_scope", &leave_scope)
       .def("push_tag", [](Pool& pool, const std::string& name) { pool.push_tag(name); })
       .def("pop_tag", &Pool::pop_tag)
-      .def("sleep",
-           [](Pool& pool, const std::string& tag, int file) {
-             return pool.sleep(tag.empty() ? Pool::Tag() : Pool::Tag(pool.arena().tag(tag)), file);
-           }, py::call_guard<py::gil_scoped_release>())
+      .def(
+          "sleep",
+          [](Pool& pool, const std::string& tag, int file) {
+            return pool.sleep(tag.empty() ? Pool::Tag() : Pool::Tag(pool.arena().tag(tag)), file);
+          },
+          py::call_guard<py::gil_scoped_release>())
       .def("wake", &Pool::wake, py::call_guard<py::gil_scoped_release>())
       .def("asleep", &Pool::asleep);
   py::class_<Use>(m, "PoolUse")

@@ -53,8 +53,8 @@ std::size_t Pool::sleep(Tag tag, int file) {
 void Pool::check_awake(arena::TagId tag) {
   const std::lock_guard<std::mutex> guard(mutex_);
   if (!asleep() || (asleep_tag_ && *asleep_tag_ != tag)) return;
-  TORCH_CHECK(false, "Pool: expected memory that is awake, got an allocation from ",
-              asleep_tag_ ? "a tag" : "a pool", " that sleeps; call wake() first");
+  TORCH_CHECK(false, "Pool: expected memory that is awake, got an allocation from ", asleep_tag_ ? "a tag" : "a pool",
+              " that sleeps; call wake() first");
 }
 
 void Pool::wake() {

@@ -64,7 +64,6 @@ TORCH_LIBRARY(memkit, m) {
       "pool_empty(int pool, SymInt[] size, *, ScalarType? dtype=None, MemoryFormat? memory_format=None, str tag='') -> "
       "Tensor",
       fresh);
-  m.def(
-      "pool_empty_strided(int pool, SymInt[] size, SymInt[] stride, *, ScalarType? dtype=None, str tag='') -> Tensor",
-      fresh);
+  m.def("pool_empty_strided(int pool, SymInt[] size, SymInt[] stride, *, ScalarType? dtype=None, str tag='') -> Tensor",
+        fresh);
 }
