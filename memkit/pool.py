@@ -82,7 +82,8 @@ class Pool(_C.PoolBase):
 
     Args:
         size: bytes as an int, or text like "512MiB" ("KiB" is 1024 bytes, "KB" is 1000).
-        device: "cpu".
+        device: "cpu", "cuda" or "cuda:N". On CUDA a block that dies is reused on its own stream at once, on another one after
+            a wait in stream order; `Tensor.record_stream` is honoured; what a captured graph uses stays until it dies.
         pin_memory: page-locked host memory, for transfers to a GPU. Memory of a tensor that dies while a copy may
             still read it is not reused before the devices are done.
         grow: whether to take more from the system when `size` is used up, by the chunk; addresses never move.
@@ -124,7 +125,8 @@ class Pool(_C.PoolBase):
         if 0 < limit < nbytes:
             raise ValueError(f"Pool: expected a max of at least the size, got {max!r} and {size!r}")
         target = _device(device, pin_memory)
-        _check_available(nbytes)
+        if target.type == "cpu":
+            _check_available(nbytes)
         try:
             core = _C.Pool(str(target), pin_memory, nbytes, limit, grow, 64 << 20, debug)
         except MemoryError:
@@ -220,9 +222,11 @@ class Pool(_C.PoolBase):
         return PoolScope(self)
 
     def use(self) -> PoolUse:
-        """`with pool.use():` every CPU tensor that this thread makes lives in the pool, results of ops and gradients too.
+        """`with pool.use():` every tensor that this thread makes on the pool's device lives in the pool, gradients too.
 
-        May be nested, also with other pools: the innermost serves. Other threads go on as before.
+        May be nested, also with other pools: the innermost serves. Other threads go on as before; on CUDA those that
+        work on the same stream do not, because backward runs on a thread of its own. There torch's caching allocator
+        cuts the tensors from segments of the pool, and keeps the segments until `torch.cuda.empty_cache()`.
         """
         return PoolUse(self)
 
@@ -402,7 +406,9 @@ def _device(device: torch.device | str, pin_memory: bool) -> torch.device:
         raise ValueError(f"Pool: expected a device of type cpu or cuda, got {str(target)!r}")
     if pin_memory and target.type != "cpu":
         raise ValueError(f"Pool: expected device 'cpu' with pin_memory=True, got {str(target)!r}")
-    return torch.device("cpu") if target.type == "cpu" else target
+    if target.type == "cpu":
+        return torch.device("cpu")
+    return target if target.index is not None else torch.device("cuda", torch.cuda.current_device())
 
 
 def _check_available(nbytes: int) -> None:

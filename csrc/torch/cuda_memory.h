@@ -1,6 +1,8 @@
 // Device memory by the chunk, whose pages can go and come back under addresses that stay.
 #pragma once
 
+#include <memory>
+
 #include "arena/upstream.h"
 
 #ifdef MEMKIT_WITH_CUDA

@@ -37,9 +37,10 @@ class PoolAllocator final : public c10::Allocator {
   c10::DataPtr allocate(std::size_t nbytes) override {
     const std::shared_ptr<Pool> pool = nbytes ? pool_.lock() : nullptr;
     if (pool && !pool->arena().closed() && !pool->arena().inherited() && !pool->asleep()) {
-      arena::Allocation got = pool->arena().allocate({nbytes, pool->device().lane()});
+      const arena::LaneId lane = pool->device().lane();
+      const arena::Allocation got = pool->arena().allocate({nbytes, lane});
       if (got) {
-        if (!got.waits.empty()) pool->device().wait(pool->device().lane(), got.waits);
+        if (!got.waits.empty()) pool->device().wait(lane, got);
         return pool->device().wrap(got.block, nbytes);
       }
     }
@@ -155,7 +156,7 @@ Block* Pool::take(std::size_t nbytes, Tag tag) {
   while (layer && layer->pool != this) layer = layer->outer;
   const arena::Allocation got = layer ? layer->allocate(request) : arena_->allocate(request);
   if (!got) raise_pool_failure(*got.failure);
-  if (!got.waits.empty()) device_->wait(request.lane, got.waits);
+  if (!got.waits.empty()) device_->wait(request.lane, got);
   return got.block;
 }
 
@@ -173,6 +174,16 @@ CpuBlock* Pool::allocate(std::size_t nbytes) {
     arena::free(block);
     throw;
   }
+}
+
+void* Pool::segment(std::size_t nbytes) {
+  if (asleep()) return nullptr;
+  const arena::LaneId lane = device_->lane();
+  device_->make_room(*arena_, nbytes);
+  const arena::Allocation got = arena_->allocate({nbytes, lane});
+  if (!got) return nullptr;
+  if (!got.waits.empty()) device_->wait(lane, got);
+  return got.block->data();
 }
 
 at::Tensor Pool::wrap(std::size_t nbytes, Dtype dtype, Tag tag) {

@@ -67,8 +67,10 @@ class Pool final : public CpuSource, public std::enable_shared_from_this<Pool> {
   at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, Dtype dtype, Tag tag);
   c10::DataPtr data(std::size_t nbytes, Tag tag);
 
-  // For pool.use(): what torch's CPU allocator asks for on this thread.
+  // For pool.use(): what torch's CPU allocator asks for on this thread, and the segments of torch's CUDA allocator,
+  // which go back by arena().free_pointer(); nullptr where there is no room.
   CpuBlock* allocate(std::size_t nbytes) override;
+  void* segment(std::size_t nbytes);
 
   // Scopes of the calling thread. The depth that enter returns is what leave wants back.
   struct Left {

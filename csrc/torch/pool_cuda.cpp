@@ -27,6 +27,7 @@ std::unique_ptr<PoolDevice> make_cuda_device(int) {
 #include <atomic>
 #include <deque>
 #include <mutex>
+#include <utility>
 
 #include "cuda_memory.h"
 
@@ -40,9 +41,8 @@ using c10::cuda::CUDAStream;
 
 // A lane's id is torch's id of the stream, from which the stream can be had again.
 CUDAStream stream_of(LaneId lane, c10::DeviceIndex device) {
-  return CUDAStream(CUDAStream::UNCHECKED,
-                    c10::Stream(c10::Stream::UNSAFE, c10::Device(c10::DeviceType::CUDA, device),
-                                static_cast<c10::StreamId>(lane)));
+  return CUDAStream(CUDAStream::UNCHECKED, c10::Stream(c10::Stream::UNSAFE, c10::Device(c10::DeviceType::CUDA, device),
+                                                       static_cast<c10::StreamId>(lane)));
 }
 LaneId lane_of(const CUDAStream& stream) { return static_cast<LaneId>(stream.id()); }
 
@@ -207,7 +207,8 @@ class State : public std::enable_shared_from_this<State> {
       mark(parked);
       if (wait)
         for (const Moment& moment : parked.moments) moment.wait();
-      const bool passed = std::all_of(parked.moments.begin(), parked.moments.end(), [](const Moment& m) { return m.passed(); });
+      const bool passed =
+          std::all_of(parked.moments.begin(), parked.moments.end(), [](const Moment& m) { return m.passed(); });
       if (passed) {
         arena.release_deferred(parked.ticket);
       } else {
@@ -280,7 +281,8 @@ void take_over_record_stream() {
       void process(const c10::Warning&) override {}
     } quiet;
     const c10::WarningUtils::WarningHandlerGuard guard(&quiet);
-    static torch::Library& library = *new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
+    static torch::Library& library =
+        *new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
     library.impl("record_stream", &record_stream);
     return true;
   }();
@@ -324,11 +326,14 @@ class CudaDevice final : public PoolDevice {
 
   LaneId lane() const override { return lane_of(c10::cuda::getCurrentCUDAStream(index_)); }
 
-  void wait(LaneId lane, const std::vector<LaneId>& others) override {
-    TORCH_CHECK(!state_->capturing(lane), "Pool: expected memory that no other stream used before, for a graph that is ",
-                "being captured, got none free; make the pool larger, or synchronize() the device and try again");
+  void wait(LaneId lane, const arena::Allocation& got) override {
+    if (state_->capturing(lane)) {
+      state_->park(got.block, got.waits);
+      TORCH_CHECK(false, "Pool: expected memory that no other stream used before, for a graph that is being captured, ",
+                  "got none free; make the pool larger, or synchronize() the device and try again");
+    }
     const CUDAStream stream = stream_of(lane, index_);
-    for (const LaneId other : others) Moment(stream_of(other, index_)).hold(stream);
+    for (const LaneId other : got.waits) Moment(stream_of(other, index_)).hold(stream);
   }
 
   void make_room(arena::Arena& arena, std::size_t) override { state_->prepare(arena, lane()); }

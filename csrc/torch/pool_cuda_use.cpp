@@ -119,7 +119,9 @@ class CudaUse final : public PoolUse {
 
 }  // namespace
 
-std::unique_ptr<PoolUse> make_cuda_use(std::shared_ptr<Pool> pool) { return std::make_unique<CudaUse>(std::move(pool)); }
+std::unique_ptr<PoolUse> make_cuda_use(std::shared_ptr<Pool> pool) {
+  return std::make_unique<CudaUse>(std::move(pool));
+}
 
 }  // namespace memkit
 

@@ -25,7 +25,8 @@ class PoolDevice {
 
   // A CUDA pool's lane is the current stream; an allocation that takes over another lane's memory waits for it.
   virtual arena::LaneId lane() const { return 0; }
-  virtual void wait(arena::LaneId, const std::vector<arena::LaneId>&) {}
+  // Where it cannot wait it keeps the block until others are done with it, and raises.
+  virtual void wait(arena::LaneId, const arena::Allocation&) {}
 
   // Before an allocation: blocks that work in flight may still read come back here, if they are needed.
   virtual void make_room(arena::Arena&, std::size_t) {}

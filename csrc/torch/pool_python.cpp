@@ -5,6 +5,8 @@
 
 #include <unordered_map>
 
+#include "pool_use.h"
+
 namespace memkit {
 
 namespace py = pybind11;
@@ -79,7 +81,7 @@ namespace {
 
 std::shared_ptr<Pool> make_pool(const std::string& device, bool pinned, std::size_t size, std::size_t max, bool grow,
                                 std::size_t growth, bool debug) {
-  TORCH_CHECK_VALUE(device == "cpu", "Pool: expected device 'cpu' in this build of memkit, got '", device, "'");
+  const c10::Device target(device);
   arena::Options options;
   options.capacity = size;
   options.max = max ? max : SIZE_MAX;
@@ -87,7 +89,10 @@ std::shared_ptr<Pool> make_pool(const std::string& device, bool pinned, std::siz
   options.growth = growth;
   options.debug = debug;
   const py::gil_scoped_release no_gil;  // pages are touched
-  return Pool::create(pinned ? make_pinned_device() : make_cpu_device(), std::move(options));
+  auto backend = target.is_cuda() ? make_cuda_device(target.index())
+                 : pinned         ? make_pinned_device()
+                                  : make_cpu_device();
+  return Pool::create(std::move(backend), std::move(options));
 }
 
 py::dict stats(Pool& pool) {
@@ -149,20 +154,27 @@ py::object leave_scope(Pool& pool, std::size_t depth) {
   return held;
 }
 
-// One `with pool.use()`: made where it starts. The pool stays as long as it.
-struct Use {
-  explicit Use(std::shared_ptr<Pool> pool) : pool(std::move(pool)) {}
-  std::shared_ptr<Pool> pool;
-  CpuSource* outer = nullptr;
-
-  void enter() { outer = exchange_cpu_source(pool.get()); }
-  bool leave() {
-    CpuSource* mine = exchange_cpu_source(outer);
-    if (mine == pool.get()) return true;
+// On the CPU: the tap asks the pool.
+class CpuUse final : public PoolUse {
+ public:
+  explicit CpuUse(std::shared_ptr<Pool> pool) : pool_(std::move(pool)) {}
+  void enter() override { outer_ = exchange_cpu_source(pool_.get()); }
+  bool leave() override {
+    CpuSource* mine = exchange_cpu_source(outer_);
+    if (mine == pool_.get()) return true;
     exchange_cpu_source(mine);
     return false;
   }
+
+ private:
+  const std::shared_ptr<Pool> pool_;
+  CpuSource* outer_ = nullptr;
 };
+
+std::unique_ptr<PoolUse> make_use(std::shared_ptr<Pool> pool) {
+  if (pool->device().device().is_cuda()) return make_cuda_use(std::move(pool));
+  return std::make_unique<CpuUse>(std::move(pool));
+}
 
 }  // namespace
 
@@ -200,10 +212,10 @@ void bind_pool(py::module_& m) {
           py::call_guard<py::gil_scoped_release>())
       .def("wake", &Pool::wake, py::call_guard<py::gil_scoped_release>())
       .def("asleep", &Pool::asleep);
-  py::class_<Use>(m, "PoolUse")
-      .def(py::init<std::shared_ptr<Pool>>())
-      .def("enter", &Use::enter)
-      .def("leave", &Use::leave);
+  py::class_<PoolUse>(m, "PoolUse")
+      .def(py::init(&make_use))
+      .def("enter", &PoolUse::enter)
+      .def("leave", &PoolUse::leave);
   m.add_object("PoolBase", make_pool_base());
 }
 

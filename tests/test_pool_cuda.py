@@ -1,0 +1,219 @@
+"""Pools in CUDA memory: streams, graphs, torch's own allocations, sleep."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import memkit
+
+pytestmark = pytest.mark.cuda
+MIB = 1 << 20
+
+
+@pytest.fixture
+def pool() -> Iterator[memkit.Pool]:
+    with memkit.Pool("64MiB", device="cuda", grow=False) as pool:
+        yield pool
+        torch.cuda.synchronize()
+        pool.check()
+
+
+def busy(stream: torch.cuda.Stream, milliseconds: int = 50) -> None:
+    """Work on a stream that is still going on when this returns."""
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(2_000_000 * milliseconds)
+
+
+def test_tensors(pool: memkit.Pool) -> None:
+    x = pool.empty(1000, 33, dtype=torch.bfloat16).normal_()
+    assert x.is_cuda and x.device == pool.device and x.data_ptr() % 512 == 0
+    y = pool.empty_like(x).copy_(x)
+    assert torch.equal(x, y) and pool.stats().live_blocks == 2
+    z = pool.zeros(7, requires_grad=True)
+    (z * 2).sum().backward()
+    assert torch.equal(z.grad, torch.full((7,), 2.0, device="cuda"))
+    del x, y, z
+    assert pool.stats().allocated == 0
+
+
+def test_reserves_once(pool: memkit.Pool) -> None:
+    reserved = pool.stats().reserved
+    for size in (1, 4096, 5 * MIB, 40 * MIB):
+        pool.empty(size, dtype=torch.uint8).zero_()
+    assert pool.stats().reserved == reserved
+    with pytest.raises(memkit.PoolExhausted, match="asked|free"):
+        pool.empty(65 * MIB, dtype=torch.uint8)
+
+
+def test_reuse_on_the_same_stream_is_at_once(pool: memkit.Pool) -> None:
+    x = pool.empty(40 * MIB, dtype=torch.uint8)
+    at = x.data_ptr()
+    del x
+    assert pool.empty(40 * MIB, dtype=torch.uint8).data_ptr() == at
+
+
+def test_another_stream_waits_for_the_memory_it_takes_over(pool: memkit.Pool) -> None:
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    n = 40 * MIB // 4
+    result = torch.empty(n, device="cuda")
+    torch.cuda.synchronize()
+    busy(first)
+    with torch.cuda.stream(first):
+        x = pool.full((n,), 1.0)
+        result.copy_(x)
+        del x
+    with torch.cuda.stream(second):
+        y = pool.full((n,), 2.0)  # the same memory: there is no other
+    torch.cuda.synchronize()
+    assert result.eq(1).all() and y.eq(2).all()
+
+
+def test_record_stream_keeps_the_block_until_the_other_stream_is_there(pool: memkit.Pool) -> None:
+    other = torch.cuda.Stream()
+    n = 40 * MIB // 4
+    result = torch.empty(n, device="cuda")
+    x = pool.full((n,), 1.0)
+    other.wait_stream(torch.cuda.current_stream())
+    busy(other)
+    with torch.cuda.stream(other):
+        result.copy_(x)
+    x.record_stream(other)
+    del x
+    assert pool.stats().active >= 40 * MIB  # parked
+    with pytest.raises(memkit.PoolExhausted):
+        pool.empty(n)
+    torch.cuda.synchronize()
+    y = pool.full((n,), 2.0)
+    torch.cuda.synchronize()
+    assert result.eq(1).all() and y.eq(2).all()
+
+
+def test_record_stream_of_other_tensors_is_torchs() -> None:
+    memkit.Pool("1MiB", device="cuda").close()
+    x = torch.ones(MIB, device="cuda")
+    x.record_stream(torch.cuda.Stream())
+    assert x.sum().item() == MIB
+
+
+def test_a_scope_returns_its_memory_in_stream_order(pool: memkit.Pool) -> None:
+    with pool.scope():
+        x = pool.full((MIB,), 3.0)
+        total = x.sum()
+        del x
+    y = pool.full((MIB,), 5.0)
+    assert total.item() == 3 * MIB and y.sum().item() == 5 * MIB
+
+
+def test_a_graph_keeps_what_it_uses() -> None:
+    with memkit.Pool("8MiB", device="cuda", max="256MiB") as pool:
+        static = torch.full((MIB,), 1.0, device="cuda")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            scratch = pool.empty(MIB)
+            scratch.copy_(static)
+            scratch.mul_(2)
+            out = pool.empty(MIB)
+            out.copy_(scratch)
+            del scratch
+        before = pool.stats().reserved
+        noise = [pool.full((MIB,), 9.0) for _ in range(20)]  # grows in between; must not get the graph's scratch
+        assert pool.stats().reserved > before
+        for value in (1.0, 4.0):
+            static.fill_(value)
+            graph.replay()
+            torch.cuda.synchronize()
+            assert out.eq(2 * value).all()
+        assert all(tensor.eq(9).all() for tensor in noise)
+        del out, noise
+        held = pool.stats().active
+        graph.reset()
+        del graph
+        gc.collect()
+        torch.cuda.synchronize()
+        pool.empty(1)
+        assert pool.stats().active <= held
+        pool.check()
+
+
+def test_use_serves_forward_and_backward() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)).cuda()
+    x = torch.randn(64, 256, device="cuda")
+    want = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+    with memkit.Pool("256MiB", device="cuda") as pool:
+        with pool.use():
+            loss = model(x).square().mean()
+            got = torch.autograd.grad(loss, list(model.parameters()))
+        assert pool.stats().allocated > 0
+        torch.testing.assert_close(got, want)
+        outside = torch.empty(MIB, device="cuda")
+        start = outside.data_ptr()
+        assert not any(a <= start < a + size for a, size, _ in pool._core.chunks())
+        del got, loss
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        pool.check()
+
+
+def test_nested_use_takes_the_innermost() -> None:
+    with memkit.Pool("64MiB", device="cuda") as outer, memkit.Pool("64MiB", device="cuda") as inner:
+        with outer.use():
+            a = torch.empty(MIB, device="cuda")
+            with inner.use():
+                b = torch.empty(MIB, device="cuda")
+            c = torch.empty(MIB, device="cuda")
+
+        def lies_in(pool: memkit.Pool, tensor: torch.Tensor) -> bool:
+            return any(at <= tensor.data_ptr() < at + size for at, size, _ in pool._core.chunks())
+
+        assert lies_in(outer, a) and lies_in(inner, b) and lies_in(outer, c)
+        del a, b, c
+        torch.cuda.empty_cache()
+
+
+def test_sleep_gives_memory_back_and_keeps_contents_and_addresses(pool: memkit.Pool) -> None:
+    x = pool.empty(8 * MIB).normal_()
+    copy, at = x.clone(), x.data_ptr()
+    free = torch.cuda.mem_get_info()[0]
+    given = pool.sleep()
+    assert given >= 32 * MIB
+    assert torch.cuda.mem_get_info()[0] - free >= 32 * MIB
+    pool.wake()
+    assert x.data_ptr() == at and torch.equal(x, copy)
+
+
+def test_debug_finds_what_was_written_beyond_the_end() -> None:
+    with memkit.Pool("8MiB", device="cuda", debug=True) as pool:
+        x = pool.empty(1000)
+        assert x.isnan().all()
+        beyond = x.as_strided((1,), (1,), 0)
+        del beyond
+        storage = x.untyped_storage()
+        assert storage.nbytes() == 4000
+        del x, storage
+        pool.check()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_devices() -> None:
+    with memkit.Pool("8MiB", device="cuda:0") as one, memkit.Pool("8MiB", device="cuda:1") as two:
+        assert one.empty(10).device.index == 0
+        assert two.empty(10).device.index == 1
+
+
+def test_pinned_memory_is_not_rounded_to_a_power_of_two() -> None:
+    size = 129 * MIB + 512 * 1024
+    with memkit.Pool(size, pin_memory=True, grow=False) as pool:
+        x = pool.empty(size, dtype=torch.uint8)
+        assert x.is_pinned() and pool.stats().reserved < size + 4 * MIB
+        x.fill_(3)
+        y = x.cuda(non_blocking=True)
+        del x
+        z = pool.empty(size, dtype=torch.uint8).fill_(4)
+        torch.cuda.synchronize()
+        assert y.eq(3).all() and z[0] == 4
