@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,10 +13,7 @@ import torch
 from torch import Tensor
 
 from . import _C, _pool_snapshot
-
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-_LARGEST = 2**62
+from ._pool_text import available_memory, held_text, parse_device, parse_size, size_text
 
 
 class PoolExhausted(torch.OutOfMemoryError):
@@ -124,13 +119,17 @@ class Pool(_C.PoolBase):
         limit = 0 if max is None else parse_size(max, "Pool", "max")
         if 0 < limit < nbytes:
             raise ValueError(f"Pool: expected a max of at least the size, got {max!r} and {size!r}")
-        target = _device(device, pin_memory)
-        if target.type == "cpu":
-            _check_available(nbytes)
+        target = parse_device(device, pin_memory)
+        available = available_memory() if target.type == "cpu" else None
+        if available is not None and nbytes > available:
+            text = f"Pool: expected at most {size_text(available)}, the system's available memory, got {size_text(nbytes)}"
+            raise PoolExhausted(text, nbytes, available, available)
         try:
             core = _C.Pool(str(target), pin_memory, nbytes, limit, grow, 64 << 20, debug)
         except MemoryError:
-            raise PoolExhausted(f"Pool: expected {_text(nbytes)} from the system, got none", nbytes) from None
+            raise PoolExhausted(
+                f"Pool: expected {size_text(nbytes)} from the system, got none", nbytes
+            ) from None
         self._core = core
         self._id = core.id
         self._empty, self._empty_strided, _ = core.functions()
@@ -271,8 +270,8 @@ class Pool(_C.PoolBase):
         state = ", closed" if self._core.closed() else ", asleep" if self._core.asleep() else ""
         kind = f"pinned {self.device}" if self.pin_memory else str(self.device)
         return (
-            f"Pool({_text(s.reserved)} on {kind}: {_text(s.allocated)} in {s.live_blocks} blocks, "
-            f"peak {_text(s.allocated_peak)}, largest free {_text(s.largest_free)}{state})"
+            f"Pool({size_text(s.reserved)} on {kind}: {size_text(s.allocated)} in {s.live_blocks} blocks, "
+            f"peak {size_text(s.allocated_peak)}, largest free {size_text(s.largest_free)}{state})"
         )
 
     # -- memory
@@ -338,7 +337,7 @@ class PoolScope(_Within):
                 "Pool.scope: expected to leave the innermost scope of this thread first, got an outer one"
             )
         if held:
-            raise RuntimeError(_held_text(held))
+            raise RuntimeError(held_text(held))
 
 
 class PoolUse(_Within):
@@ -372,80 +371,6 @@ class PoolTag(_Within):
 
     def __exit__(self, *error: object) -> None:
         self._core.pop_tag()
-
-
-def parse_size(size: int | str, op: str, what: str = "size") -> int:
-    """Bytes from an int or text: "4096", "1.5 GiB", "100MB"."""
-    nbytes: float = -1
-    if isinstance(size, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
-        unit = _UNITS.get(match[2].upper()) if match else None
-        if match and unit:
-            nbytes = int(match[1]) * unit if match[1].isdigit() else math.ceil(float(match[1]) * unit)
-    elif isinstance(size, int) and not isinstance(size, bool):
-        nbytes = size
-    else:
-        raise TypeError(f'{op}: expected {what} as bytes or text like "512MiB", got {type(size).__name__}')
-    if not 1 <= nbytes <= _LARGEST:
-        raise ValueError(
-            f'{op}: expected {what} as bytes from 1 to 2**62 or text like "512MiB", got {size!r}'
-        )
-    return int(nbytes)
-
-
-def _device(device: torch.device | str, pin_memory: bool) -> torch.device:
-    try:
-        target = torch.device(device)
-    except (RuntimeError, TypeError):
-        raise ValueError(f"Pool: expected a device like 'cpu' or 'cuda:0', got {device!r}") from None
-    if target.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (target.index or 0) >= count:
-            raise ValueError(f"Pool: expected one of {count} CUDA devices, got {str(target)!r}")
-    elif target.type != "cpu":
-        raise ValueError(f"Pool: expected a device of type cpu or cuda, got {str(target)!r}")
-    if pin_memory and target.type != "cpu":
-        raise ValueError(f"Pool: expected device 'cpu' with pin_memory=True, got {str(target)!r}")
-    if target.type == "cpu":
-        return torch.device("cpu")
-    return target if target.index is not None else torch.device("cuda", torch.cuda.current_device())
-
-
-def _check_available(nbytes: int) -> None:
-    """The system promises more than it has, and ends processes that take it at its word."""
-    try:
-        match = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
-    except OSError:
-        return
-    available = int(match[1]) * 1024 if match else nbytes
-    if nbytes > available:
-        raise PoolExhausted(
-            f"Pool: expected at most {_text(available)}, the system's available memory, got {_text(nbytes)}",
-            nbytes,
-            available,
-            available,
-        )
-
-
-def _held_text(held: Sequence[tuple[str, int, str]]) -> str:
-    names = [f"{tag or 'untagged'}, {_text(nbytes)}" for tag, nbytes, _ in held[:5]]
-    text = (
-        f"Pool.scope: expected no living tensor of the scope at its end, got {len(held)}: {'; '.join(names)}"
-    )
-    text += ", ..." if len(held) > 5 else ""
-    for tag, _, stack in held[:5]:
-        if stack:
-            lines = [f"  {file}:{line} in {name}" for file, line, name in _pool_snapshot.frames(stack)]
-            text += f"\n{tag or 'untagged'}, made at (innermost first)\n" + "\n".join(lines)
-    return text
-
-
-def _text(nbytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.4g} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.4g} TiB"
 
 
 # What compilers see of the operators: shapes and strides. Never merged or reordered: see csrc/torch/schemas.cpp.

@@ -156,6 +156,7 @@ def test_a_million_operations(debug):
         if i % (operations // 100) == 0:
             pool.check()
     live.clear()
+    del tensor
     assert pool.stats().live_blocks == 0
     assert pool.stats().failures == failures
     pool.trim()

@@ -1,0 +1,83 @@
+"""What users give a pool, and what a pool tells them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from ._pool_snapshot import frames
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_LARGEST = 2**62
+
+
+def parse_size(size: int | str, op: str, what: str = "size") -> int:
+    """Bytes from an int or text: "4096", "1.5 GiB", "100MB"."""
+    nbytes: float = -1
+    if isinstance(size, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
+        unit = _UNITS.get(match[2].upper()) if match else None
+        if match and unit:
+            nbytes = int(match[1]) * unit if match[1].isdigit() else math.ceil(float(match[1]) * unit)
+    elif isinstance(size, int) and not isinstance(size, bool):
+        nbytes = size
+    else:
+        raise TypeError(f'{op}: expected {what} as bytes or text like "512MiB", got {type(size).__name__}')
+    if not 1 <= nbytes <= _LARGEST:
+        raise ValueError(
+            f'{op}: expected {what} as bytes from 1 to 2**62 or text like "512MiB", got {size!r}'
+        )
+    return int(nbytes)
+
+
+def parse_device(device: torch.device | str, pin_memory: bool) -> torch.device:
+    try:
+        target = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"Pool: expected a device like 'cpu' or 'cuda:0', got {device!r}") from None
+    if target.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (target.index or 0) >= count:
+            raise ValueError(f"Pool: expected one of {count} CUDA devices, got {str(target)!r}")
+    elif target.type != "cpu":
+        raise ValueError(f"Pool: expected a device of type cpu or cuda, got {str(target)!r}")
+    if pin_memory and target.type != "cpu":
+        raise ValueError(f"Pool: expected device 'cpu' with pin_memory=True, got {str(target)!r}")
+    if target.type == "cpu":
+        return torch.device("cpu")
+    return target if target.index is not None else torch.device("cuda", torch.cuda.current_device())
+
+
+def available_memory() -> int | None:
+    """Bytes. The system promises more than it has, and ends processes that take it at its word."""
+    try:
+        match = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+    except OSError:
+        return None
+    return int(match[1]) * 1024 if match else None
+
+
+def held_text(held: Sequence[tuple[str, int, str]]) -> str:
+    names = [f"{tag or 'untagged'}, {size_text(nbytes)}" for tag, nbytes, _ in held[:5]]
+    text = (
+        f"Pool.scope: expected no living tensor of the scope at its end, got {len(held)}: {'; '.join(names)}"
+    )
+    text += ", ..." if len(held) > 5 else ""
+    for tag, _, stack in held[:5]:
+        if stack:
+            lines = [f"  {file}:{line} in {name}" for file, line, name in frames(stack)]
+            text += f"\n{tag or 'untagged'}, made at (innermost first)\n" + "\n".join(lines)
+    return text
+
+
+def size_text(nbytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.4g} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.4g} TiB"

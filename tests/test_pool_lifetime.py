@@ -1,0 +1,224 @@
+"""A pool's memory: who keeps a block, copies, resizing, the end of the pool, threads, forks."""
+
+import copy
+import gc
+import io
+import os
+import pickle
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from memkit import Pool
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def pool():
+    with Pool("8MiB") as made:
+        yield made
+        gc.collect()
+        made.check()
+
+
+def inside(pool, tensor):
+    address = tensor.untyped_storage().data_ptr()
+    return any(start <= address < start + size for start, size, _ in pool._core.chunks())
+
+
+# -- lifetime ----------------------------------------------------------------------------------------------------------
+
+
+KEEPERS = {
+    "view": lambda t: t.view(-1)[5:],
+    "numpy": lambda t: t.numpy(),
+    "dlpack": lambda t: torch.utils.dlpack.to_dlpack(t),
+    "from dlpack": lambda t: torch.from_dlpack(t),
+    "storage": lambda t: t.untyped_storage(),
+    "set_": lambda t: torch.empty(0).set_(t),
+    "detach": lambda t: t.detach(),
+    "memoryview": lambda t: memoryview(t.numpy()),
+    "autograd": lambda t: (t * torch.ones(1, requires_grad=True)).sum(),
+    "parameter": nn.Parameter,
+    "transposed": lambda t: t.t(),
+}
+
+
+@pytest.mark.parametrize("name", KEEPERS)
+def test_a_block_lives_as_long_as_anything_that_reads_it(name, pool):
+    made = pool.zeros(10, 10)
+    keeper = KEEPERS[name](made)
+    del made
+    gc.collect()
+    assert pool.stats().live_blocks == 1
+    del keeper
+    gc.collect()
+    assert pool.stats().live_blocks == 0
+
+
+def test_a_block_returns_at_once(pool):
+    made = pool.empty(1000)
+    address = made.data_ptr()
+    del made
+    assert pool.stats().live_blocks == 0
+    assert pool.empty(1000).data_ptr() == address
+
+
+def test_resize(pool):
+    made = pool.empty(10).fill_(7)
+    made.resize_(5)
+    made.resize_(4000)
+    assert (made[:5] == 7).all()
+    assert inside(pool, made)
+    assert pool.stats().allocated == 16000
+    storage = made.untyped_storage()
+    storage.resize_(0)
+    assert pool.stats().live_blocks == 0
+    storage.resize_(16000)
+    made.fill_(1)
+    made.resize_(16 * MIB)  # the pool grows
+    assert made[3999] == 1
+    full = Pool("1MiB", grow=False)
+    other = full.zeros(4)
+    other.resize_(MIB)  # from torch's allocator: there is no room
+    assert not inside(full, other)
+    assert full.stats().live_blocks == 0
+    del full
+    other.resize_(2 * MIB).fill_(1)
+
+
+def test_copies(pool, tmp_path):
+    made = pool.zeros(64, dtype=torch.float64).normal_()
+    big = pool.empty(100_000)
+    file = tmp_path / "t.pt"
+    torch.save(made, file)
+    assert file.stat().st_size < 4000  # its own storage, not the pool
+    assert torch.equal(torch.load(file), made)
+    assert torch.equal(pickle.loads(pickle.dumps(made)), made)
+    assert torch.equal(copy.deepcopy(made), made)
+    assert torch.equal(copy.copy(made), made)
+    assert torch.equal(made.clone(), made)
+    assert torch.equal(torch.from_numpy(made.numpy()), made)
+    buffer = io.BytesIO()
+    torch.save({"a": made, "view": made[3:5]}, buffer)
+    buffer.seek(0)
+    assert torch.equal(torch.load(buffer)["view"], made[3:5])
+    before = made.clone()
+    made.share_memory_()
+    assert made.is_shared()
+    assert torch.equal(made, before)
+    assert pool.stats().live_blocks == 1
+    assert big.numel() == 100_000
+    other = torch.empty(0, dtype=torch.float64).set_(made)
+    assert other.data_ptr() == made.data_ptr()
+
+
+def test_module_on_pool_memory(pool):
+    model = nn.Linear(8, 8)
+    for parameter in model.parameters():
+        parameter.data = pool.new_like(parameter).copy_(parameter)
+    twin = copy.deepcopy(model)
+    x = torch.randn(2, 8)
+    assert torch.equal(model(x), twin(x))
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    model.load_state_dict(state)
+    assert inside(pool, model.weight)
+
+
+def test_after_close():
+    pool = Pool("2MiB")
+    made = pool.full((1000,), 5.0)
+    pool.close()
+    pool.close()
+    for call in (lambda: pool.empty(1), lambda: pool.zeros(2), lambda: pool.scope().__enter__()):
+        with pytest.raises(RuntimeError, match="clos"):
+            call()
+    assert (made == 5).all()
+    made.resize_(2000)
+    assert made[999] == 5
+    assert "closed" in repr(pool)
+    assert pool.empty(0).numel() == 0
+    del made
+    gc.collect()
+    assert pool.stats().reserved == 0
+
+
+def test_a_forgotten_pool_keeps_its_tensors():
+    made = Pool("1MiB").full((1000,), 2.0)
+    gc.collect()
+    assert (made == 2).all()
+
+
+def test_a_pool_is_not_copied(pool):
+    for call in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError, match="expected to stay in its process"):
+            call(pool)
+
+
+def test_fork(pool):
+    made = pool.full((1000,), 3.0)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            ok = bool((made == 3).all())
+            made.fill_(9)
+            made = None
+            gc.collect()
+            try:
+                pool.empty(3)
+            except RuntimeError as error:
+                ok = ok and "fork" in str(error)
+            ok = ok and "parent" in repr(pool)
+            with pool.use():
+                ok = ok and bool(torch.ones(3).sum() == 3)
+            code = 0 if ok else 2
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    assert (made == 3).all()
+    assert pool.stats().live_blocks == 1
+
+
+def test_threads(pool):
+    errors = []
+
+    def work(seed):
+        try:
+            held = []
+            for i in range(3000):
+                n = (seed * 37 + i * 101) % 5000 + 1
+                held.append((pool.empty(n, dtype=torch.uint8).fill_(i % 251), i % 251))
+                if len(held) > 10:
+                    t, value = held.pop((seed + i) % 10)
+                    assert int(t[0]) == value == int(t[-1])
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert pool.stats().live_blocks == 0
+    assert pool.stats().allocations >= 24000
+
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def test_resident_memory_stays_flat(pool):
+    def churn(n):
+        for i in range(n):
+            pool.empty(i % 3000 + 1)
+
+    churn(20_000)
+    before = resident()
+    churn(200_000)
+    assert resident() - before < 2 * MIB

@@ -1,0 +1,178 @@
+"""A pool's numbers, snapshots and debug mode; sleep."""
+
+import ctypes
+import gc
+import os
+import pickle
+import subprocess
+import sys
+import threading
+
+import numpy
+import pytest
+import torch
+
+from memkit import Pool
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def pool():
+    with Pool("8MiB") as made:
+        yield made
+        gc.collect()
+        made.check()
+
+
+def inside(pool, tensor):
+    address = tensor.untyped_storage().data_ptr()
+    return any(start <= address < start + size for start, size, _ in pool._core.chunks())
+
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+# -- reports -----------------------------------------------------------------------------------------------------------
+
+
+def test_stats_and_repr():
+    pool = Pool("1MiB")
+    a = pool.empty(1000, dtype=torch.uint8, tag="a")
+    with pool.tag("b"):
+        b = pool.empty(3000, dtype=torch.uint8)
+        with pool.tag("c"):
+            c = pool.empty(10, dtype=torch.uint8)
+            d = pool.empty(20, dtype=torch.uint8, tag="d")
+        e = pool.empty(1, dtype=torch.uint8)
+    s = pool.stats()
+    assert (s.allocated, s.live_blocks, s.allocations, s.frees) == (4031, 5, 5, 0)
+    assert s.reserved == MIB == s.active + s.free
+    assert (s.hits, s.growths, s.chunks) == (5, 0, 1)
+    assert pool.holders() == [("b", 3001, 2), ("a", 1000, 1), ("d", 20, 1), ("c", 10, 1)]
+    assert repr(pool).startswith("Pool(1 MiB on cpu: 3.937 KiB in 5 blocks, peak 3.937 KiB, largest free ")
+    del a, b, c, d, e
+    assert pool.stats().allocated_peak == 4031
+    pool.reset_peaks()
+    assert pool.stats().allocated_peak == 0
+    assert pool.check() == repr(pool)
+    with pytest.raises(ValueError, match="expected a name"):
+        pool.tag("")
+
+
+def test_tags_are_the_threads(pool):
+    made = []
+    with pool.tag("mine"):
+        thread = threading.Thread(target=lambda: made.append(pool.empty(1)))
+        thread.start()
+        thread.join()
+    assert [tag for tag, _, _ in pool.holders()] == [""]
+
+
+def test_snapshot(tmp_path):
+    pool = Pool("2MiB", debug=True)
+    held = [pool.empty(1000, tag="weights"), pool.empty(5)]
+    path = tmp_path / "pool.pickle"
+    pool.snapshot(path)
+    with path.open("rb") as file:
+        data = pickle.load(file)
+    from torch.cuda import _memory_viz
+
+    segment = data["segments"][0]
+    assert segment["total_size"] == 2 * MIB == sum(block["size"] for block in segment["blocks"])
+    live = [block for block in segment["blocks"] if block["state"] == "active_allocated"]
+    assert [block["requested_size"] for block in live] == [4000, 20]
+    assert live[0]["frames"][0]["name"] == "weights"
+    assert any(frame["name"] == "test_snapshot" for frame in live[1]["frames"])
+    assert "2.0MiB" in _memory_viz.segsum(data).replace(" ", "")
+    for plot in (_memory_viz.trace_plot, _memory_viz.segment_plot):
+        assert "<script" in plot(data)
+    page = tmp_path / "page.html"
+    command = [sys.executable, "-m", "torch.cuda._memory_viz", "trace_plot", str(path), "-o", str(page)]
+    subprocess.run(command, check=True, capture_output=True)
+    assert page.exists()
+    assert len(held) == 2
+
+
+def test_profiler_sees_the_pool(pool):
+    with torch.profiler.profile(profile_memory=True) as profile:
+        with torch.profiler.record_function("making"):
+            made = pool.empty(1000)
+        with torch.profiler.record_function("dropping"):
+            del made
+    memory = {event.key: event.self_cpu_memory_usage for event in profile.key_averages()}
+    assert memory["making"] == 4000
+    assert memory["dropping"] == -4000
+    pool.empty(10)
+
+
+# -- debug mode --------------------------------------------------------------------------------------------------------
+
+
+def test_debug_poison():
+    pool = Pool("1MiB", debug=True)
+    made = pool.empty(100)
+    assert made.isnan().all()
+    assert pool.empty(100, dtype=torch.bfloat16).isnan().all()
+    peek = numpy.frombuffer((ctypes.c_char * 400).from_address(made.data_ptr()), dtype=numpy.float32)
+    del made
+    assert (peek > 3e38).all()
+
+
+def test_debug_canaries(capfd):
+    pool = Pool("1MiB", debug=True)
+    made = pool.empty(10, tag="culprit")
+    beyond = torch.frombuffer((ctypes.c_char * 48).from_address(made.data_ptr()), dtype=torch.uint8)
+    beyond[40:] = 0
+    del made
+    with pytest.raises(RuntimeError, match=r"something wrote after its block: 40 bytes at .* of culprit"):
+        pool.check()
+    assert "culprit" in capfd.readouterr().err
+
+
+# -- sleep -------------------------------------------------------------------------------------------------------------
+
+
+def test_sleep_and_wake(tmp_path):
+    pool = Pool("64MiB")
+    held = [pool.full((n,), float(n)) for n in (1, 1000, 1_000_000, 5_000_000)]
+    addresses = [t.data_ptr() for t in held]
+    before = resident()
+    assert pool.sleep() == pool.stats().reserved
+    assert before - resident() > 50 * MIB
+    assert "asleep" in repr(pool)
+    with pytest.raises(RuntimeError, match="a pool that sleeps; call wake"):
+        pool.empty(1)
+    with pytest.raises(RuntimeError, match="sleeps already"):
+        pool.sleep()
+    del held[1]
+    pool.wake()
+    assert [t.data_ptr() for t in held] == [addresses[0], *addresses[2:]]
+    assert all((t == t.numel()).all() for t in held)
+    pool.check()
+    with pytest.raises(RuntimeError, match="awake"):
+        pool.wake()
+    pool.sleep(file=tmp_path / "contents")
+    assert (tmp_path / "contents").stat().st_size >= 24_000_000
+    pool.wake()
+    assert (held[1] == 1_000_000).all()
+
+
+def test_sleep_of_a_tag():
+    pool = Pool("64MiB")
+    weights = [pool.full((1_000_000,), 3.0, tag="weights") for _ in range(2)]
+    cache = pool.full((1_000_000,), 4.0, tag="cache")
+    assert pool.sleep("weights") >= 8_000_000
+    with pytest.raises(RuntimeError, match="a tag that sleeps"):
+        pool.empty(1, tag="weights")
+    assert (cache == 4).all()
+    del weights[0]
+    other = pool.full((1_000_000,), 5.0)  # where the freed one was
+    pool.wake()
+    assert (weights[0] == 3).all()
+    assert (other == 5).all()
+    assert (cache == 4).all()
+    with pytest.raises(ValueError, match="expected a tag or None"):
+        pool.sleep("")
