@@ -1,0 +1,243 @@
+#include "search.h"
+
+#include <algorithm>
+#include <limits>
+
+namespace memkit::arena {
+namespace {
+
+constexpr std::int64_t kNone = std::numeric_limits<std::int64_t>::max();
+
+}  // namespace
+
+Search::Search(std::vector<Item> items, std::uint64_t seed) : items_(std::move(items)), random_(seed) {
+  const int n = int(items_.size());
+  for (const Item& item : items_) sections_ = std::max(sections_, item.last);
+  starting_.resize(sections_);
+  ending_.resize(sections_);
+  covering_.resize(sections_);
+  touching_.resize(n);
+  for (int i = 0; i < n; ++i) {
+    starting_[items_[i].first].push_back(i);
+    ending_[items_[i].last - 1].push_back(i);
+    for (int s = items_[i].first; s < items_[i].last; ++s) covering_[s].push_back(i);
+  }
+  for (int s = 0; s < sections_; ++s)
+    for (int a : starting_[s])
+      for (int b : covering_[s])
+        if (a != b && (items_[b].first < s || a < b)) touching_[a].push_back(b), touching_[b].push_back(a);
+  weight_.assign(sections_, 1);
+  taste_.assign(n, 1);
+}
+
+std::int64_t Search::height() const {
+  std::int64_t top = 0;
+  for (std::size_t i = 0; i < items_.size(); ++i) top = std::max(top, offsets_[i] + items_[i].size);
+  return top;
+}
+
+Search::Outcome Search::fit(std::int64_t ceiling, std::int64_t patience, const std::function<bool()>& expired) {
+  ceiling_ = ceiling;
+  patience_ = patience;
+  expired_ = &expired;
+  dead_ends = 0;
+  stopped_ = false;
+  placed_count_ = 0;
+  last_conflict_ = -1;
+  offsets_.assign(items_.size(), 0);
+  placed_.assign(items_.size(), 0);
+  floor_.assign(sections_, 0);
+  left_.assign(sections_, 0);
+  on_top_.assign(sections_, -1);
+  is_dirty_.assign(sections_, 0);
+  dirty_.clear();
+  trail_.clear();
+  for (int s = 0; s < sections_; ++s) {
+    for (int i : covering_[s]) left_[s] += items_[i].size;
+    if (left_[s] > ceiling) return Outcome::impossible;
+  }
+  style_ = int(random_() % 6);
+  std::uniform_real_distribution<double> noise(0.7, 1.3);
+  for (double& t : taste_) t = noise(random_);
+  if (descend()) return Outcome::found;
+  return stopped_ ? Outcome::gave_up : Outcome::impossible;
+}
+
+bool Search::descend() {
+  if (placed_count_ == int(items_.size())) return true;
+  const Choice choice = choose();
+  if ((++nodes_ & 255) == 0 && (*expired_)()) stopped_ = true;
+  std::vector<int> options;
+  candidates(choice, options);
+  if (options.size() > 1) {
+    std::vector<std::pair<double, int>> ranked;
+    for (int i : options) ranked.emplace_back(-worth(i, choice), i);
+    std::sort(ranked.begin(), ranked.end());
+    for (std::size_t k = 0; k < options.size(); ++k) options[k] = ranked[k].second;
+  }
+  const std::size_t mark = trail_.size();
+  for (std::size_t k = 0; k <= options.size(); ++k) {
+    const bool skipping = k == options.size();
+    if (skipping && !choice.may_skip) {
+      if (options.empty()) {
+        weight_[choice.section] += 1;
+        if (++dead_ends > patience_) stopped_ = true;
+      }
+      break;
+    }
+    if (skipping ? skip(choice) : place(options[k])) {
+      if (descend()) return true;
+    } else {
+      ++dead_ends;
+      if (dead_ends > patience_) stopped_ = true;
+    }
+    undo(mark);
+    if (!skipping && placed_[options[k]]) {
+      placed_[options[k]] = 0;
+      --placed_count_;
+    }
+    if (stopped_) return false;
+    last_conflict_ = choice.section;
+  }
+  return false;
+}
+
+int Search::count(int section, bool left) const {
+  int n = 0;
+  for (int i : left ? starting_[section] : ending_[section]) n += !placed_[i] && offsets_[i] == floor_[section];
+  return n;
+}
+
+Search::Choice Search::choose() {
+  Choice best;
+  for (int s = 0; s < sections_;) {
+    int end = s + 1;
+    while (end < sections_ && floor_[end] == floor_[s]) ++end;
+    const std::int64_t before = s ? floor_[s - 1] : kNone, after = end < sections_ ? floor_[end] : kNone;
+    if (floor_[s] != kNone && before > floor_[s] && after > floor_[s]) {
+      for (bool left : {true, false}) {
+        Choice choice{left ? s : end - 1, left};
+        const int options = count(choice.section, left);
+        if (floor_[choice.section] + left_[choice.section] < ceiling_)
+          choice.may_skip = skip_floor(choice, nullptr, nullptr) <= ceiling_ - left_[choice.section];
+        choice.cost = options + choice.may_skip <= 1 ? 0 : (options + choice.may_skip) / weight_[choice.section];
+        if (choice.cost < best.cost) best = choice;
+        if (best.cost == 0) return best;
+      }
+    }
+    s = end;
+  }
+  return best;
+}
+
+void Search::candidates(const Choice& choice, std::vector<int>& out) const {
+  const int s = choice.section;
+  for (int i : choice.left ? starting_[s] : ending_[s]) {
+    if (placed_[i] || offsets_[i] != floor_[s]) continue;
+    // Of two alike, and of two of one lifetime on top of each other, one order will do.
+    const int below = int(on_top_[s]);
+    if (below > i && same_kind(below, i) && offsets_[below] + items_[below].size == floor_[s]) continue;
+    bool alike = false;
+    for (int j : out) alike = alike || (same_kind(i, j) && items_[i].size == items_[j].size);
+    if (!alike) out.push_back(i);
+  }
+}
+
+double Search::worth(int i, const Choice& choice) {
+  const Item& item = items_[i];
+  const std::int64_t top = offsets_[i] + item.size;
+  double w = 0;
+  switch (style_ % 3) {
+    case 0: w = double(item.size) / double(ceiling_); break;
+    case 1: w = double(item.size) / double(ceiling_) * (item.last - item.first) / sections_; break;
+    default: w = double(item.last - item.first) / sections_; break;
+  }
+  w *= taste_[i];
+  if (style_ < 3) {
+    if (item.first > 0 && floor_[item.first - 1] == top) w += 1;
+    if (item.last < sections_ && floor_[item.last] == top) w += 1;
+    (void)choice;
+  }
+  return w;
+}
+
+void Search::raise(int item, std::int64_t offset) {
+  const std::int64_t old = offsets_[item];
+  if (offset <= old) return;
+  set(offsets_[item], offset);
+  for (int s = items_[item].first; s < items_[item].last; ++s)
+    if (floor_[s] == old && !is_dirty_[s]) is_dirty_[s] = 1, dirty_.push_back(s);
+}
+
+bool Search::place(int i) {
+  const Item& item = items_[i];
+  const std::int64_t top = offsets_[i] + item.size;
+  placed_[i] = 1;
+  ++placed_count_;
+  for (int s = item.first; s < item.last; ++s) {
+    set(left_[s], left_[s] - item.size);
+    set(on_top_[s], i);
+    if (!is_dirty_[s]) is_dirty_[s] = 1, dirty_.push_back(s);
+  }
+  for (int j : touching_[i])
+    if (!placed_[j]) raise(j, top);
+  return settle();
+}
+
+// The lowest floor there is where none of the items that could stand in the section's corner does. In a plan where
+// nothing can slide down, each of them then rests on another item that is not yet placed.
+std::int64_t Search::skip_floor(const Choice& choice, std::vector<int>* standing, std::int64_t* common) const {
+  const int s = choice.section;
+  std::int64_t rest = kNone, others = kNone;
+  for (int i : covering_[s]) {
+    if (placed_[i]) continue;
+    if (offsets_[i] != floor_[s]) {
+      others = std::min(others, offsets_[i]);
+      continue;
+    }
+    if (standing) standing->push_back(i);
+    for (int j : touching_[i]) {
+      if (placed_[j]) continue;
+      const bool corner = items_[j].first <= s && s < items_[j].last && offsets_[j] == floor_[s];
+      if (!corner) rest = std::min(rest, offsets_[j] + items_[j].size);
+    }
+  }
+  if (common) *common = rest;
+  return std::min(rest, others);
+}
+
+bool Search::skip(const Choice& choice) {
+  std::vector<int> standing;
+  std::int64_t common = 0;
+  skip_floor(choice, &standing, &common);
+  if (common == kNone) return false;
+  for (int i : standing) raise(i, common);
+  return settle();
+}
+
+bool Search::settle() {
+  bool good = true;
+  for (int s : dirty_) {
+    is_dirty_[s] = 0;
+    if (!good) continue;
+    std::int64_t lowest = kNone;
+    for (int i : covering_[s])
+      if (!placed_[i]) lowest = std::min(lowest, offsets_[i]);
+    if (lowest != floor_[s]) set(floor_[s], lowest);
+    if (lowest != kNone && lowest > ceiling_ - left_[s]) {
+      good = false;
+      weight_[s] += 1;
+    }
+  }
+  dirty_.clear();
+  return good;
+}
+
+void Search::undo(std::size_t mark) {
+  while (trail_.size() > mark) {
+    *trail_.back().first = trail_.back().second;
+    trail_.pop_back();
+  }
+}
+
+}  // namespace memkit::arena
