@@ -2,7 +2,10 @@
 #pragma once
 
 #include <algorithm>
+#include <cinttypes>
 #include <cstdint>
+#include <cstdio>
+#include <fstream>
 #include <random>
 #include <string>
 #include <utility>
@@ -103,6 +106,20 @@ class Cutter {
   std::mt19937_64 random_;
   std::vector<Piece> pieces_;
 };
+
+// A file with the columns id,lower,upper,size.
+inline std::vector<Buffer> read_trace(const std::string& path) {
+  std::vector<Buffer> buffers;
+  std::ifstream file(path);
+  std::string line;
+  std::getline(file, line);
+  while (std::getline(file, line)) {
+    Buffer b;
+    if (std::sscanf(line.c_str(), "%*[^,],%" SCNd64 ",%" SCNd64 ",%" SCNd64, &b.lower, &b.upper, &b.size) == 3)
+      buffers.push_back(b);
+  }
+  return buffers;
+}
 
 inline std::vector<Instance> hard_instances(std::uint64_t seed) {
   using Shape = Cutter::Shape;

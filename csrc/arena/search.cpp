@@ -56,6 +56,11 @@ Search::Outcome Search::fit(std::int64_t ceiling, std::int64_t patience, const s
     for (int i : covering_[s]) left_[s] += items_[i].size;
     if (left_[s] > ceiling) return Outcome::impossible;
   }
+  reach_ = left_;
+  lowest_first_ = false;
+  soft_ = double(ceiling) / 64;
+  waste_taste_ = std::uniform_real_distribution<double>(0, 1)(random_);
+  skip_taste_ = std::uniform_real_distribution<double>(0, 1)(random_);
   style_ = int(random_() % 6);
   std::uniform_real_distribution<double> noise(0.7, 1.3);
   for (double& t : taste_) t = noise(random_);
@@ -69,37 +74,46 @@ bool Search::descend() {
   if ((++nodes_ & 255) == 0 && (*expired_)()) stopped_ = true;
   std::vector<int> options;
   candidates(choice, options);
-  if (options.size() > 1) {
-    std::vector<std::pair<double, int>> ranked;
-    for (int i : options) ranked.emplace_back(-worth(i, choice), i);
-    std::sort(ranked.begin(), ranked.end());
-    for (std::size_t k = 0; k < options.size(); ++k) options[k] = ranked[k].second;
-  }
   const std::size_t mark = trail_.size();
-  for (std::size_t k = 0; k <= options.size(); ++k) {
-    const bool skipping = k == options.size();
-    if (skipping && !choice.may_skip) {
-      if (options.empty()) {
-        weight_[choice.section] += 1;
-        if (++dead_ends > patience_) stopped_ = true;
-      }
+  std::vector<std::pair<double, int>> ranked;  // -1: the corner stays empty
+  const auto fails = [&](int section) {
+    weight_[section] += 1;
+    last_conflict_ = section;
+    if (++dead_ends > patience_) stopped_ = true;
+  };
+  if (options.empty() && !choice.may_skip) fails(choice.section);
+  const bool single = options.size() + choice.may_skip == 1;
+  if (choice.may_skip) options.push_back(-1);
+  for (int i : options) {
+    if (single) {
+      ranked.emplace_back(0, i);
       break;
     }
-    if (skipping ? skip(choice) : place(options[k])) {
+    const double value = i < 0 ? 0 : worth(i, choice);
+    waste_ = 0;
+    const bool good = i < 0 ? skip(choice) : place(i);
+    if (good) ranked.emplace_back(waste_ * waste_taste_ - value + (i < 0 ? skip_taste_ : 0), i);
+    else fails(culprit_);
+    retract(mark, i);
+  }
+  std::sort(ranked.begin(), ranked.end());
+  for (const auto& [score, i] : ranked) {
+    if (stopped_) return false;
+    if (i < 0 ? skip(choice) : place(i)) {
       if (descend()) return true;
     } else {
-      ++dead_ends;
-      if (dead_ends > patience_) stopped_ = true;
+      fails(culprit_);
     }
-    undo(mark);
-    if (!skipping && placed_[options[k]]) {
-      placed_[options[k]] = 0;
-      --placed_count_;
-    }
-    if (stopped_) return false;
-    last_conflict_ = choice.section;
+    retract(mark, i);
   }
   return false;
+}
+
+void Search::retract(std::size_t mark, int item) {
+  undo(mark);
+  if (item < 0 || !placed_[item]) return;
+  placed_[item] = 0;
+  --placed_count_;
 }
 
 int Search::count(int section, bool left) const {
@@ -120,7 +134,7 @@ Search::Choice Search::choose() {
         const int options = count(choice.section, left);
         if (floor_[choice.section] + left_[choice.section] < ceiling_)
           choice.may_skip = skip_floor(choice, nullptr, nullptr) <= ceiling_ - left_[choice.section];
-        choice.cost = options + choice.may_skip <= 1 ? 0 : (options + choice.may_skip) / weight_[choice.section];
+        choice.cost = options + choice.may_skip <= 1 ? 0 : lowest_first_ ? 1 + double(floor_[s]) : (options + choice.may_skip) / weight_[choice.section];
         if (choice.cost < best.cost) best = choice;
         if (best.cost == 0) return best;
       }
@@ -224,9 +238,14 @@ bool Search::settle() {
     for (int i : covering_[s])
       if (!placed_[i]) lowest = std::min(lowest, offsets_[i]);
     if (lowest != floor_[s]) set(floor_[s], lowest);
-    if (lowest != kNone && lowest > ceiling_ - left_[s]) {
+    if (lowest == kNone) continue;
+    const std::int64_t reach = lowest + left_[s];
+    if (reach > ceiling_) {
       good = false;
-      weight_[s] += 1;
+      culprit_ = s;
+    } else if (reach > reach_[s]) {
+      waste_ += double(reach - reach_[s]) / (double(ceiling_ - reach_[s]) + soft_);
+      set(reach_[s], reach);
     }
   }
   dirty_.clear();

@@ -13,13 +13,9 @@
 #include <utility>
 #include <vector>
 
-namespace memkit::arena {
+#include "greedy.h"
 
-// Covers the sections [first, last).
-struct Item {
-  int first, last;
-  std::int64_t size;
-};
+namespace memkit::arena {
 
 class Search {
  public:
@@ -51,6 +47,7 @@ class Search {
   void raise(int item, std::int64_t offset);
   bool settle();
   void undo(std::size_t mark);
+  void retract(std::size_t mark, int item);
   void candidates(const Choice& choice, std::vector<int>& out) const;
   int count(int section, bool left) const;
   double worth(int item, const Choice& choice);
@@ -68,17 +65,18 @@ class Search {
 
   std::int64_t ceiling_ = 0, patience_ = 0, nodes_ = 0;
   int placed_count_ = 0, last_conflict_ = -1;
-  bool stopped_ = false;
+  bool stopped_ = false, lowest_first_ = false;
   const std::function<bool()>* expired_ = nullptr;
   std::vector<std::int64_t> offsets_;  // of a placed item; else the lowest it can have
   std::vector<char> placed_;
-  std::vector<std::int64_t> floor_, left_, on_top_;
+  std::vector<std::int64_t> floor_, left_, on_top_, reach_;
   std::vector<int> dirty_;
   std::vector<char> is_dirty_;
   std::vector<std::pair<std::int64_t*, std::int64_t>> trail_;
   std::vector<double> weight_, taste_;
   std::mt19937_64 random_;
-  int style_ = 0;
+  int style_ = 0, culprit_ = 0;
+  double waste_ = 0, waste_taste_ = 1, skip_taste_ = 0, soft_ = 1;
 };
 
 }  // namespace memkit::arena
