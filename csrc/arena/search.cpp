@@ -26,6 +26,14 @@ Search::Search(std::vector<Item> items, std::uint64_t seed) : items_(std::move(i
     for (int a : starting_[s])
       for (int b : covering_[s])
         if (a != b && (items_[b].first < s || a < b)) touching_[a].push_back(b), touching_[b].push_back(a);
+  const Set empty((n + 63) / 64, 0);
+  const auto set_of = [&](const std::vector<int>& members) {
+    Set set = empty;
+    for (int i : members) set[i / 64] |= std::uint64_t(1) << (i % 64);
+    return set;
+  };
+  for (const auto& members : covering_) covered_.push_back(set_of(members));
+  for (const auto& members : touching_) touched_.push_back(set_of(members));
   weight_.assign(sections_, 1);
   taste_.assign(n, 1);
 }
@@ -43,7 +51,6 @@ Search::Outcome Search::fit(std::int64_t ceiling, std::int64_t patience, const s
   dead_ends = 0;
   stopped_ = false;
   placed_count_ = 0;
-  last_conflict_ = -1;
   offsets_.assign(items_.size(), 0);
   placed_.assign(items_.size(), 0);
   floor_.assign(sections_, 0);
@@ -52,12 +59,14 @@ Search::Outcome Search::fit(std::int64_t ceiling, std::int64_t patience, const s
   is_dirty_.assign(sections_, 0);
   dirty_.clear();
   trail_.clear();
+  std::int64_t bound = 0;
   for (int s = 0; s < sections_; ++s) {
     for (int i : covering_[s]) left_[s] += items_[i].size;
-    if (left_[s] > ceiling) return Outcome::impossible;
+    bound = std::max(bound, left_[s]);
   }
+  if (bound > ceiling) return Outcome::impossible;
   reach_ = left_;
-  lowest_first_ = false;
+  look_ahead_ = ceiling > bound && random_() % 2;
   soft_ = double(ceiling) / 64;
   waste_taste_ = std::uniform_real_distribution<double>(0, 1)(random_);
   skip_taste_ = std::uniform_real_distribution<double>(0, 1)(random_);
@@ -76,24 +85,30 @@ bool Search::descend() {
   candidates(choice, options);
   const std::size_t mark = trail_.size();
   std::vector<std::pair<double, int>> ranked;  // -1: the corner stays empty
+  Set blame = covered_[choice.section];
+  if (floor_[choice.section] + left_[choice.section] < ceiling_)
+    for (int i : covering_[choice.section])
+      if (!placed_[i] && offsets_[i] == floor_[choice.section]) join(blame, touched_[i]);
   const auto fails = [&](int section) {
     weight_[section] += 1;
-    last_conflict_ = section;
     if (++dead_ends > patience_) stopped_ = true;
   };
   if (options.empty() && !choice.may_skip) fails(choice.section);
-  const bool single = options.size() + choice.may_skip == 1;
+  const bool ranking = look_ahead_ && options.size() + choice.may_skip > 1;
   if (choice.may_skip) options.push_back(-1);
   for (int i : options) {
-    if (single) {
-      ranked.emplace_back(0, i);
-      break;
+    const double value = i < 0 ? -skip_taste_ : worth(i);
+    if (!ranking) {
+      ranked.emplace_back(-value, i);
+      continue;
     }
-    const double value = i < 0 ? 0 : worth(i, choice);
     waste_ = 0;
-    const bool good = i < 0 ? skip(choice) : place(i);
-    if (good) ranked.emplace_back(waste_ * waste_taste_ - value + (i < 0 ? skip_taste_ : 0), i);
-    else fails(culprit_);
+    if (i < 0 ? skip(choice) : place(i)) {
+      ranked.emplace_back(waste_ * waste_taste_ - value, i);
+    } else {
+      fails(culprit_);
+      join(blame, covered_[culprit_]);
+    }
     retract(mark, i);
   }
   std::sort(ranked.begin(), ranked.end());
@@ -103,8 +118,29 @@ bool Search::descend() {
       if (descend()) return true;
     } else {
       fails(culprit_);
+      blame_ = covered_[culprit_];
     }
+    const bool involved = concerns(mark, i);
     retract(mark, i);
+    if (!involved) return false;
+    join(blame, blame_);
+  }
+  blame_ = std::move(blame);
+  return false;
+}
+
+void Search::join(Set& set, const Set& other) {
+  for (std::size_t k = 0; k < set.size(); ++k) set[k] |= other[k];
+}
+
+// Whether the step since the mark changed anything that is to blame for the failure after it.
+bool Search::concerns(std::size_t mark, int item) const {
+  if (item >= 0 && has(blame_, item)) return true;
+  const std::less<const std::int64_t*> before;
+  for (std::size_t k = mark; k < trail_.size(); ++k) {
+    const std::int64_t* where = trail_[k].first;
+    if (before(where, offsets_.data()) || !before(where, offsets_.data() + offsets_.size())) continue;
+    if (has(blame_, int(where - offsets_.data()))) return true;
   }
   return false;
 }
@@ -134,7 +170,7 @@ Search::Choice Search::choose() {
         const int options = count(choice.section, left);
         if (floor_[choice.section] + left_[choice.section] < ceiling_)
           choice.may_skip = skip_floor(choice, nullptr, nullptr) <= ceiling_ - left_[choice.section];
-        choice.cost = options + choice.may_skip <= 1 ? 0 : lowest_first_ ? 1 + double(floor_[s]) : (options + choice.may_skip) / weight_[choice.section];
+        choice.cost = options + choice.may_skip <= 1 ? 0 : (options + choice.may_skip) / weight_[choice.section];
         if (choice.cost < best.cost) best = choice;
         if (best.cost == 0) return best;
       }
@@ -157,7 +193,7 @@ void Search::candidates(const Choice& choice, std::vector<int>& out) const {
   }
 }
 
-double Search::worth(int i, const Choice& choice) {
+double Search::worth(int i) const {
   const Item& item = items_[i];
   const std::int64_t top = offsets_[i] + item.size;
   double w = 0;
@@ -170,7 +206,6 @@ double Search::worth(int i, const Choice& choice) {
   if (style_ < 3) {
     if (item.first > 0 && floor_[item.first - 1] == top) w += 1;
     if (item.last < sections_ && floor_[item.last] == top) w += 1;
-    (void)choice;
   }
   return w;
 }

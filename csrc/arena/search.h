@@ -32,6 +32,8 @@ class Search {
   std::int64_t dead_ends = 0;
 
  private:
+  using Set = std::vector<std::uint64_t>;  // of items
+
   struct Choice {
     int section = -1;
     bool left = true;   // the niche's first section, or its last
@@ -50,7 +52,10 @@ class Search {
   void retract(std::size_t mark, int item);
   void candidates(const Choice& choice, std::vector<int>& out) const;
   int count(int section, bool left) const;
-  double worth(int item, const Choice& choice);
+  double worth(int item) const;
+  bool concerns(std::size_t mark, int item) const;
+  static void join(Set& set, const Set& other);
+  static bool has(const Set& set, int i) { return set[i / 64] >> (i % 64) & 1; }
   void set(std::int64_t& where, std::int64_t value) {
     trail_.emplace_back(&where, where);
     where = value;
@@ -63,9 +68,11 @@ class Search {
   int sections_ = 0;
   std::vector<std::vector<int>> starting_, ending_, covering_, touching_;
 
+  std::vector<Set> covered_, touched_;  // the same as sets
+  Set blame_;  // after a failure: items but for whose places it could have been avoided
   std::int64_t ceiling_ = 0, patience_ = 0, nodes_ = 0;
-  int placed_count_ = 0, last_conflict_ = -1;
-  bool stopped_ = false, lowest_first_ = false;
+  int placed_count_ = 0;
+  bool stopped_ = false, look_ahead_ = false;
   const std::function<bool()>* expired_ = nullptr;
   std::vector<std::int64_t> offsets_;  // of a placed item; else the lowest it can have
   std::vector<char> placed_;
