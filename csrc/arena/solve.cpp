@@ -23,6 +23,9 @@ struct Part {
   const char* method = "";
   std::unique_ptr<Search> search;
   std::int64_t patience = 500;
+  std::vector<int> order;         // the best for the fitter so far
+  std::int64_t order_height = 0;  // what it gave
+  Offsets order_offsets;
   int round = 0;
 };
 
@@ -157,7 +160,13 @@ class Planner {
     Fitter fitter(part.items);
     for (const std::vector<int>& order : greedy_orders(part.items)) {
       for (bool best : {false, true}) {
-        keep(part, fitter.plan(order, best, expired_), "greedy");
+        Offsets offsets = fitter.plan(order, best, expired_);
+        const std::int64_t height = height_of(part.items, offsets);
+        if (!offsets.empty() && !best && (part.order.empty() || height < part.order_height)) {
+          part.order = order;
+          part.order_height = height;
+        }
+        keep(part, std::move(offsets), "greedy");
         if (part.height <= target(part) || expired_()) return;
       }
     }
@@ -182,8 +191,40 @@ class Planner {
     } else if (outcome == Search::Outcome::impossible) {
       part.bound = goal + 1;
     }
+    shuffle(part);
     if (part.round % 3 == 0) part.patience += part.patience / 8;
     return true;
+  }
+
+  // Items that stick out on top come earlier in the order; some others change places.
+  void shuffle(Part& part) {
+    if (part.order.empty()) return;
+    Fitter fitter(part.items);
+    const int n = int(part.items.size());
+    const auto draw = [&](int below) { return int(random_() % std::uint64_t(below)); };
+    for (std::int64_t tries = part.patience / 20; tries > 0 && part.height > target(part); --tries) {
+      std::vector<int> order = part.order;
+      if (!part.order_offsets.empty() && draw(4) > 0) {
+        std::vector<int> high;
+        for (int k = 0; k < n; ++k)
+          if (part.order_offsets[order[k]] + part.items[order[k]].size > part.order_height - part.order_height / 50) high.push_back(k);
+        const int from = high[draw(int(high.size()))], to = draw(from + 1);
+        std::rotate(order.begin() + to, order.begin() + from, order.begin() + from + 1);
+      } else {
+        for (int swaps = 1 + draw(3); swaps > 0; --swaps) {
+          const int a = draw(n), b = std::min(n - 1, a + draw(1 + n / 8));
+          std::rotate(order.begin() + a, order.begin() + b, order.begin() + b + 1);
+        }
+      }
+      Offsets offsets = fitter.plan(order, false, expired_);
+      if (offsets.empty()) return;
+      const std::int64_t height = height_of(part.items, offsets);
+      if (height > part.order_height) continue;
+      part.order = std::move(order);
+      part.order_height = height;
+      part.order_offsets = offsets;
+      keep(part, std::move(offsets), "shuffle");
+    }
   }
 
   std::vector<Part> parts_;
@@ -191,6 +232,7 @@ class Planner {
   std::uint64_t seed_;
   Clock::time_point start_;
   double budget_;
+  std::mt19937_64 random_{seed_};
   std::function<bool()> expired_ = [this] { return seconds() > budget_; };
 };
 
