@@ -161,8 +161,9 @@ class Planner {
     for (const std::vector<int>& order : greedy_orders(part.items)) {
       for (bool best : {false, true}) {
         Offsets offsets = fitter.plan(order, best, expired_);
+        if (offsets.empty()) return;
         const std::int64_t height = height_of(part.items, offsets);
-        if (!offsets.empty() && !best && (part.order.empty() || height < part.order_height)) {
+        if (!best && (part.order.empty() || height < part.order_height)) {
           part.order = order;
           part.order_height = height;
         }
