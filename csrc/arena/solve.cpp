@@ -115,6 +115,24 @@ std::vector<Part> divide(const std::vector<Item>& items, Offsets& offsets) {
   return parts;
 }
 
+// The search keeps lists and sets of what lives together.
+bool searchable(const std::vector<Item>& items) {
+  if (items.size() > 10000) return false;
+  std::vector<std::int64_t> born(2 * items.size() + 1, 0), live(born);
+  for (const Item& item : items) {
+    ++born[item.first];
+    ++live[item.first];
+    --live[item.last];
+  }
+  std::partial_sum(live.begin(), live.end(), live.begin());
+  std::int64_t covers = 0, pairs = 0;
+  for (std::size_t s = 0; s < live.size(); ++s) {
+    covers += live[s];
+    pairs += born[s] * live[s];
+  }
+  return covers < 8000000 && pairs < 8000000;
+}
+
 class Planner {
  public:
   Planner(std::vector<Part> parts, std::int64_t bound, double budget, std::uint64_t seed)
@@ -176,24 +194,21 @@ class Planner {
   // False where nothing more can be done.
   bool improve(Part& part) {
     if (!part.search) {
-      // The search keeps lists of what lives together.
-      double pairs = 0, spans = 0;
-      for (const Item& item : part.items) spans += item.last - item.first;
-      pairs = spans * spans / std::max<std::size_t>(part.items.size(), 1);
-      if (spans > 2e7 || pairs > 2e9) return false;
+      if (!searchable(part.items)) return false;
       part.search = std::make_unique<Search>(part.items, seed_);
     }
     const std::int64_t low = target(part), gap = part.height - low;
-    const std::int64_t goals[] = {low, low + gap / 2, low + gap * 7 / 8};
-    const std::int64_t goal = std::min(goals[part.round++ % 3], part.height - 1);
+    // The bound itself, and steps on the way for when it is out of reach.
+    const std::int64_t goals[] = {low, low + gap / 2, low, low + gap * 7 / 8};
+    const std::int64_t goal = std::min(goals[part.round % 4], part.height - 1);
     const Search::Outcome outcome = part.search->fit(goal, part.patience, expired_);
     if (outcome == Search::Outcome::found) {
       keep(part, part.search->offsets(), "search");
     } else if (outcome == Search::Outcome::impossible) {
       part.bound = goal + 1;
     }
-    shuffle(part);
-    if (part.round % 3 == 0) part.patience += part.patience / 8;
+    if (part.round % 2 == 1) shuffle(part);
+    if (++part.round % 4 == 0) part.patience += part.patience / 8;
     return true;
   }
 
