@@ -25,13 +25,13 @@ class Cutter {
  public:
   struct Shape {
     int pieces = 200;
-    int times = 1 << 20;           // instants at which a piece may start or end
+    int times = 1 << 20;  // instants at which a piece may start or end
     std::int64_t height = 1 << 20;
-    std::int64_t grain = 1024;     // sizes are multiples of it
-    double across = 0.5;           // share of cuts that part time and not memory
-    double pinwheel = 0;           // share of cuts into five pieces around a middle one, which no straight cut makes
-    double drop = 0;               // share of pieces left out at the end, where room is spare
-    int skinny = 0;                // long-living thin pieces laid aside first
+    std::int64_t grain = 1024;  // sizes are multiples of it
+    double across = 0.5;        // share of cuts that part time and not memory
+    double pinwheel = 0;        // share of cuts into five pieces around a middle one, which no straight cut makes
+    double drop = 0;            // share of pieces left out at the end, where room is spare
+    int skinny = 0;             // long-living thin pieces laid aside first
   };
 
   Cutter(const Shape& shape, std::uint64_t seed) : shape_(shape), random_(seed) {}
@@ -45,7 +45,8 @@ class Cutter {
     // One moment keeps all of its pieces, and with them the known height.
     const int kept = draw(0, shape_.times - 1);
     for (const Piece& p : pieces_)
-      if (!chance(shape_.drop) || (p.left <= kept && kept < p.right)) result.buffers.push_back({p.left, p.right, p.top - p.bottom});
+      if (!chance(shape_.drop) || (p.left <= kept && kept < p.right))
+        result.buffers.push_back({p.left, p.right, p.top - p.bottom});
     return result;
   }
 
@@ -86,8 +87,13 @@ class Cutter {
     };
     if (chance(shape_.pinwheel) && rows >= 3 && columns >= 3) {
       const int a = p.left + draw(1, columns - 2), b = draw(a + 1, p.right - 1);
-      const std::int64_t y = draw(1, rows - 2), c = p.bottom + shape_.grain * y, d = p.bottom + shape_.grain * draw(y + 1, rows - 1);
-      return replace({{p.left, b, p.bottom, c}, {b, p.right, p.bottom, d}, {a, p.right, d, p.top}, {p.left, a, c, p.top}, {a, b, c, d}});
+      const std::int64_t y = draw(1, rows - 2), c = p.bottom + shape_.grain * y,
+                         d = p.bottom + shape_.grain * draw(y + 1, rows - 1);
+      return replace({{p.left, b, p.bottom, c},
+                      {b, p.right, p.bottom, d},
+                      {a, p.right, d, p.top},
+                      {p.left, a, c, p.top},
+                      {a, b, c, d}});
     }
     if (chance(shape_.across)) {
       if (columns < 2) return false;

@@ -25,7 +25,7 @@ Offsets plan_online(const std::vector<Item>& items) {
   std::stable_sort(deaths.begin(), deaths.end(), [&](int a, int b) { return items[a].last < items[b].last; });
 
   Offsets offsets(n, 0);
-  std::map<std::int64_t, std::int64_t> holes;                // start to end
+  std::map<std::int64_t, std::int64_t> holes;               // start to end
   std::set<std::pair<std::int64_t, std::int64_t>> by_size;  // length and start
   std::int64_t top = 0;
   const auto add = [&](std::int64_t start, std::int64_t end) {

@@ -7,6 +7,7 @@ namespace memkit::arena {
 namespace {
 
 constexpr std::int64_t kNone = std::numeric_limits<std::int64_t>::max();
+constexpr int kDeepest = 10000;  // calls: they must fit the stack of any thread
 
 }  // namespace
 
@@ -38,17 +39,11 @@ Search::Search(std::vector<Item> items, std::uint64_t seed) : items_(std::move(i
   taste_.assign(n, 1);
 }
 
-std::int64_t Search::height() const {
-  std::int64_t top = 0;
-  for (std::size_t i = 0; i < items_.size(); ++i) top = std::max(top, offsets_[i] + items_[i].size);
-  return top;
-}
-
 Search::Outcome Search::fit(std::int64_t ceiling, std::int64_t patience, const std::function<bool()>& expired) {
   ceiling_ = ceiling;
   patience_ = patience;
   expired_ = &expired;
-  dead_ends = 0;
+  dead_ends_ = 0;
   stopped_ = false;
   placed_count_ = 0;
   offsets_.assign(items_.size(), 0);
@@ -73,14 +68,17 @@ Search::Outcome Search::fit(std::int64_t ceiling, std::int64_t patience, const s
   style_ = int(random_() % 6);
   std::uniform_real_distribution<double> noise(0.7, 1.3);
   for (double& t : taste_) t = noise(random_);
-  if (descend()) return Outcome::found;
+  if (descend(0)) return Outcome::found;
   return stopped_ ? Outcome::gave_up : Outcome::impossible;
 }
 
-bool Search::descend() {
+bool Search::descend(int depth) {
   if (placed_count_ == int(items_.size())) return true;
   const Choice choice = choose();
-  if ((++nodes_ & 255) == 0 && (*expired_)()) stopped_ = true;
+  if (depth > kDeepest || ((++nodes_ & 255) == 0 && (*expired_)())) {
+    stopped_ = true;
+    return false;
+  }
   std::vector<int> options;
   candidates(choice, options);
   const std::size_t mark = trail_.size();
@@ -91,7 +89,7 @@ bool Search::descend() {
       if (!placed_[i] && offsets_[i] == floor_[choice.section]) join(blame, touched_[i]);
   const auto fails = [&](int section) {
     weight_[section] += 1;
-    if (++dead_ends > patience_) stopped_ = true;
+    if (++dead_ends_ > patience_) stopped_ = true;
   };
   if (options.empty() && !choice.may_skip) fails(choice.section);
   const bool ranking = look_ahead_ && options.size() + choice.may_skip > 1;
@@ -115,7 +113,7 @@ bool Search::descend() {
   for (const auto& [score, i] : ranked) {
     if (stopped_) return false;
     if (i < 0 ? skip(choice) : place(i)) {
-      if (descend()) return true;
+      if (descend(depth + 1)) return true;
     } else {
       fails(culprit_);
       blame_ = covered_[culprit_];
@@ -196,18 +194,13 @@ void Search::candidates(const Choice& choice, std::vector<int>& out) const {
 double Search::worth(int i) const {
   const Item& item = items_[i];
   const std::int64_t top = offsets_[i] + item.size;
-  double w = 0;
-  switch (style_ % 3) {
-    case 0: w = double(item.size) / double(ceiling_); break;
-    case 1: w = double(item.size) / double(ceiling_) * (item.last - item.first) / sections_; break;
-    default: w = double(item.last - item.first) / sections_; break;
+  const double high = double(item.size) / double(ceiling_), wide = double(item.last - item.first) / sections_;
+  double worth = (style_ % 3 == 0 ? high : style_ % 3 == 1 ? high * wide : wide) * taste_[i];
+  if (style_ < 3) {  // level with what stands beside it
+    worth += item.first > 0 && floor_[item.first - 1] == top;
+    worth += item.last < sections_ && floor_[item.last] == top;
   }
-  w *= taste_[i];
-  if (style_ < 3) {
-    if (item.first > 0 && floor_[item.first - 1] == top) w += 1;
-    if (item.last < sections_ && floor_[item.last] == top) w += 1;
-  }
-  return w;
+  return worth;
 }
 
 void Search::raise(int item, std::int64_t offset) {

@@ -5,6 +5,10 @@
 // (or end) just there stands on the floor, or none does and the floor rises to the lowest place that an item of the
 // section can still have. Where the items left in a section no longer fit between its floor and the ceiling, the
 // branch is dead. Tight problems leave few choices, and those are made first.
+//
+// A dead end is blamed on the items whose places led to it. A step that changed none of those is not to blame, and its
+// alternatives are not tried: distant parts of the timeline do not multiply each other's failures. Sections where
+// branches die gain weight and are decided earlier, also after a restart with other tastes.
 #pragma once
 
 #include <cstdint>
@@ -23,25 +27,24 @@ class Search {
 
   Search(std::vector<Item> items, std::uint64_t seed);
 
-  // Gives up after `patience` dead ends, or when `expired` says so. Dead ends are remembered, as a preference, by later calls.
+  // Gives up after `patience` dead ends, or when `expired` says so. Later calls learn from them where to decide first.
   Outcome fit(std::int64_t ceiling, std::int64_t patience, const std::function<bool()>& expired);
 
   // After `found`.
   const std::vector<std::int64_t>& offsets() const { return offsets_; }
-  std::int64_t height() const;
-  std::int64_t dead_ends = 0;
 
  private:
   using Set = std::vector<std::uint64_t>;  // of items
 
   struct Choice {
     int section = -1;
-    bool left = true;   // the niche's first section, or its last
+    bool left = true;  // the niche's first section, or its last
     bool may_skip = false;
     double cost = 1e300;
   };
 
-  bool descend();
+  // Each step returns false at a dead end; what it did stands until it is taken back.
+  bool descend(int depth);
   Choice choose();
   bool place(int item);
   bool skip(const Choice& choice);
@@ -60,29 +63,34 @@ class Search {
     trail_.emplace_back(&where, where);
     where = value;
   }
-  bool same_kind(int a, int b) const {
-    return items_[a].first == items_[b].first && items_[a].last == items_[b].last;
-  }
+  bool same_kind(int a, int b) const { return items_[a].first == items_[b].first && items_[a].last == items_[b].last; }
 
   std::vector<Item> items_;
   int sections_ = 0;
   std::vector<std::vector<int>> starting_, ending_, covering_, touching_;
 
   std::vector<Set> covered_, touched_;  // the same as sets
-  Set blame_;  // after a failure: items but for whose places it could have been avoided
-  std::int64_t ceiling_ = 0, patience_ = 0, nodes_ = 0;
-  int placed_count_ = 0;
-  bool stopped_ = false, look_ahead_ = false;
+  Set blame_;                           // after a failure: items but for whose places it could have been avoided
+  std::int64_t ceiling_ = 0, patience_ = 0, dead_ends_ = 0, nodes_ = 0;
   const std::function<bool()>* expired_ = nullptr;
-  std::vector<std::int64_t> offsets_;  // of a placed item; else the lowest it can have
+  bool stopped_ = false;
+
+  std::vector<std::int64_t> offsets_;  // of a placed item; else the lowest that it can still have
   std::vector<char> placed_;
-  std::vector<std::int64_t> floor_, left_, on_top_, reach_;
-  std::vector<int> dirty_;
+  int placed_count_ = 0;
+  std::vector<std::int64_t> floor_, left_;  // of a section: the floor, and the size of what is still to be placed
+  std::vector<std::int64_t> reach_;         // the height that a section needs at least
+  std::vector<std::int64_t> on_top_;        // the item placed last
+  std::vector<std::pair<std::int64_t*, std::int64_t>> trail_;  // what was where, to take steps back
+  std::vector<int> dirty_;                                     // sections whose floor may have risen
   std::vector<char> is_dirty_;
-  std::vector<std::pair<std::int64_t*, std::int64_t>> trail_;
-  std::vector<double> weight_, taste_;
+  int culprit_ = 0;  // the section where the last step failed
+
+  // Preferences, drawn anew for every call; the weights alone are learned.
   std::mt19937_64 random_;
-  int style_ = 0, culprit_ = 0;
+  std::vector<double> weight_, taste_;
+  int style_ = 0;
+  bool look_ahead_ = false;
   double waste_ = 0, waste_taste_ = 1, skip_taste_ = 0, soft_ = 1;
 };
 

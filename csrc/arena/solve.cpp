@@ -5,6 +5,7 @@
 #include <limits>
 #include <memory>
 #include <numeric>
+#include <random>
 #include <stdexcept>
 #include <utility>
 
@@ -117,7 +118,7 @@ std::vector<Part> divide(const std::vector<Item>& items, Offsets& offsets) {
 
 // The search keeps lists and sets of what lives together.
 bool searchable(const std::vector<Item>& items) {
-  if (items.size() > 10000) return false;
+  if (items.size() > 5000) return false;
   std::vector<std::int64_t> born(2 * items.size() + 1, 0), live(born);
   for (const Item& item : items) {
     ++born[item.first];
@@ -223,7 +224,8 @@ class Planner {
       if (!part.order_offsets.empty() && draw(4) > 0) {
         std::vector<int> high;
         for (int k = 0; k < n; ++k)
-          if (part.order_offsets[order[k]] + part.items[order[k]].size > part.order_height - part.order_height / 50) high.push_back(k);
+          if (part.order_offsets[order[k]] + part.items[order[k]].size > part.order_height - part.order_height / 50)
+            high.push_back(k);
         const int from = high[draw(int(high.size()))], to = draw(from + 1);
         std::rotate(order.begin() + to, order.begin() + from, order.begin() + from + 1);
       } else {
@@ -255,7 +257,8 @@ class Planner {
 // Times become their ranks, sizes units of the alignment.
 std::vector<Item> items_of(const std::vector<Buffer>& buffers, std::int64_t alignment, std::vector<int>& members) {
   if (alignment < 1) throw std::invalid_argument("the alignment must be at least 1");
-  if (buffers.size() > std::size_t(std::numeric_limits<int>::max() / 4)) throw std::invalid_argument("too many buffers");
+  if (buffers.size() > std::size_t(std::numeric_limits<int>::max() / 4))
+    throw std::invalid_argument("too many buffers");
   std::vector<std::int64_t> times;
   std::int64_t room = std::numeric_limits<std::int64_t>::max() / alignment;
   for (std::size_t i = 0; i < buffers.size(); ++i) {

@@ -38,7 +38,8 @@ Solution plan(const char* name, const std::vector<Buffer>& buffers, std::int64_t
   std::int64_t top = 0;
   for (std::size_t i = 0; i < buffers.size(); ++i)
     if (buffers[i].upper > buffers[i].lower && buffers[i].size > 0) top = std::max(top, s.offsets[i] + buffers[i].size);
-  CHECK(top <= s.height && s.height < top + alignment, "%s: height %lld, top %lld", name, (long long)s.height, (long long)top);
+  CHECK(top <= s.height && s.height < top + alignment, "%s: height %lld, top %lld", name, (long long)s.height,
+        (long long)top);
   CHECK(s.height >= s.lower_bound, "%s: below the bound", name);
   return s;
 }
