@@ -15,6 +15,10 @@
 namespace memkit::arena {
 namespace {
 
+// Dead ends that a search is given; every second one gets twice as many, every fourth four times, and so on: most
+// problems yield to a lucky start or to a long search, and it does not show which.
+constexpr std::int64_t kPatience = 500;
+
 // Items that share no time with those of other parts, above a base that they cannot go below.
 struct Part {
   std::vector<int> members;  // of the problem
@@ -23,7 +27,7 @@ struct Part {
   Offsets offsets;
   const char* method = "";
   std::unique_ptr<Search> search;
-  std::int64_t patience = 500;
+  std::int64_t patience = kPatience;
   std::vector<int> order;         // the best for the fitter so far
   std::int64_t order_height = 0;  // what it gave
   Offsets order_offsets;
@@ -209,7 +213,10 @@ class Planner {
       part.bound = goal + 1;
     }
     if (part.round % 2 == 1) shuffle(part);
-    if (++part.round % 4 == 0) part.patience += part.patience / 8;
+    if (++part.round % 4 == 0) {
+      const int turn = part.round / 4 + 1;
+      part.patience = kPatience * (turn & -turn);
+    }
     return true;
   }
 
