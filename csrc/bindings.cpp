@@ -2,10 +2,12 @@
 #include <pybind11/pybind11.h>
 
 #include "torch/fast_call.h"
+#include "torch/planning.h"
 #include "torch/tap.h"
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "memkit's compiled core; use memkit.functional, memkit.nn, memkit.memory";
   memkit::bind_fast_call(m);
   memkit::bind_tap(m);
+  memkit::bind_planning(m);
 }

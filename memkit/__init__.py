@@ -20,7 +20,10 @@ _PUBLIC = {
     "functional": None,
     "memory": None,
     "nn": None,
+    "plan": None,
     "swap": None,
+    "Plan": "plan",
+    "Plans": "plan",
     "SwapReport": "swap",
     "unswap": "swap",
 }
