@@ -32,7 +32,6 @@ def summary(plan: Plan) -> str:
         "bound": f"{_exact(plan.lower_bound)}, the most alive at once",
         "size": _exact(plan.height),
         "gap": f"{plan.gap:.2%}{proven}",
-        "kept": f"{_exact(plan.kept)}, alive at the end",
         "method": plan.method,
         "made by": f"memkit {plan.memkit}, torch {plan.torch}",
     }

@@ -90,12 +90,6 @@ class Plan:
         """How far the height lies above the lower bound, as a share of it; 0.0 at the bound."""
         return (self.height - self.lower_bound) / self.lower_bound if self.lower_bound else 0.0
 
-    @property
-    def kept(self) -> int:
-        """Bytes still alive when the last event is over: results, gradients that nobody cleared."""
-        end = max((b.upper for b in self.buffers), default=0)
-        return sum(b.size for b in self.buffers if b.lower < b.upper == end)
-
     def __str__(self) -> str:
         bound = "no plan is lower" if self.optimal else f"{self.gap:.2%} above the lower bound"
         return f"{len(self.buffers)} buffers in {self.height} bytes, {bound} ({self.method})"
