@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <numeric>
 
 namespace memkit::arena {
 namespace {
@@ -39,7 +40,8 @@ Search::Search(std::vector<Item> items, std::uint64_t seed) : items_(std::move(i
   taste_.assign(n, 1);
 }
 
-Search::Outcome Search::fit(std::int64_t ceiling, std::int64_t patience, const std::function<bool()>& expired) {
+Search::Outcome Search::fit(std::int64_t ceiling, std::int64_t patience, const std::function<bool()>& expired,
+                            const std::vector<int>& below) {
   ceiling_ = ceiling;
   patience_ = patience;
   expired_ = &expired;
@@ -68,8 +70,29 @@ Search::Outcome Search::fit(std::int64_t ceiling, std::int64_t patience, const s
   style_ = int(random_() % 6);
   std::uniform_real_distribution<double> noise(0.7, 1.3);
   for (double& t : taste_) t = noise(random_);
+  for (int i : below)
+    if (!place(i)) return Outcome::gave_up;
   if (descend(0)) return Outcome::found;
-  return stopped_ ? Outcome::gave_up : Outcome::impossible;
+  return stopped_ || !below.empty() ? Outcome::gave_up : Outcome::impossible;
+}
+
+std::vector<int> Search::below(const Offsets& plan, int first, int last, std::int64_t level,
+                               std::int64_t ceiling) const {
+  std::vector<int> order(items_.size()), rest;
+  std::iota(order.begin(), order.end(), 0);
+  std::sort(order.begin(), order.end(), [&](int a, int b) { return plan[a] < plan[b]; });
+  std::vector<char> moves(items_.size(), 0);
+  for (int i : order) {
+    const bool asked = plan[i] >= level && items_[i].first < last && items_[i].last > first;
+    if (asked || plan[i] + items_[i].size > ceiling) moves[i] = 1;
+    if (!moves[i]) {
+      rest.push_back(i);
+      continue;
+    }
+    for (int j : touching_[i])
+      if (plan[j] > plan[i]) moves[j] = 1;
+  }
+  return rest;
 }
 
 bool Search::descend(int depth) {

@@ -28,10 +28,17 @@ class Search {
   Search(std::vector<Item> items, std::uint64_t seed);
 
   // Gives up after `patience` dead ends, or when `expired` says so. Later calls learn from them where to decide first.
-  Outcome fit(std::int64_t ceiling, std::int64_t patience, const std::function<bool()>& expired);
+  // Items in `below` are set first, each as low as those before it allow; the rest goes on top of them.
+  Outcome fit(std::int64_t ceiling, std::int64_t patience, const std::function<bool()>& expired,
+              const std::vector<int>& below = {});
+
+  // What of a plan may stay, from the bottom up, when three kinds of items move: those in the sections [first, last) that
+  // start at `level` or higher, those that end above the ceiling, and whatever lies over one of either.
+  std::vector<int> below(const Offsets& plan, int first, int last, std::int64_t level, std::int64_t ceiling) const;
+  int sections() const { return sections_; }
 
   // After `found`.
-  const std::vector<std::int64_t>& offsets() const { return offsets_; }
+  const Offsets& offsets() const { return offsets_; }
 
  private:
   using Set = std::vector<std::uint64_t>;  // of items

@@ -18,6 +18,7 @@ namespace {
 // Dead ends that a search is given; every second one gets twice as many, every fourth four times, and so on: most
 // problems yield to a lucky start or to a long search, and it does not show which.
 constexpr std::int64_t kPatience = 500;
+constexpr std::int64_t kTouchUp = 100;  // and to one that moves only a part of a plan
 
 // Items that share no time with those of other parts, above a base that they cannot go below.
 struct Part {
@@ -213,6 +214,7 @@ class Planner {
       part.bound = goal + 1;
     }
     if (part.round % 2 == 1) shuffle(part);
+    repair(part);
     if (++part.round % 4 == 0) {
       const int turn = part.round / 4 + 1;
       part.patience = kPatience * (turn & -turn);
@@ -249,6 +251,32 @@ class Planner {
       part.order_height = height;
       part.order_offsets = offsets;
       keep(part, std::move(offsets), "shuffle");
+    }
+  }
+
+  // Keeps the lower part of the plan, or of the plan upside down, and looks for a better upper one.
+  void repair(Part& part) {
+    const auto draw = [&](std::int64_t below) { return std::int64_t(random_() % std::uint64_t(below)); };
+    const auto flip = [&](Offsets& offsets, std::int64_t height) {
+      for (std::size_t i = 0; i < offsets.size(); ++i) offsets[i] = height - offsets[i] - part.items[i].size;
+    };
+    for (std::int64_t tries = part.patience / 5; tries > 0 && part.height > target(part) && !expired_(); --tries) {
+      const std::int64_t gap = part.height - target(part);
+      const std::int64_t goal = part.height - (draw(6) ? 1 + draw(1 + gap / 8) : 0);
+      const bool flipped = draw(2);
+      Offsets plan = part.offsets;
+      if (flipped) flip(plan, part.height);
+      const int sections = part.search->sections();
+      const int wide = draw(2) ? sections : 1 + int(draw(sections)), first = int(draw(sections - wide + 1));
+      const std::vector<int> below = part.search->below(plan, first, first + wide, draw(part.height), goal);
+      if (part.search->fit(goal, kTouchUp, expired_, below) != Search::Outcome::found) continue;
+      plan = part.search->offsets();
+      if (flipped) flip(plan, goal);
+      if (height_of(part.items, plan) < part.height) {
+        keep(part, std::move(plan), "repair");
+      } else {
+        part.offsets = std::move(plan);  // another one of the same height: a new start
+      }
     }
   }
 
