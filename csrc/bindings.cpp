@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 
 #include "torch/fast_call.h"
+#include "torch/planning.h"
 #include "torch/pool_python.h"
 #include "torch/tap.h"
 
@@ -10,4 +11,5 @@ PYBIND11_MODULE(_C, m) {
   memkit::bind_fast_call(m);
   memkit::bind_tap(m);
   memkit::bind_pool(m);
+  memkit::bind_planning(m);
 }

@@ -1,6 +1,6 @@
 """The compiled module. One section for each source file that adds to it."""  # noqa: N999
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -98,3 +98,30 @@ class PoolUse:
     def enter(self) -> None: ...
     def leave(self) -> bool:
         """False, and nothing was done: another use() was entered since."""
+
+# csrc/torch/planning.cpp
+
+Row = tuple[int, int, int]  # size in bytes, lower, upper: alive in [lower, upper) of any clock
+
+class Recorder:
+    """Records the CPU tensor storage that the creating thread allocates, in order, until `stop()`."""
+
+    def stop(self) -> None:
+        """Ends the recording; a second call does nothing."""
+
+    def buffers(self) -> list[Row]:
+        """Stops, and tells every allocation. The clock counts these and their releases, by whatever thread.
+
+        What was never released lives until the end. Requested sizes, above 0.
+        """
+
+def solve_plan(
+    buffers: Sequence[Row], alignment: int, budget: float, seed: int
+) -> tuple[list[int], int, int, bool, str, float]:
+    """Offsets, height and lower bound in bytes, whether no plan is lower, what found it, and the seconds.
+
+    Searches for at most about `budget` seconds, without Python's lock.
+    """
+
+def check_plan(buffers: Sequence[Row], offsets: Sequence[int], alignment: int) -> str | None:
+    """What is wrong with the offsets: not aligned, or an overlap of buffers alive together. None: they are sound."""

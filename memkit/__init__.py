@@ -24,7 +24,10 @@ _PUBLIC = {
     "PoolExhausted": "pool",
     "PoolStats": "pool",
     "pool": None,
+    "plan": None,
     "swap": None,
+    "Plan": "plan",
+    "Plans": "plan",
     "SwapReport": "swap",
     "unswap": "swap",
 }

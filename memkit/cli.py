@@ -138,11 +138,68 @@ def run_doctor(args: argparse.Namespace) -> int:
     return 0 if doctor.run(print) else 1
 
 
+def add_plan(parsers: Parsers) -> None:
+    parser = parsers.add_parser("plan", help="allocation plans: print and draw them, make them from traces")
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+
+    show = actions.add_parser("show", help="what a plan needs, how good it is, its biggest buffers")
+    show.set_defaults(command=run_plan, action="show")
+    show.add_argument("file", type=Path, metavar="FILE", help="of Plan.save or Plans.save")
+    show.add_argument("--png", type=Path, metavar="OUT", help="draw it: time to the right, addresses upwards")
+    show.add_argument("--biggest", type=int, default=10, metavar="N", help="how many buffers to list (10)")
+
+    solve = actions.add_parser(
+        "solve",
+        help="plan a trace: CSV with the columns lower, upper and size",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    solve.set_defaults(command=run_plan, action="solve")
+    solve.add_argument("trace", type=Path, metavar="TRACE", help="CSV file")
+    solve.add_argument("-o", "--out", type=Path, required=True, metavar="PLAN", help="plan file to write")
+    solve.add_argument("--budget", type=float, default=10, metavar="SECONDS", help="to search for at most")
+    solve.add_argument("--alignment", type=int, default=64, metavar="BYTES", help="of the offsets")
+    solve.add_argument("--seed", type=int, default=0, help="of the search")
+    solve.add_argument("--signature", help="what to find the plan by (default: the name of the trace)")
+
+
+def run_plan(args: argparse.Namespace) -> int:
+    from . import _plan_report as report
+    from .plan import Plan, read_trace
+
+    try:
+        if args.action == "solve":
+            plan = Plan.solve(
+                read_trace(args.trace),
+                alignment=args.alignment,
+                budget=args.budget,
+                seed=args.seed,
+                signature=args.signature or args.trace.stem,
+            )
+            plan.save(args.out)
+            print(f"{report.summary(plan)}\n\nwrote {args.out}")
+            return 0
+        plans = report.load(args.file)
+        print("\n\n".join(report.text(plan, args.biggest) for plan in plans))
+        if args.png:
+            report.draw(plans, args.png)
+            print(f"\nwrote {args.png}")
+    except (OSError, ValueError) as error:
+        print(f"memkit plan {args.action}: {error}", file=sys.stderr)
+        return 2
+    except ImportError as error:
+        print(
+            f"memkit plan {args.action}: --png needs matplotlib ({error}); pip install matplotlib",
+            file=sys.stderr,
+        )
+        return 2
+    return 0
+
+
 def _names(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
-SUBCOMMANDS: tuple[Callable[[Parsers], None], ...] = (add_bench, add_doctor)
+SUBCOMMANDS: tuple[Callable[[Parsers], None], ...] = (add_bench, add_doctor, add_plan)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -23,14 +23,12 @@
 namespace memkit {
 namespace {
 
-class Tap;
-
 struct State {
   Ledger ledger;
   std::atomic<std::uint64_t> epoch{0};
-  std::atomic<bool> tapped{false};  // whether any tap runs; read without the mutex
-  std::mutex mutex;                 // guards the taps and all they count, so that counts are exact with any threads
-  std::vector<Tap*> taps;
+  std::atomic<bool> observed{false};  // whether anyone looks; read without the mutex
+  std::mutex mutex;                   // guards the observers and all they know, so that it is exact with any threads
+  std::vector<CpuObserver*> observers;
   std::atomic<bool> sourced{false};  // whether any thread ever had a source: quicker to read than thread_source
   c10::Allocator* wrapped = nullptr;
   c10::DeleterFnPtr release_wrapped = nullptr;
@@ -40,7 +38,7 @@ struct State {
 State& state = *new State;
 thread_local CpuSource* thread_source = nullptr;
 
-class Tap {
+class Tap final : public CpuObserver {
  public:
   explicit Tap(std::size_t samples);
   ~Tap() { stop(); }
@@ -48,7 +46,8 @@ class Tap {
   Tap& operator=(const Tap&) = delete;
 
   void stop();
-  void count(std::int64_t nbytes);  // under the mutex
+  void allocated(void*, std::size_t nbytes) noexcept override { count(static_cast<std::int64_t>(nbytes)); }
+  void released(void*, std::size_t nbytes) noexcept override { count(-static_cast<std::int64_t>(nbytes)); }
   pybind11::tuple read() const;
   pybind11::list samples() const;
   bool covers(std::uintptr_t storage) const;
@@ -59,6 +58,7 @@ class Tap {
     Clock::duration time;
     std::int64_t live;
   };
+  void count(std::int64_t nbytes);
   void record();
 
   bool running_ = true;
@@ -74,16 +74,18 @@ class Tap {
   Clock::time_point end_;
 };
 
-void count(std::int64_t nbytes) {
-  if (!state.tapped.load(std::memory_order_relaxed)) return;
+using Notice = void (CpuObserver::*)(void* address, std::size_t nbytes) noexcept;
+
+void tell(Notice notice, void* address, std::size_t nbytes) {
+  if (!state.observed.load(std::memory_order_relaxed)) return;
   std::lock_guard<std::mutex> guard(state.mutex);
-  for (Tap* tap : state.taps) tap->count(nbytes);
+  for (CpuObserver* observer : state.observers) (observer->*notice)(address, nbytes);
 }
 
 void release(void* address) {
   if (!address) return;
   const std::optional<LedgerEntry> entry = state.ledger.take(address);
-  if (entry) count(-static_cast<std::int64_t>(entry->nbytes));
+  if (entry) tell(&CpuObserver::released, address, entry->nbytes);
   if (entry && entry->block) {
     c10::profiledCPUMemoryReporter().Delete(address);
     entry->block->release(entry->block);
@@ -113,7 +115,7 @@ class TapAllocator final : public c10::Allocator {
 
   static void admit(void* data, std::size_t nbytes, CpuBlock* block) {
     state.ledger.add({data, nbytes, state.epoch.load(std::memory_order_relaxed), block});
-    count(static_cast<std::int64_t>(nbytes));
+    tell(&CpuObserver::allocated, data, nbytes);
   }
 
   static c10::DataPtr from_source(CpuBlock* block, std::size_t nbytes) {
@@ -152,14 +154,28 @@ void install() {
   c10::SetCPUAllocator(&allocator());
 }
 
+void check_installed(const char* op) {
+  TORCH_CHECK(c10::GetCPUAllocator() == &allocator(), op,
+              ": expected memkit's tap as torch's CPU allocator, got one that another extension set");
+}
+
+// Both under the mutex.
+void add(CpuObserver* observer) {
+  state.observers.push_back(observer);
+  state.observed.store(true, std::memory_order_relaxed);
+}
+
+void remove(CpuObserver* observer) {
+  state.observers.erase(std::remove(state.observers.begin(), state.observers.end(), observer), state.observers.end());
+  state.observed.store(!state.observers.empty(), std::memory_order_relaxed);
+}
+
 Tap::Tap(std::size_t samples) : limit_(samples + samples % 2) {
-  TORCH_CHECK(c10::GetCPUAllocator() == &allocator(),
-              "memkit.memory: expected memkit's tap as torch's CPU allocator, got one that another extension set");
+  check_installed("memkit.memory");
   samples_.reserve(limit_);
   std::lock_guard<std::mutex> guard(state.mutex);
-  state.taps.push_back(this);
+  add(this);
   epoch_ = state.epoch.fetch_add(1, std::memory_order_relaxed) + 1;
-  state.tapped.store(true, std::memory_order_relaxed);
   start_ = Clock::now();
 }
 
@@ -168,8 +184,7 @@ void Tap::stop() {
   if (!running_) return;
   end_ = Clock::now();
   running_ = false;
-  state.taps.erase(std::find(state.taps.begin(), state.taps.end(), this));
-  state.tapped.store(!state.taps.empty(), std::memory_order_relaxed);
+  remove(this);
 }
 
 void Tap::count(std::int64_t nbytes) {
@@ -229,6 +244,17 @@ bool Tap::covers(std::uintptr_t storage) const {
 CpuSource* exchange_cpu_source(CpuSource* source) {
   if (source) state.sourced.store(true, std::memory_order_relaxed);
   return std::exchange(thread_source, source);
+}
+
+void add_cpu_observer(CpuObserver* observer, const char* op) {
+  check_installed(op);
+  std::lock_guard<std::mutex> guard(state.mutex);
+  add(observer);
+}
+
+void remove_cpu_observer(CpuObserver* observer) {
+  std::lock_guard<std::mutex> guard(state.mutex);
+  remove(observer);
 }
 
 void bind_tap(pybind11::module_& module) {

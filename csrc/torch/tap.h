@@ -31,6 +31,21 @@ class CpuSource {
 // put back.
 CpuSource* exchange_cpu_source(CpuSource* source);
 
+// Sees CPU tensor storage come and go: each call under the tap's lock, so one at a time and in order, from any thread.
+// An address is released before it can be allocated anew. The calls must not allocate tensors or take Python's lock.
+class CpuObserver {
+ public:
+  virtual void allocated(void* address, std::size_t nbytes) noexcept = 0;
+  virtual void released(void* address, std::size_t nbytes) noexcept = 0;
+
+ protected:
+  ~CpuObserver() = default;
+};
+
+// Throws c10::Error, naming `op`, where another extension's allocator stands in the tap's place.
+void add_cpu_observer(CpuObserver* observer, const char* op);
+void remove_cpu_observer(CpuObserver* observer);  // of one that was removed before: nothing
+
 // Installs the tap in the process, for good, and adds `Tap` to the module.
 void bind_tap(pybind11::module_& module);
 
