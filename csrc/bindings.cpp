@@ -1,11 +1,13 @@
 // memkit._C: what is not an operator. The operators register themselves with the dispatcher when this library loads.
 #include <pybind11/pybind11.h>
 
+#include "cpu/isa.h"
 #include "torch/fast_call.h"
 #include "torch/tap.h"
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "memkit's compiled core; use memkit.functional, memkit.nn, memkit.memory";
+  m.def("cpu_isa", [] { return memkit::cpu::name(memkit::cpu::isa()); });
   memkit::bind_fast_call(m);
   memkit::bind_tap(m);
 }

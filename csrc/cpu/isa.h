@@ -51,4 +51,6 @@ inline Isa isa() {
 #endif
 }
 
+inline const char* name(Isa isa) { return isa == Isa::v4 ? "v4" : isa == Isa::v3 ? "v3" : "base"; }
+
 }  // namespace memkit::cpu
