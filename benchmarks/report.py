@@ -38,7 +38,7 @@ CONTENDERS = {
 # What is built, the tests that cover it on the CPU, its CUDA kernels (None: Python over both), and the
 # benchmark that runs it on a GPU.
 FEATURES = (
-    ("activations and `bias_act`", "tests/test_activation.py", "csrc/cuda/activation.cu", ACTIVATION),
+    ("activations and `bias_act`", "tests/test_activation.py", "csrc/cuda/activation_forward.cu", ACTIVATION),
     ("`memkit.nn`, `memkit.swap`", "tests/test_swap.py", None, BENCH),
     ("`memkit.memory`", "tests/test_memory.py", None, BENCH),
     ("`memkit bench`", "tests/test_bench.py", None, BENCH),

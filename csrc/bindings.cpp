@@ -1,6 +1,7 @@
 // memkit._C: what is not an operator. The operators register themselves with the dispatcher when this library loads.
 #include <pybind11/pybind11.h>
 
+#include "cpu/isa.h"
 #include "torch/fast_call.h"
 #include "torch/planning.h"
 #include "torch/pool_python.h"
@@ -8,6 +9,7 @@
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "memkit's compiled core; use memkit.functional, memkit.nn, memkit.memory";
+  m.def("cpu_isa", [] { return memkit::cpu::name(memkit::cpu::isa()); });
   memkit::bind_fast_call(m);
   memkit::bind_tap(m);
   memkit::bind_pool(m);

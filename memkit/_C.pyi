@@ -5,6 +5,11 @@ from typing import Any
 
 from torch import Tensor
 
+# csrc/bindings.cpp
+
+def cpu_isa() -> str:
+    """The instruction set that the CPU loops run with: v4 (AVX-512), v3 (AVX2) or base."""
+
 # csrc/torch/fast_call.cpp
 
 def activation(

@@ -38,7 +38,8 @@ def _facts() -> Iterator[str]:
     yield f"built    {_build()}"
     hardware = machine.hardware("cpu")
     memory = f", {size(hardware['memory_bytes'])}" if hardware["memory_bytes"] else ""
-    yield f"cpu      {hardware['cpu']}, {hardware['threads']} threads{memory}"
+    loops = importlib.import_module("memkit._C").cpu_isa()
+    yield f"cpu      {hardware['cpu']}, {hardware['threads']} threads{memory}; loops: {loops}"
     yield f"gpu      {_gpus()}"
 
 

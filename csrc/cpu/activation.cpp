@@ -1,245 +1,257 @@
-// Loops over the activation formulas: load a block into the compute type (adding the bias), apply the formula, store it.
-// The block stays in the first-level cache, so dtype and bias need no variant of the formulas' loops.
+// Loops over the activation formulas. Each is compiled for three instruction sets and for each dtype: it loads, widens,
+// applies the formula and stores in one go. A bias is added to a block beforehand, which stays in the first-level cache.
 #include "activation.h"
 
-#include <algorithm>
-
-#include "convert.h"
+#include "../formulas/gradient.h"
+#include "lanes.h"
 
 namespace memkit::cpu {
 namespace {
 
-constexpr int64_t kBlock = 1024;  // elements; a multiple of 8
+// y[i] = f(x[i]) and out[i] = f(x[i], grad[i], i) in the compute type. Pointers may alias element by element.
+template <class Lanes, class S>
+struct Map {
+  template <class F>
+  MEMKIT_FN static void run(const S* x, S* y, int64_t n, const F& f) {
+    MEMKIT_LOOP
+    for (int64_t i = 0; i < n; ++i) y[i] = f(x[i]);
+  }
+  template <class F>
+  MEMKIT_FN static void run(const S* x, const S* grad, S* out, int64_t n, const F& f) {
+    MEMKIT_LOOP
+    for (int64_t i = 0; i < n; ++i) out[i] = f(x[i], grad[i], i);
+  }
+};
 
-// The loops of one formula. Pointers may alias element by element.
-template <class Op, class T>
+// Two bytes: a block is widened in the first-level cache, which is quicker than conversions in the formula's loop.
+template <class Lanes, class S>
+struct MapWide {
+  template <class F>
+  MEMKIT_FN static void run(const S* x, S* y, int64_t n, const F& f) {
+    float block[kBlock];
+    Lanes::widen(x, block, n);
+    Map<Lanes, float>::run(block, block, n, f);
+    Lanes::narrow(block, y, n);
+  }
+  template <class F>
+  MEMKIT_FN static void run(const S* x, const S* grad, S* out, int64_t n, const F& f) {
+    float block[kBlock], grads[kBlock];
+    Lanes::widen(x, block, n);
+    Lanes::widen(grad, grads, n);
+    Map<Lanes, float>::run(block, grads, grads, n, f);
+    Lanes::narrow(grads, out, n);
+  }
+};
+template <class Lanes>
+struct Map<Lanes, Half> : MapWide<Lanes, Half> {};
+template <class Lanes>
+struct Map<Lanes, Bfloat> : MapWide<Lanes, Bfloat> {};
+
+#define MEMKIT_INLINE __attribute__((always_inline))
+
+// The loops of one formula over at most a block.
+template <class Lanes, class Op, class S>
 struct Loops {
-  MEMKIT_FN static void value(const ActParams& params, const T* x, T* y, int64_t n) {
+  using T = typename ComputeType<S>::type;
+
+  MEMKIT_FN static void value(const ActParams& params, const S* x, S* y, int64_t n) {
     const Op op(params);
-    MEMKIT_LOOP
-    for (int64_t i = 0; i < n; ++i) y[i] = op.value(x[i]);
+    Map<Lanes, S>::run(x, y, n, [&](T x) MEMKIT_INLINE { return op.value(x); });
   }
 
-  MEMKIT_FN static void slope(const ActParams& params, const T* x, const T* grad, T* out, int64_t n) {
+  MEMKIT_FN static void slope(const ActParams& params, const S* x, const S* grad, S* out, int64_t n) {
     const Op op(params);
-    MEMKIT_LOOP
-    for (int64_t i = 0; i < n; ++i) out[i] = input_gradient<Op>(grad[i], op.slope(x[i]));
+    const auto gradient = [&](T x, T g, int64_t) MEMKIT_INLINE { return input_gradient<Op>(g, op.slope(x)); };
+    Map<Lanes, S>::run(x, grad, out, n, gradient);
   }
 
-  MEMKIT_FN static void right(const ActParams& params, const T* x, uint8_t* bits, int64_t n) {
-    if constexpr (Op::branch) {
-      const Op op(params);
-      uint8_t side[kBlock];
-      MEMKIT_LOOP
-      for (int64_t i = 0; i < n; ++i) side[i] = op.right(x[i]);
-      std::fill(side + n, side + (n + 7) / 8 * 8, uint8_t(0));
-      // Eight bytes of 0 or 1 to eight bits: the multiplication gathers byte k's bit at position 56 + k.
-      for (int64_t i = 0; i < n; i += 8) {
-        uint64_t eight;
-        std::memcpy(&eight, side + i, 8);
-        bits[i / 8] = uint8_t(eight * 0x0102040810204080ull >> 56);
-      }
-    }
+  MEMKIT_FN static void right(const S* x, uint8_t* bits, int64_t n) {
+    if constexpr (Op::branch) Lanes::pack(x, T(Op::x0), bits, n);
   }
 
-  MEMKIT_FN static void slope_from_output(const ActParams& params, const T* y, const uint8_t* bits, const T* grad,
-                                          T* out, int64_t n) {
+  MEMKIT_FN static void slope_from_output(const ActParams& params, const S* y, const uint8_t* bits, const S* grad,
+                                          S* out, int64_t n) {
     const Op op(params);
     if constexpr (Op::branch) {
-      int32_t side[kBlock];
-      for (int64_t j = 0; j < (n + 7) / 8; ++j)
-        for (int k = 0; k < 8; ++k) side[8 * j + k] = bits[j] >> k & 1;
-      MEMKIT_LOOP
-      for (int64_t i = 0; i < n; ++i) out[i] = input_gradient<Op>(grad[i], op.slope_from_output(y[i], side[i] != 0));
+      int32_t sides[kBlock];
+      Lanes::spread(bits, sides, n);
+      Map<Lanes, S>::run(y, grad, out, n, [&](T y, T g, int64_t i) MEMKIT_INLINE {
+        return input_gradient<Op>(g, op.slope_from_output(y, sides[i] != 0));
+      });
     } else {
-      MEMKIT_LOOP
-      for (int64_t i = 0; i < n; ++i) out[i] = input_gradient<Op>(grad[i], op.slope_from_output(y[i]));
+      const auto gradient = [&](T y, T g, int64_t)
+                                MEMKIT_INLINE { return input_gradient<Op>(g, op.slope_from_output(y)); };
+      Map<Lanes, S>::run(y, grad, out, n, gradient);
     }
   }
 };
 
-// What a call needs of one formula, as pointers to the loops of the machine's instruction set.
-template <class T>
+// What a call needs, as pointers to loops of the machine's instruction set.
+template <class S>
 struct Table {
-  void (*value)(const ActParams&, const T*, T*, int64_t);
-  void (*slope)(const ActParams&, const T*, const T*, T*, int64_t);
-  void (*right)(const ActParams&, const T*, uint8_t*, int64_t);
-  void (*slope_from_output)(const ActParams&, const T*, const uint8_t*, const T*, T*, int64_t);
+  void (*value)(const ActParams&, const S*, S*, int64_t);
+  void (*slope)(const ActParams&, const S*, const S*, S*, int64_t);
+  void (*right)(const S*, uint8_t*, int64_t);
+  void (*slope_from_output)(const ActParams&, const S*, const uint8_t*, const S*, S*, int64_t);
 };
 
-#define MEMKIT_LOOPS_FOR(NAME, TARGET)                                                                             \
-  template <class Op, class T>                                                                                     \
-  struct NAME {                                                                                                    \
-    TARGET static void value(const ActParams& p, const T* x, T* y, int64_t n) { Loops<Op, T>::value(p, x, y, n); } \
-    TARGET static void slope(const ActParams& p, const T* x, const T* g, T* o, int64_t n) {                        \
-      Loops<Op, T>::slope(p, x, g, o, n);                                                                          \
-    }                                                                                                              \
-    TARGET static void right(const ActParams& p, const T* x, uint8_t* b, int64_t n) {                              \
-      Loops<Op, T>::right(p, x, b, n);                                                                             \
-    }                                                                                                              \
-    TARGET static void slope_from_output(const ActParams& p, const T* y, const uint8_t* b, const T* g, T* o,       \
-                                         int64_t n) {                                                              \
-      Loops<Op, T>::slope_from_output(p, y, b, g, o, n);                                                           \
-    }                                                                                                              \
-    static constexpr Table<T> table{value, slope, right, slope_from_output};                                       \
+// Conversions of blocks and the sum with a bias.
+template <class S, class T>
+struct Blocks {
+  void (*widen)(const S*, T*, int64_t);
+  void (*narrow)(const T*, S*, int64_t);
+  void (*add)(const T* bias, T* block, int64_t n);
+  void (*add_one)(T bias, T* block, int64_t n);
+};
+
+#define MEMKIT_LOOPS_FOR(NAME, LANES, TARGET)                                                                          \
+  template <class Op, class S>                                                                                         \
+  struct NAME {                                                                                                        \
+    using L = Loops<LANES, Op, S>;                                                                                     \
+    TARGET static void value(const ActParams& p, const S* x, S* y, int64_t n) { L::value(p, x, y, n); }                \
+    TARGET static void slope(const ActParams& p, const S* x, const S* g, S* o, int64_t n) { L::slope(p, x, g, o, n); } \
+    TARGET static void right(const S* x, uint8_t* b, int64_t n) { L::right(x, b, n); }                                 \
+    TARGET static void slope_from_output(const ActParams& p, const S* y, const uint8_t* b, const S* g, S* o,           \
+                                         int64_t n) {                                                                  \
+      L::slope_from_output(p, y, b, g, o, n);                                                                          \
+    }                                                                                                                  \
+    static constexpr Table<S> table{value, slope, right, slope_from_output};                                           \
+  };                                                                                                                   \
+  template <class S, class T>                                                                                          \
+  struct NAME##Blocks {                                                                                                \
+    TARGET static void widen(const S* x, T* y, int64_t n) { LANES::widen(x, y, n); }                                   \
+    TARGET static void narrow(const T* x, S* y, int64_t n) { LANES::narrow(x, y, n); }                                 \
+    TARGET static void add(const T* bias, T* block, int64_t n) {                                                       \
+      for (int64_t i = 0; i < n; ++i) block[i] += bias[i];                                                             \
+    }                                                                                                                  \
+    TARGET static void add_one(T bias, T* block, int64_t n) {                                                          \
+      for (int64_t i = 0; i < n; ++i) block[i] += bias;                                                                \
+    }                                                                                                                  \
+    static constexpr Blocks<S, T> table{widen, narrow, add, add_one};                                                  \
   };
 
-MEMKIT_LOOPS_FOR(BaseLoops, )
+MEMKIT_LOOPS_FOR(BaseLoops, BaseLanes, )
 #if MEMKIT_X86
-MEMKIT_LOOPS_FOR(V3Loops, MEMKIT_TARGET_V3)
-MEMKIT_LOOPS_FOR(V4Loops, MEMKIT_TARGET_V4)
+MEMKIT_LOOPS_FOR(V3Loops, V3Lanes, MEMKIT_TARGET_V3)
+MEMKIT_LOOPS_FOR(V4Loops, V4Lanes, MEMKIT_TARGET_V4)
 #endif
 
-template <class T>
+template <class S>
 struct FindTable {
-  template <template <class> class Op>
-  const Table<T>* operator()() const {
+  template <template <class, bool> class Formula>
+  const Table<S>* operator()() const {
+    using Op = Formula<typename ComputeType<S>::type, sizeof(S) == 2>;
 #if MEMKIT_X86
-    switch (isa()) {
-      case Isa::v4: return &V4Loops<Op<T>, T>::table;
-      case Isa::v3: return &V3Loops<Op<T>, T>::table;
-      case Isa::base: break;
-    }
+    if (isa() == Isa::v4) return &V4Loops<Op, S>::table;
+    if (isa() == Isa::v3) return &V3Loops<Op, S>::table;
 #endif
-    return &BaseLoops<Op<T>, T>::table;
+    return &BaseLoops<Op, S>::table;
   }
 };
 
-// Conversion of blocks, likewise for each instruction set.
-#define MEMKIT_CONVERT_FOR(NAME, TARGET)                                    \
-  template <class S, class T>                                               \
-  struct NAME {                                                             \
-    TARGET static void in(const S* x, T* y, int64_t n) { load(x, y, n); }   \
-    TARGET static void out(const T* x, S* y, int64_t n) { store(x, y, n); } \
-  };
-
-MEMKIT_CONVERT_FOR(BaseConvert, )
-#if MEMKIT_X86
-MEMKIT_CONVERT_FOR(V3Convert, MEMKIT_TARGET_V3)
-MEMKIT_CONVERT_FOR(V4Convert, MEMKIT_TARGET_V4)
-#endif
-
 template <class S, class T>
-void read(const S* x, T* y, int64_t n) {
+const Blocks<S, T>& blocks() {
 #if MEMKIT_X86
-  if (isa() == Isa::v4) return V4Convert<S, T>::in(x, y, n);
-  if (isa() == Isa::v3) return V3Convert<S, T>::in(x, y, n);
+  if (isa() == Isa::v4) return V4LoopsBlocks<S, T>::table;
+  if (isa() == Isa::v3) return V3LoopsBlocks<S, T>::table;
 #endif
-  BaseConvert<S, T>::in(x, y, n);
+  return BaseLoopsBlocks<S, T>::table;
 }
 
-template <class T, class S>
-void write(const T* x, S* y, int64_t n) {
-#if MEMKIT_X86
-  if (isa() == Isa::v4) return V4Convert<S, T>::out(x, y, n);
-  if (isa() == Isa::v3) return V3Convert<S, T>::out(x, y, n);
-#endif
-  BaseConvert<S, T>::out(x, y, n);
-}
-
-// block[k] += bias of element first + k, one run of equal or consecutive bias elements at a time.
+// block[k] = x + bias of element first + k, one run of equal or consecutive bias elements at a time.
 template <class S, class T>
-void add_bias(const Bias& bias, int64_t first, T* block, int64_t n) {
+void read_biased(const S* x, const Bias& bias, int64_t first, T* block, int64_t n) {
+  const Blocks<S, T>& engine = blocks<S, T>();
   const S* data = static_cast<const S*>(bias.data);
   T values[kBlock];
+  engine.widen(x, block, n);
   for (int64_t k = 0; k < n;) {
     const int64_t i = first + k;
     const int64_t channel = i / bias.inner % bias.size;
     int64_t run;
     if (bias.inner == 1) {
       run = std::min(bias.size - channel, n - k);
-      read(data + channel, values, run);
-      for (int64_t j = 0; j < run; ++j) block[k + j] += values[j];
+      engine.widen(data + channel, values, run);
+      engine.add(values, block + k, run);
     } else {
       run = std::min(bias.inner - i % bias.inner, n - k);
-      read(data + channel, values, 1);
-      for (int64_t j = 0; j < run; ++j) block[k + j] += values[0];
+      engine.add_one(to_compute(data[channel]), block + k, run);
     }
     k += run;
   }
 }
 
-// A block of a tensor in the compute type: the tensor's own memory where it is of that type already, else a copy.
-template <class S, class T>
-const T* block_of(const void* tensor, int64_t first, T* buffer, int64_t n) {
-  const S* source = static_cast<const S*>(tensor) + first;
-  if constexpr (std::is_same_v<S, T>) {
-    return source;
-  } else {
-    read(source, buffer, n);
-    return buffer;
-  }
-}
-
-template <class S, class T>
-const T* biased_block_of(const ActivationArgs& args, int64_t first, T* buffer, int64_t n) {
-  if (!args.bias.data) return block_of<S>(args.x, first, buffer, n);
-  read(static_cast<const S*>(args.x) + first, buffer, n);
-  add_bias<S>(args.bias, first, buffer, n);
-  return buffer;
-}
-
+// A call with the loops it needs: those of its dtype and, for blocks with a bias, those of the compute type.
 template <class S>
+struct Engine {
+  using T = typename ComputeType<S>::type;
+  const ActivationArgs& args;
+  const Table<S>& loops = *visit(args.act, FindTable<S>{});
+  const Table<T>& wide = *visit(args.act, FindTable<T>{});
+
+  const S* x(int64_t first) const { return static_cast<const S*>(args.x) + first; }
+  const S* grad(int64_t first) const { return static_cast<const S*>(args.grad) + first; }
+  S* out(int64_t first) const { return static_cast<S*>(args.out) + first; }
+  uint8_t* bits(int64_t first) const { return args.bits ? args.bits + first / 8 : nullptr; }
+
+  void forward(int64_t first, int64_t n) const {
+    if (!args.bias.data) {
+      if (args.bits) loops.right(x(first), bits(first), n);
+      return loops.value(args.params, x(first), out(first), n);
+    }
+    T block[kBlock];
+    read_biased(x(first), args.bias, first, block, n);
+    if (args.bits) wide.right(block, bits(first), n);
+    wide.value(args.params, block, block, n);
+    blocks<S, T>().narrow(block, out(first), n);
+  }
+
+  void backward_from_input(int64_t first, int64_t n) const {
+    if (!args.bias.data) return loops.slope(args.params, x(first), grad(first), out(first), n);
+    T block[kBlock], grads[kBlock];
+    read_biased(x(first), args.bias, first, block, n);
+    blocks<S, T>().widen(grad(first), grads, n);
+    wide.slope(args.params, block, grads, grads, n);
+    blocks<S, T>().narrow(grads, out(first), n);
+  }
+
+  void backward_from_output(int64_t first, int64_t n) const {
+    loops.slope_from_output(args.params, x(first), bits(first), grad(first), out(first), n);
+  }
+};
+
 struct Forward {
-  using T = typename ComputeType<S>::type;
-  static void run(const ActivationArgs& args, const Table<T>& loops, int64_t first, int64_t n) {
-    T buffer[kBlock];
-    S* out = static_cast<S*>(args.out) + first;
-    const T* x = biased_block_of<S>(args, first, buffer, n);
-    if (args.bits) loops.right(args.params, x, args.bits + first / 8, n);
-    if constexpr (std::is_same_v<S, T>) {
-      loops.value(args.params, x, out, n);
-    } else {
-      loops.value(args.params, x, buffer, n);
-      write(buffer, out, n);
-    }
+  template <class S>
+  static void run(const Engine<S>& engine, int64_t first, int64_t n) {
+    engine.forward(first, n);
+  }
+};
+struct BackwardFromInput {
+  template <class S>
+  static void run(const Engine<S>& engine, int64_t first, int64_t n) {
+    engine.backward_from_input(first, n);
+  }
+};
+struct BackwardFromOutput {
+  template <class S>
+  static void run(const Engine<S>& engine, int64_t first, int64_t n) {
+    engine.backward_from_output(first, n);
   }
 };
 
-template <class S, bool from_output>
-struct Backward {
-  using T = typename ComputeType<S>::type;
-  static void run(const ActivationArgs& args, const Table<T>& loops, int64_t first, int64_t n) {
-    T saved_buffer[kBlock], grad_buffer[kBlock];
-    S* out = static_cast<S*>(args.out) + first;
-    const T* grad = block_of<S>(args.grad, first, grad_buffer, n);
-    T* result;
-    if constexpr (std::is_same_v<S, T>)
-      result = out;
-    else
-      result = grad_buffer;
-    if constexpr (from_output) {
-      const T* y = block_of<S>(args.x, first, saved_buffer, n);
-      loops.slope_from_output(args.params, y, args.bits ? args.bits + first / 8 : nullptr, grad, result, n);
-    } else {
-      const T* x = biased_block_of<S>(args, first, saved_buffer, n);
-      loops.slope(args.params, x, grad, result, n);
-    }
-    if constexpr (!std::is_same_v<S, T>) write(result, out, n);
-  }
-};
-
-template <class S>
-using BackwardFromInput = Backward<S, false>;
-template <class S>
-using BackwardFromOutput = Backward<S, true>;
-
-template <template <class> class Engine, class S>
+template <class Pass, class S>
 void for_blocks(const ActivationArgs& args, int64_t begin, int64_t end) {
-  using T = typename ComputeType<S>::type;
-  const Table<T>& loops = *visit(args.act, FindTable<T>{});
-  for (int64_t first = begin; first < end; first += kBlock) {
-    Engine<S>::run(args, loops, first, std::min(kBlock, end - first));
-  }
+  const Engine<S> engine{args};
+  for (int64_t first = begin; first < end; first += kBlock) Pass::run(engine, first, std::min(kBlock, end - first));
 }
 
-template <template <class> class Engine>
+template <class Pass>
 void for_dtype(const ActivationArgs& args, int64_t begin, int64_t end) {
   switch (args.dtype) {
-    case Dtype::float32: return for_blocks<Engine, float>(args, begin, end);
-    case Dtype::float64: return for_blocks<Engine, double>(args, begin, end);
-    case Dtype::float16: return for_blocks<Engine, Half>(args, begin, end);
-    case Dtype::bfloat16: return for_blocks<Engine, Bfloat>(args, begin, end);
+    case Dtype::float32: return for_blocks<Pass, float>(args, begin, end);
+    case Dtype::float64: return for_blocks<Pass, double>(args, begin, end);
+    case Dtype::float16: return for_blocks<Pass, Half>(args, begin, end);
+    case Dtype::bfloat16: return for_blocks<Pass, Bfloat>(args, begin, end);
   }
 }
 

@@ -5,6 +5,9 @@
 // target_clones does not.
 #pragma once
 
+#include <cstdlib>
+#include <cstring>
+
 #if defined(__x86_64__) && defined(__GNUC__)
 #define MEMKIT_X86 1
 #define MEMKIT_TARGET_V4 __attribute__((target("arch=x86-64-v4,prefer-vector-width=512")))
@@ -26,12 +29,16 @@ namespace memkit::cpu {
 
 enum class Isa : int { base, v3, v4 };
 
+// The best that the machine has; MEMKIT_CPU_ISA=v3 or base lowers it, as ATEN_CPU_CAPABILITY does for PyTorch.
 inline Isa isa() {
 #if MEMKIT_X86
   static const Isa best = [] {
+    const char* asked = std::getenv("MEMKIT_CPU_ISA");
+    const bool v3_at_most = asked && std::strcmp(asked, "v3") == 0;
+    if (asked && std::strcmp(asked, "base") == 0) return Isa::base;
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512cd"))
+    if (!v3_at_most && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512cd"))
       return Isa::v4;
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
         __builtin_cpu_supports("bmi2"))
@@ -43,5 +50,7 @@ inline Isa isa() {
   return Isa::base;
 #endif
 }
+
+inline const char* name(Isa isa) { return isa == Isa::v4 ? "v4" : isa == Isa::v3 ? "v3" : "base"; }
 
 }  // namespace memkit::cpu

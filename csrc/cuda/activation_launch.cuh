@@ -45,9 +45,9 @@ inline cudaError_t processor_count(int& count) {
 
 template <template <class, class> class Pass, class S>
 struct Launch {
-  template <template <class> class Formula>
+  template <template <class, bool> class Formula>
   cudaError_t operator()(const ActivationArgs& args, cudaStream_t stream) const {
-    using Op = Formula<typename ComputeType<S>::type>;
+    using Op = Formula<typename ComputeType<S>::type, sizeof(S) == 2>;
     using ThisPass = Pass<Op, S>;
     if (args.numel == 0) return cudaSuccess;
     int processors = 0;

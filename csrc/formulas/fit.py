@@ -129,10 +129,16 @@ def elementary() -> None:
             e,
             10,
         )
-    for m, n, top, digits in ((5, 6, 14.5, 10), (10, 11, 39, 20)):
-        points = spread(0, top, 1 / top if m > 5 else 2 / top)
-        p, q, e = remez(mills, points, m, n, lambda t: 1 / mills(t), {0: mp.mpf(1) / 2})
-        show(f"normal tail: Phi(-t) exp(t^2/2) on [0, {top}], relative, {m}/{n}", p, q, e, digits)
+    p, q, e = remez(mills, spread(0, 39, 1 / 39), 10, 11, lambda t: 1 / mills(t), {0: mp.mpf(1) / 2})
+    show("normal tail: Phi(-t) exp(t^2/2) on [0, 39], relative, 10/11", p, q, e, 20)
+    t = np.concatenate([np.linspace(0, 1, 150), np.linspace(1, 4.5, 150), np.linspace(4.5, 13.1, 100)])
+    ratio = erfcx(t / np.sqrt(2)) / 2
+    weight = np.exp(-1.5 * np.maximum(t - 4.5, 0)) / ratio
+    for m, n in ((4, 4), (2, 3)):
+        show(f"normal tail on [0, 4.5], relative, {m}/{n}", *lawson(t, ratio, weight, m, n), 10)
+    for degree in (6, 4):
+        p, q, e = remez(lambda r: 2**r, spread(-0.5, 0.5, 1e6), degree, 0, lambda r: 2**-r, {})
+        show(f"exp2 on [-1/2, 1/2], relative, degree {degree}", p, q, e, 10)
 
 
 def gelu(x: np.ndarray) -> tuple:
@@ -157,12 +163,13 @@ def mish(x: np.ndarray) -> tuple:
     return x * n / (n + 2), n / (n + 2) + x * 4 * e * (1 + e) / (n + 2) ** 2
 
 
-# x at the ends of Op::start; and Op::reach, Op::centre and the degrees of Op::slope_fit on the left
+# x at the ends of Op::start; Op::reach, Op::centre and the degrees of Op::slope_fit on the left; x at the ends of
+# Op::coarse_fit and its centre
 INVERSES = {
-    gelu: ((-13, 6), (2.4798, 1.24), (4, 4)),
-    gelu_tanh: ((-10, 6), (2.3855, 1.19), (4, 4)),
-    silu: ((-85, 20), (4.5007, 1.58), (4, 3)),
-    mish: ((-85, 12), (3.2654, 1.63), (4, 3)),
+    gelu: ((-13, 6), (2.4798, 1.24), (4, 4), (-5.2, 5.2, 0.95)),
+    gelu_tanh: ((-10, 6), (2.3855, 1.19), (4, 4), (-5, 5, 0.93)),
+    silu: ((-85, 20), (4.5007, 1.58), (4, 3), (-15, 14.5, 1.66)),
+    mish: ((-85, 12), (3.2654, 1.63), (4, 3), (-15, 8, 1.16)),
 }
 
 
@@ -185,8 +192,9 @@ def inverse_fits(f: Callable, x0: float, y0: float) -> None:
 
     start: (x - x0) / u. Newton's step from there leaves a slope error of |f3 / 2 - f2^2 / (2 f1)| dx^2, with
     fk the k-th derivative: its root is the weight. slope_fit: f' / u in u - centre right, f' / (u y) left.
+    coarse_fit: f' / (s (s + sqrt(-y0))) in s - centre, s = +-sqrt(y - y0) on either side.
     """
-    ends, (reach, centre), degrees = INVERSES[f]
+    ends, (reach, centre), degrees, coarse = INVERSES[f]
     for side, end, m in (("right", ends[1], 3), ("left", ends[0], 2)):
         x = x0 + (end - x0) * np.linspace(0.01, 1, 1500) ** 1.5
         (y, d1), h = f(x), 1e-4
@@ -206,6 +214,14 @@ def inverse_fits(f: Callable, x0: float, y0: float) -> None:
         else:
             p, q, error = lawson(u, d1 / (y * u), -y * u, *degrees)
         show(f"  slope_fit {side}: error of the slope", p, q, error, 9)
+    low, high, centre = coarse
+    t = np.linspace(0.003, 1, 260)
+    x = np.unique(np.concatenate([x0 + (high - x0) * t**2, x0 + (low - x0) * t]))
+    y, d1 = f(x)
+    s, end = np.copysign(np.sqrt(y - y0), x - x0), np.sqrt(-y0)
+    factor = s * (s + end)
+    p, q, error = lawson(s - centre, d1 / factor, np.abs(factor), 6, 6)
+    show(f"  coarse_fit, to s = {s.max():.4f}: error of the slope", p, q, error, 8)
 
 
 if __name__ == "__main__":

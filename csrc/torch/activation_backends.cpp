@@ -4,6 +4,7 @@
 
 #include "checks.h"
 #include "engine.h"
+#include "fresh.h"
 #include "layout.h"
 #include "spec.h"
 
@@ -53,7 +54,7 @@ Tensor activation(const Tensor& input, const OptionalTensor& bias, int64_t dim, 
   resolve_save(spec, save, false);
   check_arguments(spec.name, input, bias, dim);
   const Tensor x = flat(input, bias.has_value(), dim);
-  Tensor out = at::empty_like(x);
+  Tensor out = fresh_like(x);
   forward_into(x, bias, dim, spec, out, nullptr);
   return out;
 }
@@ -63,7 +64,7 @@ std::tuple<Tensor, Tensor> activation_with_bits(const Tensor& input, const Optio
   const ActivationSpec spec(op, params);
   check_arguments(spec.name, input, bias, dim);
   const Tensor x = flat(input, bias.has_value(), dim);
-  Tensor out = at::empty_like(x);
+  Tensor out = fresh_like(x);
   Tensor bits = empty_bits(x);
   forward_into(x, bias, dim, spec, out, &bits);
   return {out, bits};
@@ -132,7 +133,7 @@ Tensor activation_backward(const Tensor& grad, const Tensor& saved, const Option
   const ActivationSpec spec(op, params);
   check_saved(spec, grad, saved, bias, dim, bits, from_output);
   const Tensor s = flat(saved, bias.has_value(), dim);
-  Tensor out = at::empty_like(s);
+  Tensor out = fresh_like(s);
   backward_into(in_order_of(s, grad), s, bias, dim, bits, spec, from_output, out);
   return out;
 }

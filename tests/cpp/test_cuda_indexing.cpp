@@ -140,9 +140,9 @@ struct BackwardFromOutput {
 };
 
 // The tiles [begin, end) of a case by both engines; end < 0: all.
-template <class Which, class S, template <class> class Formula>
+template <class Which, class S, template <class, bool> class Formula>
 void compare(Act act, const Case& c, int64_t begin = 0, int64_t end = -1) {
-  using Op = Formula<typename cuda::ComputeType<S>::type>;
+  using Op = Formula<typename cuda::ComputeType<S>::type, sizeof(S) == 2>;
   using Pass = typename Which::template Pass<Op, S>;
   constexpr int64_t elements = Pass::Tile::elements;
   ActivationArgs args{act, {0.25, 0, 0}, Type<S>::dtype, c.numel, {}};

@@ -116,14 +116,16 @@ double units(T got, Real want, Real floor) {
   return double(fabsl(Real(got) - want) / scale);
 }
 
-template <template <class> class Op, class T>
+template <template <class, bool> class Formula, class T>
 void check(const char* name, Act act, const ActParams& params, const Bounds& bounds) {
-  const Op<T> op(params);
+  using Op = Formula<T, false>;
+  const Op op(params);
+  const Formula<T, true> coarse(params);  // for dtypes of two bytes
   double minimum = 0;
-  if constexpr (Op<T>::branch) minimum = Op<T>::x0;
-  double value = 0, slope = 0, output = 0, half = 0, bfloat = 0;
-  const auto from_output = [&](T y, T x) {
-    if constexpr (Op<T>::branch)
+  if constexpr (Op::branch) minimum = Op::x0;
+  double value = 0, slope = 0, output = 0, half = 0, bfloat = 0, coarse_value = 0, coarse_slope = 0;
+  const auto from_output = [](const auto& op, T y, T x) {
+    if constexpr (Op::branch)
       return op.slope_from_output(y, op.right(x));
     else
       return (void)x, op.slope_from_output(y);
@@ -133,15 +135,17 @@ void check(const char* name, Act act, const ActParams& params, const Bounds& bou
     value = std::max(value, units(op.value(x), want.value, 0.01L));
     slope = std::max(slope, units(op.slope(x), want.slope, 1));
     const T y = T(want.value);  // rounded once: what is left is the inverse's own error and the conditioning
-    output = std::max(output, double(fabsl(Real(from_output(y, x)) - want.slope)));
+    output = std::max(output, double(fabsl(Real(from_output(op, y, x)) - want.slope)));
     if constexpr (std::is_same_v<T, float>) {
       if (std::abs(x) > 60000) continue;
       // A half's input is a half too.
       const float xh = round_to(10, x), xb = round_to(7, x);
       const Truth th = truth(act, params, xh), tb = truth(act, params, xb);
       const float yh = round_to(10, float(th.value)), yb = round_to(7, float(tb.value));
-      if (std::abs(yh) >= 6.2e-5f) half = std::max(half, double(fabsl(from_output(yh, xh) - th.slope)));
-      bfloat = std::max(bfloat, double(fabsl(from_output(yb, xb) - tb.slope)));
+      if (std::abs(yh) >= 6.2e-5f) half = std::max(half, double(fabsl(from_output(coarse, yh, xh) - th.slope)));
+      bfloat = std::max(bfloat, double(fabsl(from_output(coarse, yb, xb) - tb.slope)));
+      coarse_value = std::max(coarse_value, units(coarse.value(x), want.value, 1e-3L));
+      coarse_slope = std::max(coarse_slope, units(coarse.slope(x), want.slope, 1));
     }
   }
   const char* type = std::is_same_v<T, float> ? "float" : "double";
@@ -151,22 +155,25 @@ void check(const char* name, Act act, const ActParams& params, const Bounds& bou
   CHECK(slope <= bounds.slope, "%s %s: slope off by %.2f eps, bound %.2f", name, type, slope, bounds.slope);
   const double allowed = std::is_same_v<T, float> ? bounds.from_output : 1e-8;
   CHECK(output <= allowed, "%s %s: slope from output off by %.2e, bound %.2e", name, type, output, allowed);
+  // A hundredth of float16's own rounding.
+  CHECK(coarse_value <= 82 && coarse_slope <= 82, "%s: coarse value %.0f eps, slope %.0f eps", name, coarse_value,
+        coarse_slope);
   CHECK(half <= bounds.from_half, "%s: slope from a float16 output off by %.2e", name, half);
   CHECK(bfloat <= bounds.from_bfloat, "%s: slope from a bfloat16 output off by %.2e", name, bfloat);
 }
 
-template <template <class> class Op, class T>
+template <class Op, class T>
 void check_specials(const char* name, const ActParams& params) {
-  const Op<T> op(params);
+  const Op op(params);
   const T nan = std::numeric_limits<T>::quiet_NaN(), inf = std::numeric_limits<T>::infinity();
   const T largest = std::numeric_limits<T>::max(), tiny = std::numeric_limits<T>::denorm_min();
   CHECK(std::isnan(op.value(nan)), "%s(nan) is not nan", name);
   CHECK(!(op.value(inf) < 1), "%s(inf) is %g", name, double(op.value(inf)));
   for (T x : {largest, -largest, tiny, -tiny, T(0), -T(0), inf, -inf, nan}) {
     (void)op.slope(x);  // the sanitizers look on
-    if constexpr (Op<T>::branch) {
+    if constexpr (Op::branch) {
       for (bool right : {false, true}) {
-        if (x < Op<T>::y0) continue;  // no output
+        if (x < Op::y0) continue;  // no output
         const T slope = op.slope_from_output(x, right);
         CHECK(std::isnan(slope) == std::isnan(x) || std::isinf(x), "%s: slope from %g is %g", name, double(x),
               double(slope));
@@ -179,12 +186,13 @@ void check_specials(const char* name, const ActParams& params) {
 }
 
 struct CheckOne {
-  template <template <class> class Op>
+  template <template <class, bool> class Op>
   void operator()(const char* name, Act act, ActParams params, Bounds bounds) const {
     check<Op, float>(name, act, params, bounds);
     check<Op, double>(name, act, params, bounds);
-    check_specials<Op, float>(name, params);
-    check_specials<Op, double>(name, params);
+    check_specials<Op<float, false>, float>(name, params);
+    check_specials<Op<float, true>, float>(name, params);
+    check_specials<Op<double, false>, double>(name, params);
   }
 };
 

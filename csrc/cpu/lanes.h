@@ -1,0 +1,159 @@
+// What plain loops do not express well, for each instruction set: dtypes of two bytes, and one bit an element.
+#pragma once
+
+#include <algorithm>
+
+#include "convert.h"
+
+namespace memkit::cpu {
+
+constexpr int64_t kBlock = 1024;  // elements that a call below takes at most; a multiple of 16
+
+// Element by element.
+struct BaseLanes {
+  template <class S, class T>
+  static void widen(const S* x, T* y, int64_t n) {
+    load(x, y, n);
+  }
+  template <class T, class S>
+  static void narrow(const T* x, S* y, int64_t n) {
+    store(x, y, n);
+  }
+  // Bit k of the bits is x[k] >= threshold; the last byte is filled up with zeros.
+  template <class S, class T>
+  static void pack(const S* x, T threshold, uint8_t* bits, int64_t n) {
+    for (int64_t i = 0; i < n; i += 8) {
+      unsigned byte = 0;
+      for (int64_t k = 0; k < std::min<int64_t>(8, n - i); ++k)
+        byte |= unsigned(to_compute(x[i + k]) >= threshold) << k;
+      bits[i / 8] = uint8_t(byte);
+    }
+  }
+  // All ones in sides[k] where bit k is set, zero elsewhere; n rounded up to whole bytes.
+  static void spread(const uint8_t* bits, int32_t* sides, int64_t n) {
+    for (int64_t i = 0; i < n; i += 8)
+      for (int k = 0; k < 8; ++k) sides[i + k] = -int32_t(bits[i / 8] >> k & 1);
+  }
+};
+
+#if MEMKIT_X86
+
+// Eight lanes.
+struct V3Lanes {
+  static constexpr int64_t kLanes = 8;
+  MEMKIT_TARGET_V3 static __m128i words(const void* x) { return _mm_loadu_si128(static_cast<const __m128i*>(x)); }
+  MEMKIT_TARGET_V3 static __m256 lanes(const float* x) { return _mm256_loadu_ps(x); }
+  MEMKIT_TARGET_V3 static __m256 lanes(const Half* x) { return _mm256_cvtph_ps(words(x)); }
+  MEMKIT_TARGET_V3 static __m256 lanes(const Bfloat* x) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(words(x)), 16));
+  }
+  MEMKIT_TARGET_V3 static void put(const float* x, Half* y) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(y), _mm256_cvtps_ph(_mm256_loadu_ps(x), 0));
+  }
+  MEMKIT_TARGET_V3 static void put(const float* x, Bfloat* y) {  // as from_compute
+    const __m256 v = _mm256_loadu_ps(x);
+    const __m256i u = _mm256_castps_si256(v), odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+    const __m256i sum = _mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+    const __m256i kept = _mm256_blendv_epi8(_mm256_srli_epi32(sum, 16), _mm256_set1_epi32(0x7fc0), nan);
+    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(kept, kept), 0x08);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(y), _mm256_castsi256_si128(packed));
+  }
+  template <class S>
+  MEMKIT_TARGET_V3 static void pack_lanes(const S* x, float threshold, uint8_t* bits) {
+    *bits = uint8_t(_mm256_movemask_ps(_mm256_cmp_ps(lanes(x), _mm256_set1_ps(threshold), _CMP_GE_OQ)));
+  }
+  MEMKIT_TARGET_V3 static void pack_lanes(const double* x, double threshold, uint8_t* bits) {
+    const __m256d limit = _mm256_set1_pd(threshold);
+    const int low = _mm256_movemask_pd(_mm256_cmp_pd(_mm256_loadu_pd(x), limit, _CMP_GE_OQ));
+    const int high = _mm256_movemask_pd(_mm256_cmp_pd(_mm256_loadu_pd(x + 4), limit, _CMP_GE_OQ));
+    *bits = uint8_t(low | high << 4);
+  }
+  MEMKIT_TARGET_V3 static void spread(const uint8_t* bits, int32_t* sides, int64_t n) {
+    const __m256i place = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    for (int64_t i = 0; i < n; i += 8) {
+      const __m256i own = _mm256_and_si256(_mm256_set1_epi32(bits[i / 8]), place);
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(sides + i), _mm256_cmpeq_epi32(own, place));
+    }
+  }
+  template <class S, class T>
+  MEMKIT_TARGET_V3 static void widen(const S* x, T* y, int64_t n) {
+    int64_t i = 0;
+    if constexpr (sizeof(S) == 2)
+      for (; i + kLanes <= n; i += kLanes) _mm256_storeu_ps(y + i, lanes(x + i));
+    load(x + i, y + i, n - i);  // what is left over
+  }
+  template <class T, class S>
+  MEMKIT_TARGET_V3 static void narrow(const T* x, S* y, int64_t n) {
+    int64_t i = 0;
+    if constexpr (sizeof(S) == 2)
+      for (; i + kLanes <= n; i += kLanes) put(x + i, y + i);
+    store(x + i, y + i, n - i);
+  }
+  template <class S, class T>
+  MEMKIT_TARGET_V3 static void pack(const S* x, T threshold, uint8_t* bits, int64_t n) {
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) pack_lanes(x + i, threshold, bits + i / 8);
+    BaseLanes::pack(x + i, threshold, bits + i / 8, n - i);
+  }
+};
+
+// Sixteen lanes.
+struct V4Lanes {
+  static constexpr int64_t kLanes = 16;
+  MEMKIT_TARGET_V4 static __m256i words(const void* x) { return _mm256_loadu_si256(static_cast<const __m256i*>(x)); }
+  MEMKIT_TARGET_V4 static __m512 lanes(const float* x) { return _mm512_loadu_ps(x); }
+  MEMKIT_TARGET_V4 static __m512 lanes(const Half* x) { return _mm512_cvtph_ps(words(x)); }
+  MEMKIT_TARGET_V4 static __m512 lanes(const Bfloat* x) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words(x)), 16));
+  }
+  MEMKIT_TARGET_V4 static void put(const float* x, Half* y) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(y), _mm512_cvtps_ph(_mm512_loadu_ps(x), 0));
+  }
+  MEMKIT_TARGET_V4 static void put(const float* x, Bfloat* y) {  // as from_compute
+    const __m512 v = _mm512_loadu_ps(x);
+    const __m512i u = _mm512_castps_si512(v), odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+    const __m512i sum = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+    const __m512i kept = _mm512_mask_mov_epi32(_mm512_srli_epi32(sum, 16), nan, _mm512_set1_epi32(0x7fc0));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(y), _mm512_cvtepi32_epi16(kept));
+  }
+  template <class S>
+  MEMKIT_TARGET_V4 static void pack_lanes(const S* x, float threshold, uint8_t* bits) {
+    const uint16_t both = _mm512_cmp_ps_mask(lanes(x), _mm512_set1_ps(threshold), _CMP_GE_OQ);
+    std::memcpy(bits, &both, 2);
+  }
+  MEMKIT_TARGET_V4 static void pack_lanes(const double* x, double threshold, uint8_t* bits) {
+    const __m512d limit = _mm512_set1_pd(threshold);
+    bits[0] = _mm512_cmp_pd_mask(_mm512_loadu_pd(x), limit, _CMP_GE_OQ);
+    bits[1] = _mm512_cmp_pd_mask(_mm512_loadu_pd(x + 8), limit, _CMP_GE_OQ);
+  }
+  MEMKIT_TARGET_V4 static void spread(const uint8_t* bits, int32_t* sides, int64_t n) {
+    for (int64_t i = 0; i < n; i += 8)
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(sides + i), _mm256_movm_epi32(bits[i / 8]));
+  }
+  template <class S, class T>
+  MEMKIT_TARGET_V4 static void widen(const S* x, T* y, int64_t n) {
+    int64_t i = 0;
+    if constexpr (sizeof(S) == 2)
+      for (; i + kLanes <= n; i += kLanes) _mm512_storeu_ps(y + i, lanes(x + i));
+    load(x + i, y + i, n - i);  // what is left over
+  }
+  template <class T, class S>
+  MEMKIT_TARGET_V4 static void narrow(const T* x, S* y, int64_t n) {
+    int64_t i = 0;
+    if constexpr (sizeof(S) == 2)
+      for (; i + kLanes <= n; i += kLanes) put(x + i, y + i);
+    store(x + i, y + i, n - i);
+  }
+  template <class S, class T>
+  MEMKIT_TARGET_V4 static void pack(const S* x, T threshold, uint8_t* bits, int64_t n) {
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) pack_lanes(x + i, threshold, bits + i / 8);
+    BaseLanes::pack(x + i, threshold, bits + i / 8, n - i);
+  }
+};
+
+#endif
+
+}  // namespace memkit::cpu

@@ -1,0 +1,12 @@
+// Memory for results.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace memkit {
+
+// at::empty_like. A large one on the CPU that the C library has just mapped gets its pages in one call a thread: faults
+// one by one, 4 KiB each, cost more than the formula that writes them (32 MiB: 10.3 ms with gelu, 15.1 without).
+at::Tensor fresh_like(const at::Tensor& x);
+
+}  // namespace memkit
