@@ -104,6 +104,18 @@ class PoolUse:
     def leave(self) -> bool:
         """False, and nothing was done: another use() was entered since."""
 
+class PoolReplay:
+    """A plan served from a pool, step after step: `slots` are (size, offset) in the order of allocation."""
+
+    def __init__(self, pool: Pool, slots: Sequence[tuple[int, int]], total: int, alignment: int) -> None: ...
+    def enter(self) -> None: ...
+    def leave(self) -> bool: ...
+    def settle(self) -> None:
+        """Gives memory back that nothing lives in."""
+
+    def step(self) -> tuple[int, int, int, str]:
+        """Of the last step: allocations planned, served by the plan, served by the pool instead, and the first of those."""
+
 # csrc/torch/planning.cpp
 
 Row = tuple[int, int, int]  # size in bytes, lower, upper: alive in [lower, upper) of any clock

@@ -64,6 +64,7 @@ class Plan:
     """What it is a plan for, as JSON knows it: text, numbers, lists, dicts."""
     torch: str = field(default_factory=lambda: str(torch.__version__))
     memkit: str = __version__
+    _hash: int = field(init=False, repr=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
         buffers = tuple(Buffer(*_integers("buffer", b)) for b in self.buffers)
@@ -81,9 +82,10 @@ class Plan:
         _expect(self.height == height, f"the height {height}", self.height)
         _expect(self.lower_bound == bound, f"the lower bound {bound}", self.lower_bound)
         _expect(self.optimal or height > bound, "optimal at the lower bound", self.optimal)
+        object.__setattr__(self, "_hash", hash((self.buffers, self.offsets, self.alignment)))
 
     def __hash__(self) -> int:
-        return hash((self.buffers, self.offsets, self.alignment))
+        return self._hash
 
     @property
     def gap(self) -> float:

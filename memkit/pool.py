@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
 
 from . import _C, _pool_snapshot
-from ._pool_text import available_memory, held_text, parse_device, parse_size, size_text
+from ._pool_text import available_memory, parse_device, parse_size, size_text
+from ._pool_with import PoolReplay, PoolScope, PoolTag, PoolUse
+from .plan import Plan, Plans, record
 
 
 class PoolExhausted(torch.OutOfMemoryError):
@@ -77,8 +79,9 @@ class Pool(_C.PoolBase):
 
     Args:
         size: bytes as an int, or text like "512MiB" ("KiB" is 1024 bytes, "KB" is 1000).
-        device: "cpu", "cuda" or "cuda:N". On CUDA a block that dies is reused on its own stream at once, on another one after
-            a wait in stream order; `Tensor.record_stream` is honoured; what a captured graph uses stays until it dies.
+        device: "cpu", "cuda" or "cuda:N". On CUDA a block that dies is reused on its own stream at once, on another
+            one after a wait in stream order; `Tensor.record_stream` is honoured; what a captured graph uses stays until
+            it dies.
         pin_memory: page-locked host memory, for transfers to a GPU. Memory of a tensor that dies while a copy may
             still read it is not reused before the devices are done.
         grow: whether to take more from the system when `size` is used up, by the chunk; addresses never move.
@@ -131,6 +134,8 @@ class Pool(_C.PoolBase):
                 f"Pool: expected {size_text(nbytes)} from the system, got none", nbytes
             ) from None
         self._core = core
+        self._replays: WeakKeyDictionary[Plan, _C.PoolReplay] = WeakKeyDictionary()
+        self._warned: WeakSet[Plan] = WeakSet()
         self._id = core.id
         self._empty, self._empty_strided, _ = core.functions()
         self.device = target
@@ -229,6 +234,25 @@ class Pool(_C.PoolBase):
         """
         return PoolUse(self)
 
+    def record(self, fn: Callable[..., Any], *args: Any, budget: float = 1.0, **kwargs: Any) -> Plan:
+        """Calls `fn(*args, **kwargs)` once and plans its allocations for `replay`: `memkit.plan.record`."""
+        return record(fn, *args, budget=budget, **kwargs)
+
+    def replay(self, plan: Plan | Plans, *, signature: Any = None) -> PoolReplay:
+        """`with pool.replay(plan):` as `use()`, but the step's allocations get the places that the plan has for them.
+
+        Each is checked: one of another size, out of order, or whose place is still in use, comes from the pool as in
+        `use()`, is counted, and warned of once a plan. `plan.height` bytes are taken from the pool for the step, and
+        kept as long as something that a step made is alive in them.
+
+        Args:
+            plan: from `record`; or several, of which the one with this `signature` is replayed (`signature_of` of the
+                step's arguments). Without one for it the step runs as in `use()`, and counts as unplanned.
+
+        The `with` gives a `PoolReplay` with the numbers. One step of a plan at a time. CPU only.
+        """
+        return PoolReplay(self, plan, signature)
+
     def tag(self, name: str) -> PoolTag:
         """`with pool.tag("name"):` what this thread allocates from the pool, unless it says another tag, has this one."""
         return PoolTag(self, name)
@@ -311,66 +335,6 @@ class Pool(_C.PoolBase):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("Pool: expected to stay in its process, got pickled or copied; its tensors can be")
-
-
-class _Within:
-    """What `with` blocks of a pool share."""
-
-    def __init__(self, pool: Pool) -> None:
-        self._pool = pool
-        self._core: _C.Pool = pool._core
-
-
-class PoolScope(_Within):
-    def __enter__(self) -> Pool:
-        self._depth = self._core.enter_scope()
-        return self._pool
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        held = self._core.leave_scope(self._depth)
-        if kind is not None:
-            return
-        if held is None:
-            raise RuntimeError(
-                "Pool.scope: expected to leave the innermost scope of this thread first, got an outer one"
-            )
-        if held:
-            raise RuntimeError(held_text(held))
-
-
-class PoolUse(_Within):
-    def __init__(self, pool: Pool) -> None:
-        super().__init__(pool)
-        if pool.pin_memory:
-            raise ValueError("Pool.use: expected a pool of ordinary memory, got one with pin_memory=True")
-
-    def __enter__(self) -> Pool:
-        self._use = _C.PoolUse(self._core)
-        self._use.enter()
-        return self._pool
-
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if not self._use.leave() and kind is None:
-            raise RuntimeError(
-                "Pool.use: expected to leave the innermost use() of this thread first, got an outer one"
-            )
-
-
-class PoolTag(_Within):
-    def __init__(self, pool: Pool, name: str) -> None:
-        super().__init__(pool)
-        if not isinstance(name, str) or not name:
-            raise ValueError(f"Pool.tag: expected a name, got {name!r}")
-        self._name = name
-
-    def __enter__(self) -> Pool:
-        self._core.push_tag(self._name)
-        return self._pool
-
-    def __exit__(self, *error: object) -> None:
-        self._core.pop_tag()
 
 
 # What compilers see of the operators: shapes and strides. Never merged or reordered: see csrc/torch/schemas.cpp.

@@ -31,9 +31,12 @@ def busy(stream: torch.cuda.Stream, milliseconds: int = 50) -> None:
 
 def test_tensors(pool: memkit.Pool) -> None:
     x = pool.empty(1000, 33, dtype=torch.bfloat16).normal_()
-    assert x.is_cuda and x.device == pool.device and x.data_ptr() % 512 == 0
+    assert x.is_cuda
+    assert x.device == pool.device
+    assert x.data_ptr() % 512 == 0
     y = pool.empty_like(x).copy_(x)
-    assert torch.equal(x, y) and pool.stats().live_blocks == 2
+    assert torch.equal(x, y)
+    assert pool.stats().live_blocks == 2
     z = pool.zeros(7, requires_grad=True)
     (z * 2).sum().backward()
     assert torch.equal(z.grad, torch.full((7,), 2.0, device="cuda"))
@@ -46,7 +49,7 @@ def test_reserves_once(pool: memkit.Pool) -> None:
     for size in (1, 4096, 5 * MIB, 40 * MIB):
         pool.empty(size, dtype=torch.uint8).zero_()
     assert pool.stats().reserved == reserved
-    with pytest.raises(memkit.PoolExhausted, match="asked|free"):
+    with pytest.raises(memkit.PoolExhausted, match="asked"):
         pool.empty(65 * MIB, dtype=torch.uint8)
 
 
@@ -70,7 +73,8 @@ def test_another_stream_waits_for_the_memory_it_takes_over(pool: memkit.Pool) ->
     with torch.cuda.stream(second):
         y = pool.full((n,), 2.0)  # the same memory: there is no other
     torch.cuda.synchronize()
-    assert result.eq(1).all() and y.eq(2).all()
+    assert result.eq(1).all()
+    assert y.eq(2).all()
 
 
 def test_record_stream_keeps_the_block_until_the_other_stream_is_there(pool: memkit.Pool) -> None:
@@ -90,7 +94,8 @@ def test_record_stream_keeps_the_block_until_the_other_stream_is_there(pool: mem
     torch.cuda.synchronize()
     y = pool.full((n,), 2.0)
     torch.cuda.synchronize()
-    assert result.eq(1).all() and y.eq(2).all()
+    assert result.eq(1).all()
+    assert y.eq(2).all()
 
 
 def test_record_stream_of_other_tensors_is_torchs() -> None:
@@ -106,7 +111,8 @@ def test_a_scope_returns_its_memory_in_stream_order(pool: memkit.Pool) -> None:
         total = x.sum()
         del x
     y = pool.full((MIB,), 5.0)
-    assert total.item() == 3 * MIB and y.sum().item() == 5 * MIB
+    assert total.item() == 3 * MIB
+    assert y.sum().item() == 5 * MIB
 
 
 def test_a_graph_keeps_what_it_uses() -> None:
@@ -121,7 +127,9 @@ def test_a_graph_keeps_what_it_uses() -> None:
             out.copy_(scratch)
             del scratch
         before = pool.stats().reserved
-        noise = [pool.full((MIB,), 9.0) for _ in range(20)]  # grows in between; must not get the graph's scratch
+        noise = [
+            pool.full((MIB,), 9.0) for _ in range(20)
+        ]  # grows in between; must not get the graph's scratch
         assert pool.stats().reserved > before
         for value in (1.0, 4.0):
             static.fill_(value)
@@ -171,7 +179,9 @@ def test_nested_use_takes_the_innermost() -> None:
         def lies_in(pool: memkit.Pool, tensor: torch.Tensor) -> bool:
             return any(at <= tensor.data_ptr() < at + size for at, size, _ in pool._core.chunks())
 
-        assert lies_in(outer, a) and lies_in(inner, b) and lies_in(outer, c)
+        assert lies_in(outer, a)
+        assert lies_in(inner, b)
+        assert lies_in(outer, c)
         del a, b, c
         torch.cuda.empty_cache()
 
@@ -184,7 +194,8 @@ def test_sleep_gives_memory_back_and_keeps_contents_and_addresses(pool: memkit.P
     assert given >= 32 * MIB
     assert torch.cuda.mem_get_info()[0] - free >= 32 * MIB
     pool.wake()
-    assert x.data_ptr() == at and torch.equal(x, copy)
+    assert x.data_ptr() == at
+    assert torch.equal(x, copy)
 
 
 def test_debug_finds_what_was_written_beyond_the_end() -> None:
@@ -210,10 +221,12 @@ def test_pinned_memory_is_not_rounded_to_a_power_of_two() -> None:
     size = 129 * MIB + 512 * 1024
     with memkit.Pool(size, pin_memory=True, grow=False) as pool:
         x = pool.empty(size, dtype=torch.uint8)
-        assert x.is_pinned() and pool.stats().reserved < size + 4 * MIB
+        assert x.is_pinned()
+        assert pool.stats().reserved < size + 4 * MIB
         x.fill_(3)
         y = x.cuda(non_blocking=True)
         del x
         z = pool.empty(size, dtype=torch.uint8).fill_(4)
         torch.cuda.synchronize()
-        assert y.eq(3).all() and z[0] == 4
+        assert y.eq(3).all()
+        assert z[0] == 4

@@ -141,6 +141,7 @@ void Replay::rewind() {
   if (arena_.inherited()) return;
   const Lock lock(lock_);
   next_ = 0;
+  counts_ = {};
   survivors_.clear();
   for (std::size_t i = 0; i < size_; ++i) {
     flags_[i] &= kLive;

@@ -42,7 +42,7 @@ class Replay final : public Guest {
     std::size_t expected = 0, got = 0;  // bytes
     std::size_t other = 0;              // overlap: the slot that is live
   };
-  struct Counts {
+  struct Counts {  // since rewind()
     std::size_t served = 0;
     std::size_t fell_back = 0;  // served by the arena instead
     Mismatch first;             // of them

@@ -138,7 +138,7 @@ Pool::~Pool() {
   if (!arena_->inherited()) device_->reclaim(*arena_);
 }
 
-Block* Pool::take(std::size_t nbytes, Tag tag) {
+Block* Pool::take(std::size_t nbytes, Tag tag, bool for_torch) {
   arena::Request request{nbytes, device_->lane()};
   if (tag) {
     request.tag = *tag;
@@ -153,7 +153,7 @@ Block* Pool::take(std::size_t nbytes, Tag tag) {
   if (asleep()) check_awake(request.tag);
   device_->make_room(*arena_, nbytes);
   PoolLayer* layer = pool_thread.layers;
-  while (layer && layer->pool != this) layer = layer->outer;
+  while (layer && (layer->pool != this || (layer->torch_only && !for_torch))) layer = layer->outer;
   const arena::Allocation got = layer ? layer->allocate(request) : arena_->allocate(request);
   if (!got) raise_pool_failure(*got.failure);
   if (!got.waits.empty()) device_->wait(request.lane, got);
@@ -167,7 +167,7 @@ c10::DataPtr Pool::data(std::size_t nbytes, Tag tag) {
 
 CpuBlock* Pool::allocate(std::size_t nbytes) {
   if (arena_->inherited()) return nullptr;  // a worker process forked inside use() goes on with torch's allocator
-  Block* block = take(nbytes, std::nullopt);
+  Block* block = take(nbytes, std::nullopt, /*for_torch=*/true);
   try {
     return new LentBlock(block);
   } catch (...) {

@@ -27,11 +27,12 @@ struct PoolViolations;
 // What stands before the arena for one thread.
 class PoolLayer {
  public:
-  explicit PoolLayer(Pool* pool) : pool(pool) {}
+  explicit PoolLayer(Pool* pool, bool torch_only = false) : pool(pool), torch_only(torch_only) {}
   virtual ~PoolLayer() = default;
   virtual arena::Allocation allocate(const arena::Request& request) = 0;  // falls back to the arena by itself
 
   Pool* const pool;
+  const bool torch_only;  // serves what torch allocates in use(), not the tensors that the pool is asked for
   PoolLayer* outer = nullptr;
 };
 
@@ -100,7 +101,7 @@ class Pool final : public CpuSource, public std::enable_shared_from_this<Pool> {
   };
 
   Pool(std::unique_ptr<PoolDevice> device, arena::Options options);
-  arena::Block* take(std::size_t nbytes, Tag tag);
+  arena::Block* take(std::size_t nbytes, Tag tag, bool for_torch = false);
   void check_awake(arena::TagId tag);
   at::Tensor wrap(std::size_t nbytes, Dtype dtype, Tag tag);
 

@@ -5,6 +5,7 @@
 
 #include <unordered_map>
 
+#include "pool_replay.h"
 #include "pool_use.h"
 
 namespace memkit {
@@ -216,6 +217,21 @@ void bind_pool(py::module_& m) {
       .def(py::init(&make_use))
       .def("enter", &PoolUse::enter)
       .def("leave", &PoolUse::leave);
+  py::class_<PoolReplay>(m, "PoolReplay")
+      .def(py::init([](std::shared_ptr<Pool> pool, const std::vector<std::pair<std::size_t, std::size_t>>& slots,
+                       std::size_t total, std::size_t alignment) {
+        std::vector<arena::Plan::Slot> all;
+        all.reserve(slots.size());
+        for (const auto& [size, offset] : slots) all.push_back({size, offset});
+        return std::make_unique<PoolReplay>(std::move(pool), std::move(all), total, alignment);
+      }))
+      .def("enter", &PoolReplay::enter)
+      .def("leave", &PoolReplay::leave)
+      .def("settle", &PoolReplay::settle)
+      .def("step", [](const PoolReplay& replay) {
+        const PoolReplay::Step& step = replay.step();
+        return py::make_tuple(step.planned, step.served, step.fell_back, step.mismatch);
+      });
   m.add_object("PoolBase", make_pool_base());
 }
 

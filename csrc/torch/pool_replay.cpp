@@ -1,0 +1,93 @@
+#include "pool_replay.h"
+
+#include <c10/util/Exception.h>
+
+#include <sstream>
+
+namespace memkit {
+
+using arena::Replay;
+
+// Before the arena for what torch allocates; tensors that the pool is asked for were not recorded.
+class PoolReplay::Layer final : public PoolLayer {
+ public:
+  Layer(Pool* pool, Replay* replay) : PoolLayer(pool, /*torch_only=*/true), replay_(replay) {}
+  arena::Allocation allocate(const arena::Request& request) override {
+    arena::Allocation got;
+    got.block = replay_->serve(request);
+    if (!got.block) got = replay_->allocate(request);
+    return got;
+  }
+
+ private:
+  Replay* const replay_;
+};
+
+PoolReplay::PoolReplay(std::shared_ptr<Pool> pool, std::vector<arena::Plan::Slot> slots, std::size_t total,
+                       std::size_t alignment)
+    : pool_(std::move(pool)) {
+  TORCH_CHECK(pool_->device().device().is_cpu(), "Pool.replay: expected a pool on the CPU, got one on ",
+              pool_->device().device());
+  step_.planned = slots.size();
+  std::string why;
+  plan_ = arena::Plan::make(std::move(slots), total, alignment, &why);
+  TORCH_CHECK_VALUE(plan_, "Pool.replay: expected a sound plan, got ", why);
+}
+
+PoolReplay::~PoolReplay() = default;
+
+void PoolReplay::enter() {
+  TORCH_CHECK(!under_way_.exchange(true),
+              "Pool.replay: expected one step of a plan at a time, got a second before the first had ended");
+  if (!replay_) {
+    arena::Allocation base;
+    replay_ = Replay::create(pool_->arena(), plan_, pool_->device().lane(), pool_->arena().tag("plan"), &base);
+    if (!replay_) {
+      under_way_ = false;
+      raise_pool_failure(*base.failure);
+    }
+  }
+  replay_->rewind();
+  layer_ = std::make_unique<Layer>(pool_.get(), replay_.get());
+  layer_->outer = pool_thread.layers;
+  pool_thread.layers = layer_.get();
+  outer_ = exchange_cpu_source(pool_.get());
+}
+
+bool PoolReplay::leave() {
+  CpuSource* mine = exchange_cpu_source(outer_);
+  if (mine != pool_.get() || pool_thread.layers != layer_.get()) {
+    exchange_cpu_source(mine);
+    return false;
+  }
+  pool_thread.layers = layer_->outer;
+  layer_.reset();
+  count();
+  under_way_ = false;
+  return true;
+}
+
+void PoolReplay::settle() {
+  if (replay_ && !under_way_ && replay_->live() == 0) replay_.reset();
+}
+
+void PoolReplay::count() {
+  const Replay::Counts counts = replay_->counts();
+  step_.served = counts.served;
+  step_.fell_back = counts.fell_back;
+  step_.mismatch.clear();
+  if (!counts.fell_back) return;
+  const Replay::Mismatch& first = counts.first;
+  std::ostringstream text;
+  text << "allocation " << first.index << " of " << step_.planned << ": expected ";
+  switch (first.reason) {
+    case Replay::Mismatch::size: text << first.expected << " bytes, got " << first.got; break;
+    case Replay::Mismatch::overlap: text << "its place to be free, got allocation " << first.other << " alive there"; break;
+    case Replay::Mismatch::alignment: text << "the plan's alignment, got a larger one"; break;
+    case Replay::Mismatch::beyond: text << "no more allocations, got one of " << first.got << " bytes"; break;
+    case Replay::Mismatch::none: break;
+  }
+  step_.mismatch = text.str();
+}
+
+}  // namespace memkit

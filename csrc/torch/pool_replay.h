@@ -1,0 +1,46 @@
+// pool.replay(plan): torch's allocations of a step get the places that a plan has for them.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "arena/replay.h"
+#include "pool.h"
+#include "pool_use.h"
+
+namespace memkit {
+
+// A plan and a pool, for any number of steps one after the other. Between steps it holds memory only while something
+// that a step made is alive, or until settle().
+class PoolReplay final : public PoolUse {
+ public:
+  // Raises where the plan is not sound.
+  PoolReplay(std::shared_ptr<Pool> pool, std::vector<arena::Plan::Slot> slots, std::size_t total, std::size_t alignment);
+  ~PoolReplay() override;
+
+  // Raises when a step is under way already, one at a time, and where the pool has no room for the plan.
+  void enter() override;
+  bool leave() override;
+  void settle();  // gives the memory back, if no step is under way and nothing in it is alive
+
+  struct Step {  // the last one, or so far
+    std::size_t planned = 0, served = 0, fell_back = 0;
+    std::string mismatch;  // the first of those that fell back
+  };
+  const Step& step() const { return step_; }
+
+ private:
+  class Layer;
+  void count();
+
+  const std::shared_ptr<Pool> pool_;
+  std::shared_ptr<const arena::Plan> plan_;
+  arena::Replay::Pointer replay_;
+  std::unique_ptr<Layer> layer_;  // of the step under way
+  std::atomic<bool> under_way_{false};
+  CpuSource* outer_ = nullptr;
+  Step step_;
+};
+
+}  // namespace memkit

@@ -1,0 +1,127 @@
+"""What `with` can say of a pool: scope, use, replay, tag."""
+
+from __future__ import annotations
+
+import warnings
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from . import _C
+from ._pool_text import held_text
+from .plan import Plan, Plans
+
+if TYPE_CHECKING:
+    from .pool import Pool
+
+
+class _Within:
+    """What `with` blocks of a pool share."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._core: _C.Pool = pool._core
+
+
+class PoolScope(_Within):
+    def __enter__(self) -> Pool:
+        self._depth = self._core.enter_scope()
+        return self._pool
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        held = self._core.leave_scope(self._depth)
+        if kind is not None:
+            return
+        if held is None:
+            raise RuntimeError(
+                "Pool.scope: expected to leave the innermost scope of this thread first, got an outer one"
+            )
+        if held:
+            raise RuntimeError(held_text(held))
+
+
+class PoolUse(_Within):
+    def __init__(self, pool: Pool) -> None:
+        super().__init__(pool)
+        if pool.pin_memory:
+            raise ValueError("Pool.use: expected a pool of ordinary memory, got one with pin_memory=True")
+
+    def __enter__(self) -> Pool:
+        self._use = _C.PoolUse(self._core)
+        self._use.enter()
+        return self._pool
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if not self._use.leave() and kind is None:
+            raise RuntimeError(
+                "Pool.use: expected to leave the innermost use() of this thread first, got an outer one"
+            )
+
+
+class PoolReplay(_Within):
+    """One `with pool.replay(plan)`; its numbers are those of the step, once it has ended."""
+
+    planned: int = 0
+    """Allocations in the plan."""
+    served: int = 0
+    """Allocations that got the plan's place."""
+    fell_back: int = 0
+    """Allocations that came from the pool instead."""
+    mismatch: str = ""
+    """What the first of those was, and what the plan expected."""
+
+    def __init__(self, pool: Pool, plan: Plan | Plans, signature: Any) -> None:
+        super().__init__(pool)
+        if isinstance(plan, Plans):
+            self.plan = plan.get(signature)
+        elif isinstance(plan, Plan):
+            self.plan = plan
+        else:
+            raise TypeError(f"Pool.replay: expected a Plan or Plans, got {type(plan).__name__}")
+        if pool.pin_memory:
+            raise ValueError("Pool.replay: expected a pool of ordinary memory, got one with pin_memory=True")
+        self._known = pool._replays
+        if self.plan is not None and self.plan not in self._known:
+            slots = [(b.size, offset) for b, offset in zip(self.plan.buffers, self.plan.offsets, strict=True)]
+            self._known[self.plan] = _C.PoolReplay(self._core, slots, self.plan.height, self.plan.alignment)
+
+    def __enter__(self) -> PoolReplay:
+        for other in self._known.values():
+            other.settle()  # memory of other plans' steps
+        self._step = _C.PoolUse(self._core) if self.plan is None else self._known[self.plan]
+        self._step.enter()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if not self._step.leave():
+            if kind is None:
+                raise RuntimeError(
+                    "Pool.replay: expected to leave the innermost use() of this thread first, got an outer one"
+                )
+            return
+        if isinstance(self._step, _C.PoolReplay):
+            self.planned, self.served, self.fell_back, self.mismatch = self._step.step()
+            if self.plan and self.fell_back and kind is None and self.plan not in self._pool._warned:
+                self._pool._warned.add(self.plan)
+                warnings.warn(
+                    f"Pool.replay: {self.fell_back} allocations of the step did not go by the plan and came from "
+                    f"the pool; the first: {self.mismatch}",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+
+
+class PoolTag(_Within):
+    def __init__(self, pool: Pool, name: str) -> None:
+        super().__init__(pool)
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"Pool.tag: expected a name, got {name!r}")
+        self._name = name
+
+    def __enter__(self) -> Pool:
+        self._core.push_tag(self._name)
+        return self._pool
+
+    def __exit__(self, *error: object) -> None:
+        self._core.pop_tag()
