@@ -82,6 +82,8 @@ Replay::~Replay() { free(base_); }
 Allocation Replay::allocate(const Request& request) {
   Allocation result;
   if (request.alignment <= plan_->alignment() && (result.block = serve(request))) return result;
+  if (find_again(request.size) && request.alignment <= plan_->alignment() && (result.block = serve(request)))
+    return result;
   if (!arena_.inherited()) {
     const Lock lock(lock_);
     Mismatch& first = counts_.first;
@@ -95,11 +97,29 @@ Allocation Replay::allocate(const Request& request) {
         if (first.expected == first.got) first.reason = first.other != size_ ? Mismatch::overlap : Mismatch::alignment;
       }
     }
-    if (next_ < size_) flags_[next_++] |= kSkipped;
+    // Of another size: it may be one too many, or stand for the plan's next. The one after it tells.
+    if (next_ < size_ && plan_->slot(next_).size == request.size) {
+      flags_[next_++] |= kSkipped;
+    } else {
+      ++astray_;
+    }
   }
   Request other = request;
   other.lane = lane_;
   return arena_.allocate(other);
+}
+
+// After requests of other sizes: they stood for as many of the plan's, or fewer, if what comes next says so.
+bool Replay::find_again(std::size_t size) {
+  constexpr std::size_t kFar = 16;
+  if (arena_.inherited()) return false;
+  const Lock lock(lock_);
+  for (std::size_t k = 1; k <= std::min(astray_, kFar) && next_ + k < size_; ++k)
+    if (plan_->slot(next_ + k).size == size) {
+      for (; k; --k) flags_[next_++] |= kSkipped;
+      return true;
+    }
+  return false;
 }
 
 bool Replay::overlaps(std::size_t a, std::size_t b) const {
@@ -140,7 +160,7 @@ Freed Replay::take_back(Block* block) noexcept {
 void Replay::rewind() {
   if (arena_.inherited()) return;
   const Lock lock(lock_);
-  next_ = 0;
+  next_ = astray_ = 0;
   counts_ = {};
   survivors_.clear();
   for (std::size_t i = 0; i < size_; ++i) {

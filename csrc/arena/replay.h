@@ -53,7 +53,7 @@ class Replay final : public Guest {
   static Pointer create(Arena& arena, std::shared_ptr<const Plan> plan, LaneId lane, TagId tag, Allocation* base);
 
   // The lane of a request is the replay's. A request that is not the plan's next, or whose slot is still in use, goes
-  // to the arena; it counts as the plan's next all the same.
+  // to the arena; requests of other sizes or too many do not keep the rest of the step from its places.
   Allocation allocate(const Request& request);
   // The quick part of it: nullptr when the plan does not say so. Moves on only if it serves.
   Block* serve(const Request& request);
@@ -70,10 +70,12 @@ class Replay final : public Guest {
   Replay(Arena& arena, std::shared_ptr<const Plan> plan, LaneId lane, Block* base);
   ~Replay() override;
 
+  bool find_again(std::size_t size);
   bool overlaps(std::size_t a, std::size_t b) const;
   std::size_t blocker(std::size_t i);
 
   std::size_t next_ = 0;
+  std::size_t astray_ = 0;  // requests of other sizes since the last that went by the plan
   std::size_t size_;
   const std::shared_ptr<const Plan> plan_;
   std::vector<std::uint8_t> flags_;       // by slot
@@ -98,6 +100,7 @@ inline Block* Replay::serve(const Request& request) {
   block->tag = request.tag;
   block->stack = request.stack;
   next_ = i + 1;
+  astray_ = 0;
   ++live_;
   ++counts_.served;
   return block;

@@ -1,0 +1,240 @@
+"""Plans served from a pool, and what happens where a step does not go by them."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memkit
+from memkit.plan import Plan, Plans, signature_of
+
+
+def training(seed: int = 0) -> tuple[nn.Module, Callable[[Tensor], float]]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 64))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(x: Tensor) -> float:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return model, step
+
+
+def batch(n: int = 32) -> Tensor:
+    return torch.randn(n, 64, generator=torch.Generator().manual_seed(n))
+
+
+@pytest.fixture
+def pool():
+    with memkit.Pool("32MiB", grow=False) as pool:
+        yield pool
+        pool.check()
+
+
+def test_every_allocation_of_a_step_gets_its_place_and_the_numbers_are_stocks(pool: memkit.Pool) -> None:
+    _, stock = training()
+    want = [stock(batch()) for _ in range(5)]
+    _, step = training()
+    got = [step(batch())]
+    plan = pool.record(step, batch())
+    assert plan.gap == 0
+    x = batch()
+    for _ in range(2):
+        with pool.replay(plan) as replay:
+            step(x)
+        assert (replay.served, replay.fell_back, replay.mismatch) == (replay.planned, 0, "")
+        assert replay.planned == len(plan.buffers)
+    _, step = training()
+    got = []
+    for i in range(5):
+        if i < 2:
+            got.append(step(batch()))
+        else:
+            with pool.replay(plan) as replay:
+                got.append(step(x))
+            assert replay.fell_back == 0
+    assert got == want
+
+
+def test_the_plan_takes_its_height_and_no_more(pool: memkit.Pool) -> None:
+    _, step = training()
+    step(batch())
+    plan = pool.record(step, batch())
+    x = batch()
+    pool.reset_peaks()
+    with pool.replay(plan):
+        step(x)
+    assert plan.height <= pool.stats().allocated_peak <= plan.height + 64
+
+
+def test_memory_goes_back_when_nothing_of_a_step_is_alive(pool: memkit.Pool) -> None:
+    def step() -> float:
+        return (torch.ones(1000) * 2).sum().item()
+
+    plan = pool.record(step)
+    with pool.replay(plan):
+        assert step() == 2000
+    with pool.replay(pool.record(lambda: torch.ones(7).sum().item())):
+        torch.ones(7).sum().item()
+    with pool.replay(plan):
+        kept = torch.ones(1000)  # alive in the plan's memory, beyond its step
+        kept = kept * 3
+    before = pool.stats().allocated
+    assert kept.eq(3).all()
+    del kept
+    with pool.replay(pool.record(lambda: None)):
+        pass
+    assert pool.stats().allocated < before
+
+
+def test_what_outlives_a_step_is_not_overwritten_by_the_next(pool: memkit.Pool) -> None:
+    def step(value: float) -> Tensor:
+        scratch = torch.full((1000,), value)
+        return scratch * 2
+
+    plan = pool.record(step, 1.0)
+    kept = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for value in (1.0, 2.0, 3.0):
+            with pool.replay(plan) as replay:
+                kept.append(step(value))
+    assert replay.fell_back == 1
+    assert "place to be free" in replay.mismatch
+    for value, tensor in zip((1.0, 2.0, 3.0), kept, strict=True):
+        assert tensor.eq(2 * value).all()
+
+
+def test_a_stray_allocation_leaves_the_rest_of_the_step_to_the_plan(pool: memkit.Pool) -> None:
+    _, step = training()
+    x = batch()
+    step(x)
+    plan = pool.record(step, x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        with pool.replay(plan) as replay:
+            step(batch())  # which makes the batch in the step
+    assert replay.served == replay.planned
+    assert replay.fell_back == 1
+
+
+def test_another_shape_falls_back_is_counted_and_warned_of_once(pool: memkit.Pool) -> None:
+    _, step = training()
+    step(batch())
+    plan = pool.record(step, batch())
+    _, other = training()
+    other(batch(16))
+    want = other(batch(16))
+    _, again = training()
+    again(batch(16))
+    x = batch(16)
+    with pytest.warns(RuntimeWarning, match="expected 32768 bytes, got 16384"), pool.replay(plan) as replay:
+        got = again(x)
+    assert got == want
+    assert replay.fell_back > 0
+    assert replay.served + replay.fell_back >= replay.planned
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pool.replay(plan):
+            step(batch(16))
+
+
+def test_one_plan_a_signature(pool: memkit.Pool) -> None:
+    _, step = training()
+    step(batch())
+    plans = Plans()
+    for n in (16, 32):
+        plans.add(pool.record(step, batch(n)))
+    for n in (32, 16, 16, 32):
+        x = batch(n)
+        with pool.replay(plans, signature=signature_of(x)) as replay:
+            step(x)
+        assert (replay.served, replay.fell_back) == (replay.planned, 0)
+        assert replay.plan is plans[signature_of(batch(n))]
+    with pool.replay(plans, signature=signature_of(batch(8))) as replay:
+        step(batch(8))
+    assert replay.plan is None
+    assert replay.planned == 0
+
+
+def test_tensors_asked_of_the_pool_are_not_part_of_the_plan(pool: memkit.Pool) -> None:
+    plan = pool.record(lambda: torch.ones(100).sum().item())
+    with pool.replay(plan) as replay:
+        scratch = pool.empty(50)
+        torch.ones(100).sum().item()
+    assert replay.fell_back == 0
+    assert scratch.numel() == 50
+
+
+def test_other_threads_go_on_as_before(pool: memkit.Pool) -> None:
+    plan = pool.record(lambda: torch.ones(100).sum().item())
+    with pool.replay(plan) as replay:
+        thread = threading.Thread(target=lambda: torch.ones(12345))
+        thread.start()
+        thread.join()
+        torch.ones(100).sum().item()
+    assert replay.fell_back == 0
+
+
+def test_an_error_in_the_step_passes_and_the_next_step_is_served(pool: memkit.Pool) -> None:
+    def step(fail: bool) -> float:
+        x = torch.ones(100)
+        if fail:
+            raise KeyError("mine")
+        return (x * 2).sum().item()
+
+    plan = pool.record(step, False)
+    with pytest.raises(KeyError, match="mine"), pool.replay(plan):
+        step(True)
+    with pool.replay(plan) as replay:
+        assert step(False) == 200
+    assert replay.fell_back == 0
+
+
+def test_no_room_for_the_plan() -> None:
+    plan = memkit.plan.record(lambda: torch.ones(1 << 20).sum().item())
+    with memkit.Pool("1MiB", grow=False) as small:
+        with pytest.raises(memkit.PoolExhausted), small.replay(plan):
+            pass
+        small.check()
+        assert torch.ones(3).sum() == 3
+
+
+def test_refusals(pool: memkit.Pool) -> None:
+    plan = pool.record(lambda: torch.ones(100).sum().item())
+    with pytest.raises(TypeError, match=r"Pool.replay: expected a Plan or Plans, got dict"):
+        pool.replay({})  # type: ignore[arg-type]
+    with (
+        pool.replay(plan),
+        pytest.raises(RuntimeError, match="one step of a plan at a time"),
+        pool.replay(plan),
+    ):
+        pass
+    outer, inner = pool.replay(plan), pool.use()
+    outer.__enter__()
+    inner.__enter__()
+    with pytest.raises(RuntimeError, match="innermost"):
+        outer.__exit__(None, None, None)
+    inner.__exit__(None, None, None)
+    outer.__exit__(None, None, None)
+    pool.close()
+    with pytest.raises(RuntimeError, match="closed"), pool.replay(plan):
+        pass
+
+
+def test_solve_by_hand_and_replay(pool: memkit.Pool) -> None:
+    plan = Plan.solve([(400, 0, 2), (400, 1, 3)])
+    with pool.replay(plan) as replay:
+        a = torch.empty(100)
+        b = torch.empty(100)
+        assert abs(a.data_ptr() - b.data_ptr()) >= 400
+    assert replay.served == 2
