@@ -61,7 +61,7 @@ struct Loops {
 
   MEMKIT_FN static void slope(const ActParams& params, const S* x, const S* grad, S* out, int64_t n) {
     const Op op(params);
-    const auto gradient = [&](T x, T g, int64_t) MEMKIT_INLINE { return input_gradient<Op>(g, op.slope(x)); };
+    const auto gradient = [&](T x, T g, int64_t) MEMKIT_INLINE { return gradient_at_input(op, g, x); };
     Map<Lanes, S>::run(x, grad, out, n, gradient);
   }
 
@@ -76,11 +76,10 @@ struct Loops {
       int32_t sides[kBlock];
       Lanes::spread(bits, sides, n);
       Map<Lanes, S>::run(y, grad, out, n, [&](T y, T g, int64_t i) MEMKIT_INLINE {
-        return input_gradient<Op>(g, op.slope_from_output(y, sides[i] != 0));
+        return gradient_at_output(op, g, y, sides[i] != 0);
       });
     } else {
-      const auto gradient = [&](T y, T g, int64_t)
-                                MEMKIT_INLINE { return input_gradient<Op>(g, op.slope_from_output(y)); };
+      const auto gradient = [&](T y, T g, int64_t) MEMKIT_INLINE { return gradient_at_output(op, g, y); };
       Map<Lanes, S>::run(y, grad, out, n, gradient);
     }
   }

@@ -72,7 +72,7 @@ struct BackwardFromInput {
     tile.load(call.grad, grad);
     if (call.bias.data) add_bias(tile, call.bias, x);
     MEMKIT_UNROLL
-    for (int k = 0; k < Tile::values; ++k) grad[k] = input_gradient<Op>(grad[k], op.slope(x[k]));
+    for (int k = 0; k < Tile::values; ++k) grad[k] = gradient_at_input(op, grad[k], x[k]);
     tile.store(grad, call.out);
   }
 };
@@ -90,11 +90,10 @@ struct BackwardFromOutput {
     if constexpr (Op::branch) {
       const unsigned sides = tile.load_bits(call.bits);
       MEMKIT_UNROLL
-      for (int k = 0; k < Tile::values; ++k)
-        grad[k] = input_gradient<Op>(grad[k], op.slope_from_output(y[k], sides >> k & 1u));
+      for (int k = 0; k < Tile::values; ++k) grad[k] = gradient_at_output(op, grad[k], y[k], bool(sides >> k & 1u));
     } else {
       MEMKIT_UNROLL
-      for (int k = 0; k < Tile::values; ++k) grad[k] = input_gradient<Op>(grad[k], op.slope_from_output(y[k]));
+      for (int k = 0; k < Tile::values; ++k) grad[k] = gradient_at_output(op, grad[k], y[k]);
     }
     tile.store(grad, call.out);
   }

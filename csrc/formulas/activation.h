@@ -58,6 +58,8 @@ struct Relu {
   MEMKIT_FN T value(T x) const { return select(x < T(0), T(0), x); }
   MEMKIT_FN T slope(T x) const { return select(x <= T(0), T(0), T(1)); }
   MEMKIT_FN T slope_from_output(T y) const { return select(y <= T(0), T(0), T(1)); }
+  MEMKIT_FN bool flat(T x) const { return x <= T(0); }
+  MEMKIT_FN bool flat_from_output(T y) const { return y <= T(0); }
 };
 
 template <class T, bool coarse = false>
@@ -126,8 +128,10 @@ struct Hardtanh {
   T low, high;
   MEMKIT_FN explicit Hardtanh(const ActParams& p) : low(T(p.a)), high(T(p.b)) {}
   MEMKIT_FN T value(T x) const { return at_most(at_least(x, low), high); }
-  MEMKIT_FN T slope(T x) const { return select((x > low) & (x < high), T(1), T(0)); }
+  MEMKIT_FN T slope(T x) const { return select(flat(x), T(0), T(1)); }
   MEMKIT_FN T slope_from_output(T y) const { return slope(y); }
+  MEMKIT_FN bool flat(T x) const { return (x <= low) | (x >= high); }
+  MEMKIT_FN bool flat_from_output(T y) const { return flat(y); }
 };
 
 template <class T, bool coarse = false>
@@ -135,8 +139,10 @@ struct Hardsigmoid {
   static constexpr bool branch = false;
   MEMKIT_FN explicit Hardsigmoid(const ActParams&) {}
   MEMKIT_FN T value(T x) const { return at_most(at_least(x + T(3), T(0)), T(6)) * (T(1) / T(6)); }
-  MEMKIT_FN T slope(T x) const { return select((x > T(-3)) & (x < T(3)), T(1) / T(6), T(0)); }
-  MEMKIT_FN T slope_from_output(T y) const { return select((y > T(0)) & (y < T(1)), T(1) / T(6), T(0)); }
+  MEMKIT_FN T slope(T x) const { return select(flat(x), T(0), T(1) / T(6)); }
+  MEMKIT_FN T slope_from_output(T y) const { return select(flat_from_output(y), T(0), T(1) / T(6)); }
+  MEMKIT_FN bool flat(T x) const { return !((x > T(-3)) & (x < T(3))); }
+  MEMKIT_FN bool flat_from_output(T y) const { return !((y > T(0)) & (y < T(1))); }
 };
 
 template <class T, bool coarse = false>
@@ -149,6 +155,8 @@ struct ReluSquared {
   }
   MEMKIT_FN T slope(T x) const { return select(x < T(0), T(0), x + x); }
   MEMKIT_FN T slope_from_output(T y) const { return T(2) * memkit::sqrt(y); }
+  MEMKIT_FN bool flat(T x) const { return x <= T(0); }
+  MEMKIT_FN bool flat_from_output(T y) const { return y <= T(0); }
 };
 
 template <class T, bool coarse = false>
@@ -279,7 +287,7 @@ struct Hardswish {
   }
   MEMKIT_FN T slope(T x) const {
     T inner = x / T(3) + T(0.5);
-    return select(x <= T(-3), T(0), select(x >= T(3), T(1), inner));
+    return select(flat(x), T(0), select(x < T(3), inner, T(1)));
   }
   MEMKIT_FN bool right(T x) const { return x >= T(x0); }
   MEMKIT_FN T slope_from_output(T y, bool right) const {
@@ -288,6 +296,8 @@ struct Hardswish {
     T falling = select(y >= T(0), T(0), -root);
     return select(right, rising, falling);
   }
+  MEMKIT_FN bool flat(T x) const { return x <= T(-3); }
+  MEMKIT_FN bool flat_from_output(T y, bool right) const { return !right & (y >= T(0)); }
 };
 
 // Calls f.template operator()<Op>(args...) with the struct of the kind.

@@ -20,9 +20,18 @@ template <class T, bool coarse>
 inline constexpr bool has_flats<Hardswish<T, coarse>> = true;
 
 template <class Op, class T>
-MEMKIT_FN T input_gradient(T grad, T slope) {
-  if constexpr (has_flats<Op>) return select(slope == T(0), T(0), grad * slope);
-  return grad * slope;
+MEMKIT_FN T gradient_at_input(const Op& op, T grad, T x) {
+  T product = grad * op.slope(x);
+  if constexpr (has_flats<Op>) return select(op.flat(x), T(0), product);
+  return product;
+}
+
+// `side`: which one of the minimum the input was on, for functions that have one.
+template <class Op, class T, class... Side>
+MEMKIT_FN T gradient_at_output(const Op& op, T grad, T y, Side... side) {
+  T product = grad * op.slope_from_output(y, side...);
+  if constexpr (has_flats<Op>) return select(op.flat_from_output(y, side...), T(0), product);
+  return product;
 }
 
 }  // namespace memkit

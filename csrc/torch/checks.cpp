@@ -2,6 +2,7 @@
 
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/core/CPUAllocator.h>
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -84,6 +85,17 @@ bool overlaps_itself(const Tensor& x) {
   return false;
 }
 
+// Whether torch's own allocator made x's memory, and its storage is all that knows it. An array of numpy, a file that is
+// mapped or a buffer of another library has an owner that no reference count shows, and may be read-only.
+bool is_torchs_memory(const Tensor& x) {
+  const c10::DataPtr& data = x.storage().data_ptr();
+  const c10::DeleterFnPtr deleter = data.get_deleter();
+  if (x.is_meta() || !data.get()) return true;
+  if (x.is_cpu() && deleter == c10::GetDefaultCPUAllocator()->raw_deleter()) return true;
+  const c10::Allocator* allocator = c10::GetAllocator(x.device().type());
+  return deleter && allocator && deleter == allocator->raw_deleter();
+}
+
 std::optional<std::string> producer_blocker(const Tensor& x) {
   const auto& producer = x.grad_fn();
   if (producer && saves_output(*producer)) {
@@ -132,6 +144,8 @@ void check_arguments(std::string_view op, const Tensor& x, const std::optional<T
 
 std::optional<std::string> memory_blocker(const Tensor& x) {
   if (x.is_inference() && !c10::InferenceMode::is_enabled()) return "an inference tensor outside inference_mode";
+  if (x._is_zerotensor()) return "a tensor of zeros that has no memory";
+  if (x.is_neg()) return "a view that negates its base";
   if (overlaps_itself(x)) return "expanded or self-overlapping memory (strides " + c10::str(x.sym_strides()) + ")";
   return std::nullopt;
 }
@@ -159,6 +173,7 @@ std::optional<std::string> inplace_blocker_strict(const Tensor& x, size_t idle_b
   if (!at::GradMode::is_enabled() && x.requires_grad()) return "a tensor that requires grad, under no_grad";
   if (x.is_leaf() && x.requires_grad()) return "a leaf that requires grad";  // a parameter, under no_grad
   if (!x.has_storage()) return "a tensor without storage";
+  if (!is_torchs_memory(x)) return "memory that PyTorch did not allocate";
   size_t holders = 1;
   if (const auto* view = autograd::impl::get_view_autograd_meta(x); view && view->has_bw_view()) {
     if (view->get_backward_view().base_.use_count() > 1 + idle_base_handles)
@@ -185,7 +200,7 @@ bool is_plain(const Tensor& x) { return !at::isTensorSubclassLike(x); }
 
 bool is_sole_owner(const Tensor& x) {
   return x.use_count() == 1 && x.has_storage() && x.storage().use_count() == 1 && x.is_non_overlapping_and_dense() &&
-         !x.is_view() && is_plain(x);
+         !x.is_view() && is_plain(x) && is_torchs_memory(x);
 }
 
 }  // namespace memkit

@@ -74,6 +74,19 @@ ActivationSpec::ActivationSpec(std::string_view name_, c10::ArrayRef<double> giv
   params = parameters(known, given);
 }
 
+ActParams ActivationSpec::params_for(at::ScalarType dtype) const {
+  if (act != Act::hardtanh) return params;
+  const auto stored = [&](double bound) -> double {
+    switch (dtype) {
+      case at::kHalf: return c10::Half(static_cast<float>(bound));
+      case at::kBFloat16: return c10::BFloat16(static_cast<float>(bound));
+      case at::kFloat: return static_cast<float>(bound);
+      default: return bound;
+    }
+  };
+  return {stored(params.a), stored(params.b), params.c};
+}
+
 bool ActivationSpec::invertible() const {
   switch (act) {
     case Act::leaky_relu: return params.a >= 0;

@@ -1,6 +1,7 @@
 // An activation by name: its formula, its parameters checked, and how it may be saved.
 #pragma once
 
+#include <c10/core/ScalarType.h>
 #include <c10/util/ArrayRef.h>
 
 #include <string_view>
@@ -18,6 +19,9 @@ struct ActivationSpec {
   ActivationSpec(std::string_view name, c10::ArrayRef<double> params);
 
   bool has_branch() const { return act >= Act::gelu; }
+  // As the formula needs them for results of this dtype: hardtanh's bounds as they are stored, by which an output shows
+  // that it was clipped.
+  ActParams params_for(at::ScalarType dtype) const;
   // Whether the slope is a function of the output (and the branch) at these parameters.
   bool invertible() const;
 };
