@@ -87,8 +87,8 @@ class Pool:
     def enter_scope(self) -> int:
         """How many scopes of this pool the thread is in now; leave_scope() wants it back."""
 
-    def leave_scope(self, depth: int) -> list[tuple[str, int, str]] | None:
-        """What is still alive as (tag, bytes, stack); None where an inner scope is open."""
+    def leave_scope(self, depth: int) -> list[tuple[str, int, str, int]] | None:
+        """What is still alive as (tag, bytes, stack, address); None where an inner scope is open."""
 
     def push_tag(self, name: str) -> None: ...
     def pop_tag(self) -> None: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import re
 from collections.abc import Sequence
@@ -62,17 +63,33 @@ def available_memory() -> int | None:
     return int(match[1]) * 1024 if match else None
 
 
-def held_text(held: Sequence[tuple[str, int, str]]) -> str:
-    names = [f"{tag or 'untagged'}, {size_text(nbytes)}" for tag, nbytes, _ in held[:5]]
+def held_text(held: Sequence[tuple[str, int, str, int]]) -> str:
+    names = []
+    for tag, nbytes, _, address in held[:5]:
+        shapes = _shapes_at(address)
+        names.append(f"{tag or 'untagged'}, {f'{shapes}, ' if shapes else ''}{size_text(nbytes)}")
     text = (
         f"Pool.scope: expected no living tensor of the scope at its end, got {len(held)}: {'; '.join(names)}"
     )
     text += ", ..." if len(held) > 5 else ""
-    for tag, _, stack in held[:5]:
+    for tag, _, stack, _ in held[:5]:
         if stack:
             lines = [f"  {file}:{line} in {name}" for file, line, name in frames(stack)]
             text += f"\n{tag or 'untagged'}, made at (innermost first)\n" + "\n".join(lines)
     return text
+
+
+def _shapes_at(address: int) -> str:
+    """Of the Python tensors that live in the storage at this address: a search through all objects, for errors only."""
+    shapes = []
+    for found in gc.get_objects():
+        if type(found) in (torch.Tensor, torch.nn.Parameter):
+            try:
+                if found.untyped_storage().data_ptr() == address:
+                    shapes.append(f"{tuple(found.shape)} {found.dtype}")
+            except RuntimeError:  # no storage
+                continue
+    return " and ".join(sorted(set(shapes))[:3])
 
 
 def size_text(nbytes: float) -> str:

@@ -219,7 +219,8 @@ def test_refusals(pool: memkit.Pool) -> None:
         pool.replay(plan),
     ):
         pass
-    outer, inner = pool.replay(plan), pool.use()
+    other = memkit.Pool("1MiB")
+    outer, inner = pool.replay(plan), other.use()
     outer.__enter__()
     inner.__enter__()
     with pytest.raises(RuntimeError, match="innermost"):

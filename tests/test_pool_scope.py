@@ -45,7 +45,8 @@ def test_a_living_tensor_is_named(pool):
         keep()
     text = str(caught.value)
     assert text.startswith(
-        "Pool.scope: expected no living tensor of the scope at its end, got 2: mask, 40 B; untagged, 1.9"
+        "Pool.scope: expected no living tensor of the scope at its end, got 2: "
+        "mask, (10,) torch.float32, 40 B; untagged, (1995,) torch.uint8 and (2000,) torch.uint8, 1.9"
     )
     # What lives stays valid, and in nobody's way.
     with pool.scope():

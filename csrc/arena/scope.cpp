@@ -112,7 +112,7 @@ Scope::Released Scope::release(const Mark& mark) {
       Block* block = node(i);
       if (block->state != State::live) continue;
       block->depth = std::uint32_t(mark.depth - 1);
-      result.held.push_back({block->tag, block->requested, block->stack});
+      result.held.push_back({block->tag, block->requested, block->stack, block->data()});
     }
     live_at_[mark.depth - 1] += live;
   } else {

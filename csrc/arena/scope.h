@@ -20,6 +20,7 @@ class Scope final : public Guest {
     TagId tag;
     std::size_t bytes;
     StackId stack;
+    const void* data;
   };
   struct Released {
     bool in_order = true;    // false: an inner mark is still open; nothing was done

@@ -151,7 +151,8 @@ py::object leave_scope(Pool& pool, std::size_t depth) {
   if (!left.in_order) return py::none();
   py::list held;
   for (const arena::Scope::Held& one : left.held)
-    held.append(py::make_tuple(pool.arena().tag_name(one.tag), one.bytes, python_stack(one.stack)));
+    held.append(py::make_tuple(pool.arena().tag_name(one.tag), one.bytes, python_stack(one.stack),
+                               reinterpret_cast<std::uintptr_t>(one.data)));
   return held;
 }
 
