@@ -40,6 +40,7 @@ CONTENDERS = {
 FEATURES = (
     ("activations and `bias_act`", "tests/test_activation.py", "csrc/cuda/activation_forward.cu", ACTIVATION),
     ("`memkit.nn`, `memkit.swap`", "tests/test_swap.py", None, BENCH),
+    ("`memkit.Pool`", "tests/test_pool.py", "csrc/torch/pool_cuda.cpp", "memkit-pool"),
     ("`memkit.memory`", "tests/test_memory.py", None, BENCH),
     ("`memkit bench`", "tests/test_bench.py", None, BENCH),
 )

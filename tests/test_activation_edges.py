@@ -23,7 +23,10 @@ BOUNDS = [(-0.1, 0.1), (-0.7, 0.7), (-1e-30, 1e4), (0.3, 0.3), (-2.0, 0.5)]
 @pytest.mark.parametrize(("low", "high"), BOUNDS)
 @pytest.mark.parametrize("mode", ["input", "output", "inplace"])
 def test_hardtanh_bounds_that_round(low: float, high: float, mode: str, dtype: torch.dtype) -> None:
-    x = torch.tensor([-5.0, -1.0, low - 0.05, low * 0.5 + high * 0.5, high + 0.05, 1.0, 5.0], dtype=dtype)
+    x = torch.tensor(
+        [-5.0, -1.0, low - 0.05 - abs(low) / 2, (low + high) / 2, high + 0.05 + abs(high) / 2, 1.0, 5.0],
+        dtype=dtype,
+    )
     if mode == "inplace":
         got = value_and_gradient(lambda x: M.hardtanh(x.clone(), low, high, inplace=True), x)
     else:

@@ -37,7 +37,7 @@ void forward_into(const Tensor& x, const OptionalTensor& bias, int64_t dim, cons
                   const Tensor& out, const Tensor* bits) {
   if (x.is_meta()) return;
   const OptionalTensor dense_bias = contiguous(bias);
-  ActivationArgs args{spec.act, spec.params_for(x.scalar_type()), dtype_of(x), x.numel(), bias_of(x, dense_bias, dim)};
+  ActivationArgs args{spec.act, spec.params, dtype_of(x), x.numel(), bias_of(x, dense_bias, dim)};
   args.x = x.const_data_ptr();
   args.out = out.mutable_data_ptr();
   args.bits = bits ? static_cast<uint8_t*>(bits->mutable_data_ptr()) : nullptr;
@@ -120,8 +120,8 @@ void backward_into(const Tensor& grad, const Tensor& saved, const OptionalTensor
                    const OptionalTensor& bits, const ActivationSpec& spec, bool from_output, const Tensor& out) {
   if (saved.is_meta()) return;
   const OptionalTensor dense_bias = contiguous(bias);
-  ActivationArgs args{spec.act, spec.params_for(saved.scalar_type()), dtype_of(saved), saved.numel(),
-                      bias_of(saved, dense_bias, dim)};
+  const ActParams params = from_output ? spec.params_of_output(saved.scalar_type()) : spec.params;
+  ActivationArgs args{spec.act, params, dtype_of(saved), saved.numel(), bias_of(saved, dense_bias, dim)};
   args.x = saved.const_data_ptr();
   args.grad = grad.const_data_ptr();
   args.out = out.mutable_data_ptr();

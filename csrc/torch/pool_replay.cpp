@@ -82,7 +82,9 @@ void PoolReplay::count() {
   text << "allocation " << first.index << " of " << step_.planned << ": expected ";
   switch (first.reason) {
     case Replay::Mismatch::size: text << first.expected << " bytes, got " << first.got; break;
-    case Replay::Mismatch::overlap: text << "its place to be free, got allocation " << first.other << " alive there"; break;
+    case Replay::Mismatch::overlap:
+      text << "its place to be free, got allocation " << first.other << " alive there";
+      break;
     case Replay::Mismatch::alignment: text << "the plan's alignment, got a larger one"; break;
     case Replay::Mismatch::beyond: text << "no more allocations, got one of " << first.got << " bytes"; break;
     case Replay::Mismatch::none: break;

@@ -16,7 +16,8 @@ namespace memkit {
 class PoolReplay final : public PoolUse {
  public:
   // Raises where the plan is not sound.
-  PoolReplay(std::shared_ptr<Pool> pool, std::vector<arena::Plan::Slot> slots, std::size_t total, std::size_t alignment);
+  PoolReplay(std::shared_ptr<Pool> pool, std::vector<arena::Plan::Slot> slots, std::size_t total,
+             std::size_t alignment);
   ~PoolReplay() override;
 
   // Raises when a step is under way already, one at a time, and where the pool has no room for the plan.

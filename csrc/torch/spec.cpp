@@ -74,7 +74,7 @@ ActivationSpec::ActivationSpec(std::string_view name_, c10::ArrayRef<double> giv
   params = parameters(known, given);
 }
 
-ActParams ActivationSpec::params_for(at::ScalarType dtype) const {
+ActParams ActivationSpec::params_of_output(at::ScalarType dtype) const {
   if (act != Act::hardtanh) return params;
   const auto stored = [&](double bound) -> double {
     switch (dtype) {

@@ -19,9 +19,8 @@ struct ActivationSpec {
   ActivationSpec(std::string_view name, c10::ArrayRef<double> params);
 
   bool has_branch() const { return act >= Act::gelu; }
-  // As the formula needs them for results of this dtype: hardtanh's bounds as they are stored, by which an output shows
-  // that it was clipped.
-  ActParams params_for(at::ScalarType dtype) const;
+  // As an output of this dtype shows them: hardtanh's bounds as they are stored.
+  ActParams params_of_output(at::ScalarType dtype) const;
   // Whether the slope is a function of the output (and the branch) at these parameters.
   bool invertible() const;
 };

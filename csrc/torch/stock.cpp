@@ -30,7 +30,7 @@ at::Tensor stock_activation(const ActivationSpec& spec, const Tensor& x) {
 
 at::Tensor stock_activation_backward(const ActivationSpec& spec, const Tensor& grad, const Tensor& saved,
                                      bool from_output) {
-  const ActParams p = spec.params_for(saved.scalar_type());
+  const ActParams p = from_output ? spec.params_of_output(saved.scalar_type()) : spec.params;
   TORCH_CHECK(!(from_output && spec.has_branch()), spec.name,
               ": expected save='input' for a derivative of the gradient, got save='output', whose input is gone");
   switch (spec.act) {
