@@ -1,14 +1,16 @@
 """`measure(fn).saved`: bytes saved for backward, worked out by hand; and that looking changes nothing."""
 
 import gc
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from memkit import _C
+from memkit import _C, functional
 from memkit.memory import measure
 
 N = 1000
@@ -171,3 +173,28 @@ def test_compiled_function(w):
     assert measured.saved > 0
     measured.result.sum().backward()
     assert torch.equal(got, w.grad)
+
+
+@pytest.mark.parametrize("name", ["gelu", "silu", "relu"])
+def test_auto_on_a_view_that_linear_made(name: str) -> None:
+    """Overwritten, autograd would copy it into its base in backward; as an output kept it costs what in place does."""
+    first, second = torch.nn.Linear(64, 256), torch.nn.Linear(256, 64)
+    x = torch.randn(4, 128, 64)
+    assert first(x)._is_view()
+    act = partial(getattr(functional, name), inplace="auto")
+
+    def peak_and_saved(act: Callable[[Tensor], Tensor]) -> tuple[int, int]:
+        measured = measure(lambda: second(act(first(x))).sum().backward())
+        return measured.peak, measured.saved
+
+    peak_and_saved(act)
+    peak, saved = peak_and_saved(act)
+    stock_peak, stock_saved = peak_and_saved(getattr(torch.nn.functional, name))
+    elements = 4 * 128 * 256
+    assert saved == elements * 4 + (0 if name == "relu" else elements // 8)
+    assert peak <= stock_peak
+    assert saved <= stock_saved
+    hidden = first(x)
+    before = hidden.detach().clone()
+    act(hidden)
+    assert torch.equal(hidden, before)

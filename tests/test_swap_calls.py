@@ -66,9 +66,13 @@ def test_transformer_layers(layer_type, activation, by_sample, calls):
     row = only(swap(layer, sample=args if by_sample else None))
     known = getattr(activation, "__name__", "") != "<lambda>"
     assert row.changed == known, row.reason
-    assert [overwritten for _, overwritten in calls] == [True] * len(calls)
     calls.clear()
     assert_as_stock(layer, *args)
+    # In place but for a view that autograd recorded, which Linear makes of more than two dimensions on the CPU.
+    assert [overwritten for _, overwritten in calls] == [False] * known
+    calls.clear()
+    with torch.no_grad():
+        layer.train()(*args)
     assert [overwritten for _, overwritten in calls] == [True] * known
     assert (repr(layer), list(layer.state_dict())) == before[1:]
     unswap(layer)

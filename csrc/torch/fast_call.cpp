@@ -39,6 +39,13 @@ size_t idle_base_handles(const Tensor& x) {
   return x._base().use_count() == 2 && object.ref_count() == 2;  // the tensor's own reference and this one
 }
 
+// Whether autograd records that x is a view, and what is done to it.
+bool is_recorded_view(const Tensor& x) {
+  if (!at::GradMode::is_enabled() || !x.requires_grad()) return false;
+  const auto* view = torch::autograd::impl::get_view_autograd_meta(x);
+  return view && view->has_bw_view();
+}
+
 // Whether the object is no tensor but takes tensors' functions over, as torch.fx.Proxy does. Raises for anything else.
 bool stands_for_tensor(PyObject* object, std::string_view op, const char* argument) {
   if (THPVariable_Check(object)) return false;
@@ -51,7 +58,8 @@ bool stands_for_tensor(PyObject* object, std::string_view op, const char* argume
 PyObject* activation(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(count == 7, "activation: expected 7 arguments, got ", count);
-  const std::string_view op = text(args[0]), save = text(args[6]);
+  const std::string_view op = text(args[0]);
+  std::string_view save = text(args[6]);
   const bool biased = args[2] != Py_None;
   if (stands_for_tensor(args[1], op, "input") || (biased && stands_for_tensor(args[2], op, "bias")) ||
       !THPVariable_CheckExact(args[1]) || (biased && !THPVariable_CheckExact(args[2])) ||
@@ -73,6 +81,12 @@ PyObject* activation(PyObject*, PyObject* const* args, Py_ssize_t count) {
     const bool possible = save != "input" && ActivationSpec(op, params).invertible() &&
                           !inplace_blocker_strict(input, idle_base_handles(input));
     inplace = possible ? Inplace::forced : Inplace::never;
+    // Autograd would record a copy into the base, whose backward takes two more tensors of its size and time for both.
+    // Out of place, keeping the output, the layer's result is as short-lived as in place (Linear makes such views).
+    if (possible && is_recorded_view(input)) {
+      inplace = Inplace::never;
+      save = "output";
+    }
   } else if (inplace == Inplace::forced) {
     check_inplace(op, input, saver_blocker(input));
   }
