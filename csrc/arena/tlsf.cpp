@@ -85,13 +85,33 @@ std::unique_ptr<Chunk> Tlsf::remove(Chunk* chunk) {
 
 Block* Tlsf::take(Block* block, std::size_t size, std::size_t alignment, Lane* lane) {
   slab_.reserve(2);  // what can fail comes first
-  unlink(block);
-  if (const std::size_t skip = round_up(block->address, alignment) - block->address) {
-    Block* rest = split(block, skip);
-    link(block);
-    block = rest;
+  __builtin_prefetch(block->after, 1);
+  __builtin_prefetch(block->next, 1);
+  const std::size_t skip = round_up(block->address, alignment) - block->address;
+  if (!skip && block->size > size && block->lane->index.same_class(block->size, block->size - size)) {
+    // The rest keeps its node and its place in the list.
+    Block* front = slab_.take();
+    front->address = block->address;
+    front->size = size;
+    front->before = block->before;
+    front->after = block;
+    front->chunk = block->chunk;
+    front->owner = owner_;
+    replace(block, front);
+    block->before = front;
+    block->address += size;
+    block->size -= size;
+    free_bytes_ -= size;
+    block = front;
+  } else {
+    unlink(block);
+    if (skip) {
+      Block* rest = split(block, skip);
+      link(block);
+      block = rest;
+    }
+    if (block->size > size) link(split(block, size));
   }
-  if (block->size > size) link(split(block, size));
   block->lane = lane;
   block->state = State::live;
   ++block->chunk->used;
@@ -105,15 +125,35 @@ void Tlsf::give(Block* block) {
     slab_.give(block);
     block = slab_.take();
     *block = copy;
-    (block->before ? block->before->after : block->chunk->first) = block;
+    replace(block, block);
     if (block->after) block->after->before = block;
   }
   Lane* lane = block->lane;
-  if (Block* after = block->after; coalesces(after, lane)) {
+  Block *before = block->before, *after = block->after;
+  const bool joins_before = coalesces(before, lane), joins_after = coalesces(after, lane);
+  if (joins_before != joins_after) {
+    Block* other = joins_after ? after : before;
+    if (other->lane == lane && lane->index.same_class(other->size, other->size + block->size)) {
+      // The neighbour keeps its place in the list.
+      if (joins_after) {
+        replace(block, after);
+        after->before = before;
+        after->address = block->address;
+      } else {
+        before->after = after;
+        if (after) after->before = before;
+      }
+      other->size += block->size;
+      free_bytes_ += block->size;
+      slab_.give(block);
+      return;
+    }
+  }
+  if (joins_after) {
     unlink(after);
     absorb(block, after);
   }
-  if (Block* before = block->before; coalesces(before, lane)) {
+  if (joins_before) {
     unlink(before);
     absorb(before, block);
     block = before;

@@ -71,6 +71,7 @@ class Tlsf {
   void unlink(Block* block);
   Block* split(Block* block, std::size_t size);
   void absorb(Block* block, Block* after);
+  void replace(const Block* block, Block* by) { (block->before ? block->before->after : block->chunk->first) = by; }
   bool coalesces(const Block* block, const Lane* lane) const {
     return block && block->state == State::free && (block->lane == lane || (block->lane == &clean_ && !lane->pinned));
   }
