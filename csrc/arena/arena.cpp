@@ -78,7 +78,7 @@ Block* Arena::serve(const Request& request) {
   const std::size_t granule = options_.alignment;
   if (inherited() || marks_ || request.alignment || request.size > kLargest) return nullptr;
   const std::size_t size = round_up(std::max<std::size_t>(request.size, 1), granule);
-  const Lock lock(lock_);
+  const std::lock_guard<SpinLock> lock(lock_);
   Lane* lane = last_lane_;
   if (closed_ || indexed_ || !lane || lane->id != request.lane || lane->redirect) return nullptr;
   Block* block = heap_.find(*lane, size, granule, false);
