@@ -249,9 +249,6 @@ void Arena::reuse(Block* block) {
 Freed Arena::take_back(Block* block) noexcept {
   if (inherited()) return Freed::inherited;
   Lock lock(lock_);
-  // With many blocks alive, the neighbours are in no cache.
-  __builtin_prefetch(block->before, 1);
-  __builtin_prefetch(block->after, 1);
   if (block->state != State::live || marks_ || closed_ || block->lane->capture) return accept(lock, block);
   dismiss(block);
   stats_.active -= block->size;

@@ -85,8 +85,6 @@ std::unique_ptr<Chunk> Tlsf::remove(Chunk* chunk) {
 
 Block* Tlsf::take(Block* block, std::size_t size, std::size_t alignment, Lane* lane) {
   slab_.reserve(2);  // what can fail comes first
-  __builtin_prefetch(block->after, 1);
-  __builtin_prefetch(block->next, 1);
   const std::size_t rest = block->size - size;
   if ((block->address & (alignment - 1)) || !rest || !block->lane->index.same_class(block->size, rest))
     return cut(block, size, alignment, lane);
