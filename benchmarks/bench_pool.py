@@ -234,7 +234,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--batch", type=int, default=BATCH["gpt"], help="of the training step")
-    parser.add_argument("--steps", type=int, default=15, metavar="ROUNDS", help="of the training step; 0: none")
+    parser.add_argument(
+        "--steps", type=int, default=15, metavar="ROUNDS", help="of the training step; 0: none"
+    )
     parser.add_argument("--stock-peak", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--json", nargs="?", const="", metavar="FILE", help="default: results/pool-cpu.json")
     args = parser.parse_args(argv)
