@@ -1,15 +1,20 @@
-"""The pool against stock PyTorch on the CPU: what a tensor costs to make and drop, and what its first use costs.
+"""The pool against stock PyTorch on the CPU: what a tensor costs to make and drop, what its first use costs, and what
+a training step takes, in time and in memory.
 
     python benchmarks/bench_pool.py
     python benchmarks/bench_pool.py --json      # benchmarks/results/pool-cpu.json
 
-Each row's contenders take turns; ratios are the median of each round's own ratio to stock.
+Each row's contenders take turns; ratios are the median of each round's own ratio to stock. The step is one of the GPT
+that `memkit bench` trains. Its memory counts what the step adds to weights and optimizer state: for stock the growth of
+the resident set in a process of its own, whose free memory went back to the system just before.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import statistics
+import subprocess
 import sys
 import timeit
 from collections.abc import Callable
@@ -19,12 +24,13 @@ from typing import Any
 import torch
 
 import memkit
-from memkit.bench import machine
+from memkit.bench import machine, models, train
+from memkit.bench.options import BATCH, Options
 from memkit.bench.report import origin, text_table, write_json
-from memkit.bench.timing import interleave, ratio
+from memkit.bench.timing import interleave, ratio, seconds
 
 KIND = "memkit-pool"
-FORMAT = 1
+FORMAT = 2
 RESULTS = Path(__file__).resolve().parent / "results"
 
 CASES = {  # name: (statements a sample, contenders as statements, stock first)
@@ -98,6 +104,123 @@ def run(rounds: int) -> dict[str, Any]:
     return result
 
 
+# -- a training step
+
+PRECISION = 1 << 20  # bytes, of the least memory that a pool gets through a step with
+
+
+def training_step(batch: int) -> Callable[[], None]:
+    """A step of stock training, warm: its optimizer state exists."""
+    options = Options(models=("gpt",), device="cpu", dtype="float32", batch=batch)
+    torch.manual_seed(options.seed)
+    tokens = torch.randint(options.vocab, (batch, options.seq_len + 1))
+    data = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    sizes = (options.vocab, options.layers, options.d_model, options.heads, options.seq_len)
+    task = train.Task("gpt", lambda: models.GPT(*sizes), [data], None, learning_rate=1e-3)
+    variant = train.Variant("eager", task, options)
+
+    def step() -> None:
+        variant.optimizer.zero_grad(set_to_none=True)  # of a step that ran out of memory
+        variant.step(data)
+
+    step()
+    return step
+
+
+def status(field: str) -> int:
+    """Bytes that the kernel tells of this process: VmRSS, VmHWM."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field + ":"))
+
+
+def stock_peak(batch: int) -> int:
+    """Of a step, in this process."""
+    step = training_step(batch)
+    step()
+    ctypes.CDLL(None).malloc_trim(0)
+    before = status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again
+    step()
+    return status("VmHWM") - before
+
+
+def stock_peak_apart(batch: int) -> int | None:
+    """In a process of its own; None where the kernel does not tell."""
+    command = [sys.executable, __file__, "--stock-peak", "--batch", str(batch)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    return int(done.stdout.split()[-1]) if done.returncode == 0 else None
+
+
+def least(step: Callable[[], None], low: int) -> int:
+    """The smallest pool, to PRECISION, that a step gets through use() with; `low` bytes are known to be needed."""
+
+    def enough(size: int) -> bool:
+        try:
+            with memkit.Pool(size, grow=False) as pool, pool.use():
+                step()
+        except memkit.PoolExhausted:
+            return False
+        return True
+
+    high = low
+    while not enough(high):
+        low, high = high, high + max(high // 32, PRECISION)
+    while high - low > PRECISION:
+        middle = (low + high) // 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high
+
+
+def run_step(rounds: int, batch: int) -> dict[str, Any]:
+    step = training_step(batch)
+    plan = memkit.Pool(1 << 20).record(step)
+    needed = least(step, plan.lower_bound)
+    pool, planned = memkit.Pool(needed), memkit.Pool(plan.height)
+
+    def in_pool() -> None:
+        with pool.use():
+            step()
+
+    def in_plan() -> None:
+        with planned.replay(plan):
+            step()
+
+    contenders = {"stock": step, "pool.use()": in_pool, "pool.replay()": in_plan}
+    times = interleave({k: lambda work=v: seconds(work, "cpu") for k, v in contenders.items()}, rounds)
+    with planned.replay(plan) as replay:
+        step()
+    reserved = {
+        "stock": stock_peak_apart(batch),
+        "pool.use()": max(needed, pool.stats().reserved_peak),
+        "pool.replay()": max(plan.height, planned.stats().reserved_peak),
+    }
+    for each in (pool, planned):
+        each.check()
+    return {
+        "batch": batch,
+        "rounds": rounds,
+        "allocations": len(plan.buffers),
+        "served_by_plan": replay.served,
+        "live_bytes": plan.lower_bound,
+        "plan_bytes": plan.height,
+        "seconds": {each: statistics.median(taken) for each, taken in times.items()},
+        "ratio": {each: ratio(taken, times["stock"]) for each, taken in times.items()},
+        "reserved_bytes": reserved,
+        "reserved_to_live": {each: n and n / plan.lower_bound for each, n in reserved.items()},
+    }
+
+
+def step_table(step: dict[str, Any]) -> str:
+    body = []
+    for each, taken in step["seconds"].items():
+        reserved, share = step["reserved_bytes"][each], step["reserved_to_live"][each]
+        memory = [f"{reserved / 2**20:.1f}", f"{share:.3f}×"] if reserved else ["", ""]
+        body.append([each, f"{taken * 1e3:.1f}", f"{step['ratio'][each]:.3f}×", *memory])
+    title = f"training step, batch {step['batch']}"
+    live = f"{step['allocations']} allocations, at most {step['live_bytes'] / 2**20:.1f} MiB alive at once"
+    return text_table([title, "ms", "to stock", "peak MiB", "to alive"], body) + "\n" + live
+
+
 def table(result: dict[str, Any]) -> str:
     body = [
         [case["case"] if each == "stock" else "", each, f"{seconds * 1e6:.2f}", f"{case['ratio'][each]:.3f}×"]
@@ -110,10 +233,22 @@ def table(result: dict[str, Any]) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--batch", type=int, default=BATCH["gpt"], help="of the training step")
+    parser.add_argument(
+        "--steps", type=int, default=15, metavar="ROUNDS", help="of the training step; 0: none"
+    )
+    parser.add_argument("--stock-peak", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--json", nargs="?", const="", metavar="FILE", help="default: results/pool-cpu.json")
     args = parser.parse_args(argv)
+    if args.stock_peak:
+        print(stock_peak(args.batch))
+        return 0
     result = run(args.rounds)
-    print(table(result), origin(result), sep="\n\n")
+    tables = [table(result)]
+    if args.steps:
+        result["step"] = run_step(args.steps, args.batch)
+        tables.append(step_table(result["step"]))
+    print(*tables, origin(result), sep="\n\n")
     if args.json is not None:
         file = Path(args.json) if args.json else RESULTS / "pool-cpu.json"
         write_json(result, file)

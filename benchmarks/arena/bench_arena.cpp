@@ -1,11 +1,13 @@
 // Nanoseconds an allocation and its free take, one JSON object a line. No memory is touched: addresses are made up.
 //   holes  so many free blocks that are too small, then pairs of one size with a window of live blocks
 //   live   so many live blocks of training's sizes; each pair frees a random one and allocates another
+//   latency  10^6 live blocks: a pair on top of them, a pair with a random victim, and one cache miss for comparison
 #include <sys/utsname.h>
 
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <memory>
 #include <random>
 #include <string>
 #include <thread>
@@ -105,6 +107,52 @@ void live(const char* name, std::size_t n, std::size_t pairs) {
   for (auto* block : blocks) a.free(block);
 }
 
+// What so many live blocks cost. Last made: pairs on top of them. Random: each pair frees a random one and allocates
+// another size; which and what was drawn before.
+template <class A>
+void latency(const char* name, std::size_t n, std::size_t pairs) {
+  A a(kSpace);
+  std::mt19937_64 random(n);
+  const auto size = [&] { return random() % 4 ? 64 + random() % 8192 : std::size_t(1) << (10 + random() % 12); };
+  std::vector<typename A::Block*> blocks(n);
+  for (auto& block : blocks) block = a.allocate(size());
+  std::vector<std::size_t> victims(pairs), sizes(pairs);
+  for (std::size_t i = 0; i < pairs; ++i) victims[i] = random() % n, sizes[i] = size();
+  print("latency, last made", name, n, best_ns(5, pairs, [&] {
+          for (std::size_t i = 0; i < pairs; ++i) a.free(a.allocate(4096));
+        }));
+  print("latency, random", name, n, best_ns(5, pairs, [&] {
+          for (std::size_t i = 0; i < pairs; ++i) {
+            auto& block = blocks[victims[i]];
+            a.free(block);
+            block = a.allocate(sizes[i]);
+          }
+        }));
+  for (auto* block : blocks) a.free(block);
+}
+
+// One 64-byte line, read and written at random in as much memory as the nodes of so many blocks take: a miss.
+void touch(std::size_t n, std::size_t pairs) {
+  struct alignas(64) Line {
+    std::uint64_t value[8];
+  };
+  const std::size_t lines = n * sizeof(arena::Block) / sizeof(Line);
+  std::vector<std::unique_ptr<Line[]>> pieces;  // as large as the pieces that nodes are made in
+  constexpr std::size_t kPiece = 1024 * sizeof(arena::Block) / sizeof(Line);
+  for (std::size_t made = 0; made < lines; made += kPiece) pieces.push_back(std::make_unique<Line[]>(kPiece));
+  std::mt19937_64 random(n);
+  std::vector<std::uint32_t> order(pairs);
+  for (auto& at : order) at = std::uint32_t(random() % (pieces.size() * kPiece));
+  std::uint64_t last = 0;  // each touch waits for the one before it, as a walk over blocks does
+  print("latency, one touch", "memory", n, best_ns(5, pairs, [&] {
+          for (std::size_t i = 0; i < pairs; ++i) {
+            std::uint64_t& value = pieces[(order[i] + last) / kPiece][(order[i] + last) % kPiece].value[i % 8];
+            last = value & 1;
+            value = 2 * i;
+          }
+        }));
+}
+
 void bump() {
   OurArena a(kSpace);
   auto scope = arena::Scope::create(*a.arena, std::size_t(1) << 30);
@@ -177,23 +225,31 @@ void lock(const char* name, std::size_t threads) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  const bool full = argc < 2 || std::string(argv[1]) != "quick";
+  const std::string mode = argc < 2 ? "" : argv[1];
+  const bool full = mode != "quick", only_latency = mode == "latency";
   utsname host{};
   uname(&host);
   std::printf("{\"machine\": \"%s\", \"compiler\": \"%s\", \"unit\": \"ns per allocation and free\"}\n", host.machine,
               __VERSION__);
   const std::size_t pairs = full ? 2000000 : 200000;
   for (std::size_t n : {0, 16, 256, 4096, 65536}) {
+    if (only_latency) break;
     holes<OurArena>("memkit", n, pairs);
     holes<baseline::BestFitSet>("std::set", n, pairs);
     holes<baseline::BestFitList>("list", n, n > 256 ? 20000 : pairs / 10);
   }
   for (std::size_t n : {16, 1024, 32768, 1000000}) {
+    if (only_latency) break;
     live<OurArena>("memkit", n, pairs);
     live<IndexedArena>("memkit, by pointer", n, pairs);
     live<baseline::BestFitSet>("std::set", n, pairs);
     if (n <= 32768) live<baseline::BestFitList>("list", n, n > 1024 ? 5000 : pairs / 10);
   }
+  const std::size_t many = 1000000;
+  latency<OurArena>("memkit", many, pairs / 4);
+  latency<baseline::BestFitSet>("std::set", many, pairs / 4);
+  touch(many, pairs / 4);
+  if (only_latency) return 0;
   bump();
   replay();
   for (std::size_t threads : {1, 2, 8}) {

@@ -57,6 +57,38 @@ Arena::Arena(Options options, std::shared_ptr<Upstream> upstream)
   tag_numbers_.emplace("", 0);
 }
 
+inline void Arena::admit(Block* block, const Request& request) {
+  block->requested = request.size;
+  block->tag = request.tag < tags_.size() ? request.tag : 0;
+  block->stack = request.stack;
+  stats_.allocated += request.size;
+  stats_.allocated_peak = std::max(stats_.allocated_peak, stats_.allocated);
+  stats_.active += block->size;
+  stats_.active_peak = std::max(stats_.active_peak, stats_.active);
+  ++stats_.allocations;
+  ++stats_.live_blocks;
+  Tag& tag = tags_[block->tag];
+  tag.bytes += request.size;
+  ++tag.blocks;
+  if (indexed_) pointers_.insert(block);
+}
+
+// The common case: nothing to wait for, no failure to report, no memory to mark.
+Block* Arena::serve(const Request& request) {
+  const std::size_t granule = options_.alignment;
+  if (inherited() || marks_ || request.alignment || request.size > kLargest) return nullptr;
+  const std::size_t size = round_up(std::max<std::size_t>(request.size, 1), granule);
+  const std::lock_guard<SpinLock> lock(lock_);
+  Lane* lane = last_lane_;
+  if (closed_ || indexed_ || !lane || lane->id != request.lane || lane->redirect) return nullptr;
+  Block* block = heap_.find(*lane, size, granule, false);
+  if (!block) return nullptr;
+  block = heap_.take(block, size, granule, lane);
+  block->front = 0;
+  admit(block, request);
+  return block;
+}
+
 Allocation Arena::allocate(const Request& request) {
   Allocation result;  // returned by every path, so that it is built in place
   const std::size_t granule = options_.alignment, alignment = std::max(request.alignment, granule);
@@ -184,33 +216,22 @@ std::size_t Arena::send_back(Lock& lock, Chunk* detached) noexcept {
   return bytes;
 }
 
-void Arena::admit(Block* block, const Request& request) {
-  block->requested = request.size;
-  block->tag = request.tag < tags_.size() ? request.tag : 0;
-  block->stack = request.stack;
-  stats_.allocated += request.size;
-  stats_.allocated_peak = std::max(stats_.allocated_peak, stats_.allocated);
-  stats_.active += block->size;
-  stats_.active_peak = std::max(stats_.active_peak, stats_.active);
-  ++stats_.allocations;
-  ++stats_.live_blocks;
-  Tag& tag = tags_[block->tag];
-  tag.bytes += request.size;
-  ++tag.blocks;
-  if (indexed_) pointers_.insert(block);
-}
-
-// From live to parked: its user is done with it.
-void Arena::retire(Block* block) {
+// Its user is done with a live block.
+inline void Arena::dismiss(Block* block) {
   if (indexed_) pointers_.erase(block);
-  block->state = State::parked;
   stats_.allocated -= block->requested;
   ++stats_.frees;
   --stats_.live_blocks;
-  ++stats_.parked_blocks;
   Tag& tag = tags_[block->tag];
   tag.bytes -= block->requested;
   --tag.blocks;
+}
+
+// From live to parked.
+void Arena::retire(Block* block) {
+  dismiss(block);
+  block->state = State::parked;
+  ++stats_.parked_blocks;
 }
 
 // From parked to free, unless a capture that records its lane keeps it.
@@ -228,7 +249,11 @@ void Arena::reuse(Block* block) {
 Freed Arena::take_back(Block* block) noexcept {
   if (inherited()) return Freed::inherited;
   Lock lock(lock_);
-  return accept(lock, block);
+  if (block->state != State::live || marks_ || closed_ || block->lane->capture) return accept(lock, block);
+  dismiss(block);
+  stats_.active -= block->size;
+  heap_.give(block);
+  return Freed::ok;
 }
 
 // Frees under the lock, and releases it.

@@ -115,6 +115,8 @@ class Arena final : public Owner {
   static ArenaPtr create(Options options, std::shared_ptr<Upstream> upstream);
 
   Allocation allocate(const Request& request);
+  // The quick part of it: a block of the lane's own, or nullptr, whatever the reason: then allocate() has the answer.
+  Block* serve(const Request& request);
   Freed take_back(Block* block) noexcept override;  // what arena::free() calls
   Freed free_pointer(const void* data) noexcept;
   // The live block whose data this is, or nullptr; not of a scope or a replay. The first call makes an index of all
@@ -177,6 +179,7 @@ class Arena final : public Owner {
   Chunk* detach_empty(bool all);
   std::size_t send_back(Lock& lock, Chunk* detached) noexcept;
   void admit(Block* block, const Request& request);
+  void dismiss(Block* block);
   void retire(Block* block);
   void reuse(Block* block);
   Freed misuse(Block* block, Freed what) noexcept;

@@ -16,6 +16,11 @@ class FreeIndex {
   FreeIndex& operator=(const FreeIndex&) = delete;
 
   bool empty() const { return !rows_; }
+  // Whether a block of one size may get the other where it is, without remove() and insert().
+  bool same_class(std::size_t one, std::size_t other) const {
+    const Class a = class_of(one >> shift_), b = class_of(other >> shift_);
+    return a.row == b.row && a.column == b.column;
+  }
   void insert(Block* block);
   void remove(Block* block);
 

@@ -85,6 +85,29 @@ std::unique_ptr<Chunk> Tlsf::remove(Chunk* chunk) {
 
 Block* Tlsf::take(Block* block, std::size_t size, std::size_t alignment, Lane* lane) {
   slab_.reserve(2);  // what can fail comes first
+  const std::size_t rest = block->size - size;
+  if ((block->address & (alignment - 1)) || !rest || !block->lane->index.same_class(block->size, rest))
+    return cut(block, size, alignment, lane);
+  // The rest keeps its node and its place in the list.
+  Block* front = slab_.take();
+  front->address = block->address;
+  front->size = size;
+  front->before = block->before;
+  front->after = block;
+  front->chunk = block->chunk;
+  front->owner = owner_;
+  replace(block, front);
+  block->before = front;
+  block->address += size;
+  block->size = rest;
+  free_bytes_ -= size;
+  front->lane = lane;
+  front->state = State::live;
+  ++front->chunk->used;
+  return front;
+}
+
+Block* Tlsf::cut(Block* block, std::size_t size, std::size_t alignment, Lane* lane) {
   unlink(block);
   if (const std::size_t skip = round_up(block->address, alignment) - block->address) {
     Block* rest = split(block, skip);
@@ -100,20 +123,47 @@ Block* Tlsf::take(Block* block, std::size_t size, std::size_t alignment, Lane* l
 
 void Tlsf::give(Block* block) {
   --block->chunk->used;
-  if (replaces_) {
-    const Block copy = *block;
-    slab_.give(block);
-    block = slab_.take();
-    *block = copy;
-    (block->before ? block->before->after : block->chunk->first) = block;
-    if (block->after) block->after->before = block;
-  }
+  if (replaces_) block = renew(block);
   Lane* lane = block->lane;
-  if (Block* after = block->after; coalesces(after, lane)) {
+  Block *before = block->before, *after = block->after;
+  const bool joins_before = coalesces(before, lane), joins_after = coalesces(after, lane);
+  if (joins_before == joins_after) return coalesce(block, joins_before, joins_after);
+  Block* other = joins_after ? after : before;
+  const std::size_t size = other->size + block->size;
+  if (other->lane != lane || !lane->index.same_class(other->size, size))
+    return coalesce(block, joins_before, joins_after);
+  // The neighbour keeps its place in the list.
+  if (joins_after) {
+    replace(block, after);
+    after->before = before;
+    after->address = block->address;
+  } else {
+    before->after = after;
+    if (after) after->before = before;
+  }
+  other->size = size;
+  free_bytes_ += block->size;
+  slab_.give(block);
+}
+
+// A node of its own for a freed block: the old one stays dead for a while.
+Block* Tlsf::renew(Block* old) {
+  const Block copy = *old;
+  slab_.give(old);
+  Block* block = slab_.take();
+  *block = copy;
+  replace(block, block);
+  if (block->after) block->after->before = block;
+  return block;
+}
+
+void Tlsf::coalesce(Block* block, bool joins_before, bool joins_after) {
+  Lane* lane = block->lane;
+  if (Block* after = block->after; joins_after) {
     unlink(after);
     absorb(block, after);
   }
-  if (Block* before = block->before; coalesces(before, lane)) {
+  if (Block* before = block->before; joins_before) {
     unlink(before);
     absorb(before, block);
     block = before;

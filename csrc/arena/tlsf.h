@@ -71,6 +71,10 @@ class Tlsf {
   void unlink(Block* block);
   Block* split(Block* block, std::size_t size);
   void absorb(Block* block, Block* after);
+  [[gnu::noinline]] Block* cut(Block* block, std::size_t size, std::size_t alignment, Lane* lane);
+  [[gnu::noinline]] Block* renew(Block* old);
+  [[gnu::noinline]] void coalesce(Block* block, bool joins_before, bool joins_after);
+  void replace(const Block* block, Block* by) { (block->before ? block->before->after : block->chunk->first) = by; }
   bool coalesces(const Block* block, const Lane* lane) const {
     return block && block->state == State::free && (block->lane == lane || (block->lane == &clean_ && !lane->pinned));
   }

@@ -154,6 +154,8 @@ Block* Pool::take(std::size_t nbytes, Tag tag, bool for_torch) {
   device_->make_room(*arena_, nbytes);
   PoolLayer* layer = pool_thread.layers;
   while (layer && (layer->pool != this || (layer->torch_only && !for_torch))) layer = layer->outer;
+  if (!layer)
+    if (Block* block = arena_->serve(request)) return block;
   const arena::Allocation got = layer ? layer->allocate(request) : arena_->allocate(request);
   if (!got) raise_pool_failure(*got.failure);
   if (!got.waits.empty()) device_->wait(request.lane, got);

@@ -156,6 +156,10 @@ template <bool kDispatched>
 PyObject* empty(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject* keywords) try {
   constexpr const char* kName = "Pool.empty";
   Pool& pool = self_of(self);
+  if (!kDispatched && !keywords && count == 1 && PyLong_CheckExact(args[0]) && !watched()) {  // the commonest, quicker
+    const std::int64_t size = integer(args[0], kName);
+    return THPVariable_Wrap(pool.empty({&size, 1}, c10::get_default_dtype_as_scalartype(), std::nullopt, std::nullopt));
+  }
   const Options options = keywords ? options_of(args + count, keywords, kName) : Options();
   Sizes size;
   if (options.size) {
