@@ -5,7 +5,9 @@ Every function takes the arguments of its ``torch.nn.functional`` twin, in their
 ``inplace``
     ``False``: a new tensor. ``True``: the input's memory is overwritten; raises where that would corrupt a value or a
     gradient. ``"auto"``: overwritten where autograd and reference counts prove that nothing else needs it, else a new
-    tensor. No check can see a later read by your own code (``act_(h) + h``); :func:`memkit.swap` with ``sample=`` does.
+    tensor; a new one that keeps the output, as if overwritten, where the input is a view that autograd records (its copy
+    into the base would take more). No check can see a later read by your own code (``act_(h) + h``);
+    :func:`memkit.swap` with ``sample=`` does.
 ``save``
     What backward computes the slope from: ``"input"``, or ``"output"`` (free where the next layer keeps its input, as
     Linear and Conv do; one bit an element more where the function has a minimum). ``"auto"``: ``"output"`` in place and

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 
 from memkit import _build_info
+from memkit.swap import types
 
 
 def without_cuda() -> str | None:
@@ -35,3 +39,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Every engine that this machine has."""
     return torch.device(request.param)
+
+
+@pytest.fixture
+def repeatable() -> Iterator[None]:
+    """One seed; one thread, where tensors are small."""
+    torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
+    """(op, whether the input was overwritten) of each call that swapped modules make in the test."""
+    seen = []
+    real = types._C
+
+    class Recorder:
+        @staticmethod
+        def activation(op: str, input: torch.Tensor, *rest: Any) -> torch.Tensor | None:
+            before = input.data_ptr() if isinstance(input, torch.Tensor) else None
+            out = real.activation(op, input, *rest)
+            seen.append((op, out is not None and out.data_ptr() == before))
+            return out
+
+    monkeypatch.setattr(types, "_C", Recorder)
+    return seen

@@ -1,8 +1,8 @@
 """What the tests of swap share: models, a step, and the comparison with stock."""
 
-import contextlib
 import functools
 
+import pytest
 import torch
 from torch import nn
 
@@ -29,33 +29,8 @@ STOCK = {
     "mish": nn.Mish,
     "hardswish": nn.Hardswish,
 }
-
-
-@contextlib.contextmanager
-def repeatable():
-    """One seed; one thread, as tensors here are small."""
-    torch.manual_seed(0)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def record(monkeypatch):
-    """(op, whether the input was overwritten) of each call that memkit serves from now on."""
-    seen = []
-    real = types._C
-
-    class Recorder:
-        @staticmethod
-        def activation(op, input, *rest):
-            before = input.data_ptr() if isinstance(input, torch.Tensor) else None
-            out = real.activation(op, input, *rest)
-            seen.append((op, out is not None and out.data_ptr() == before))
-            return out
-
-    monkeypatch.setattr(types, "_C", Recorder)
-    return seen
+acts = pytest.mark.parametrize("act", STOCK)
+some_acts = pytest.mark.parametrize("act", ["relu", "elu", "gelu"])
 
 
 def batch(*shape, **kwargs):

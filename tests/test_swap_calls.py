@@ -11,13 +11,13 @@ from swap_cases import (
     STOCK,
     Block,
     D,
+    acts,
     assert_as_stock,
     batch,
     mlp,
     only,
     plain,
-    record,
-    repeatable,
+    some_acts,
     step,
 )
 from torch import nn
@@ -26,19 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from memkit import swap, unswap
 from memkit.swap import recipes, sites, types
 
-acts = pytest.mark.parametrize("act", STOCK)
-some_acts = pytest.mark.parametrize("act", ["relu", "elu", "gelu"])
-
-
-@pytest.fixture(autouse=True)
-def same():
-    with repeatable():
-        yield
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    return record(monkeypatch)
+pytestmark = pytest.mark.usefixtures("repeatable")
 
 
 # -- torch.nn's transformer layers

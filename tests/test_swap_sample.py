@@ -10,32 +10,20 @@ from swap_cases import (
     STOCK,
     Block,
     D,
+    acts,
     assert_as_stock,
     batch,
     mlp,
     only,
     plain,
-    record,
-    repeatable,
+    some_acts,
 )
 from torch import nn
 
 import memkit
 from memkit import SwapReport, swap, unswap
 
-acts = pytest.mark.parametrize("act", STOCK)
-some_acts = pytest.mark.parametrize("act", ["relu", "elu", "gelu"])
-
-
-@pytest.fixture(autouse=True)
-def same():
-    with repeatable():
-        yield
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    return record(monkeypatch)
+pytestmark = pytest.mark.usefixtures("repeatable")
 
 
 # -- by sample ---------------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ import pytest
 import torch
 from swap_cases import (
     DOUBLE,
-    STOCK,
     Block,
     D,
     assert_as_stock,
@@ -18,27 +17,13 @@ from swap_cases import (
     mlp,
     only,
     plain,
-    record,
-    repeatable,
 )
 from torch import nn
 
 from memkit import swap
 from memkit.swap import types
 
-acts = pytest.mark.parametrize("act", STOCK)
-some_acts = pytest.mark.parametrize("act", ["relu", "elu", "gelu"])
-
-
-@pytest.fixture(autouse=True)
-def same():
-    with repeatable():
-        yield
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    return record(monkeypatch)
+pytestmark = pytest.mark.usefixtures("repeatable")
 
 
 # -- the sample leaves no trace ----------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 #ifdef MEMKIT_WITH_CUDA
 
 #include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/util/Exception.h>
 #include <cuda.h>
@@ -27,6 +28,7 @@ class PlainMemory final : public CudaMemory {
 
   void* allocate(std::size_t bytes) override {
     const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device_));
+    const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);  // a capture may go on
     void* memory = nullptr;
     return good(cudaMalloc(&memory, bytes)) ? memory : nullptr;
   }
@@ -95,6 +97,7 @@ class MappedMemory final : public CudaMemory {
     const std::size_t size = whole_pages(bytes);
     if (size < bytes) return nullptr;
     const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device_));
+    const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);  // a capture may go on
     CUdeviceptr start = 0;
     if (driver_->reserve(&start, size, 0, 0, 0) != CUDA_SUCCESS) return nullptr;
     if (map_pages(start, start + size)) return reinterpret_cast<void*>(start);

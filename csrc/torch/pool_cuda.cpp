@@ -18,6 +18,7 @@ std::unique_ptr<PoolDevice> make_cuda_device(int) {
 #include <ATen/ops/record_stream_ops.h>
 #include <c10/core/impl/InlineStreamGuard.h>
 #include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
@@ -71,6 +72,7 @@ class Moment {
  public:
   explicit Moment(const CUDAStream& stream) : device_(stream.device_index()) {
     const c10::cuda::CUDAGuard guard(device_);
+    const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
     C10_CUDA_CHECK(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming));
     C10_CUDA_CHECK(cudaEventRecord(event_, stream));
   }
@@ -84,10 +86,12 @@ class Moment {
     if (event_) (void)cudaEventDestroy(event_);
   }
 
+  // Only success counts: a capture of somebody else's may forbid the question, and the memory is in use all the same.
   bool passed() const {
+    const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
     const cudaError_t error = cudaEventQuery(event_);
-    if (error == cudaErrorNotReady) (void)cudaGetLastError();
-    return error != cudaErrorNotReady;  // after an error nothing runs any more
+    if (error != cudaSuccess) (void)cudaGetLastError();
+    return error == cudaSuccess;
   }
   void wait() const { (void)cudaEventSynchronize(event_); }
   void hold(const CUDAStream& stream) const { C10_CUDA_CHECK(cudaStreamWaitEvent(stream, event_, 0)); }
@@ -129,6 +133,10 @@ class State : public std::enable_shared_from_this<State> {
   // A block that other streams use as well comes back when they are where they are now.
   void park(Block* block, const std::vector<LaneId>& lanes) {
     auto& arena = *static_cast<arena::Arena*>(block->owner);
+    if (arena.closed()) {  // serves no more: the memory goes upstream, which waits for the device
+      arena::free(block);
+      return;
+    }
     const std::lock_guard<std::mutex> guard(mutex_);
     const Ticket ticket = next_ticket_++;
     if (arena.defer(block, ticket) != arena::Freed::ok) return;
