@@ -2,7 +2,6 @@
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
-#include <torch/csrc/autograd/saved_variable.h>
 #include <torch/library.h>
 
 #include "activation_node.h"
@@ -61,7 +60,6 @@ at::Tensor& activation_backward_(at::Tensor& grad, const at::Tensor& saved, cons
 
 namespace autograd = torch::autograd;
 using at::Tensor;
-using autograd::SavedVariable;
 using OptionalTensor = std::optional<Tensor>;
 using Params = c10::ArrayRef<double>;
 
@@ -90,15 +88,13 @@ Tensor restride(const Tensor& x, c10::SymIntArrayRef strides) {
 
 }  // namespace
 
-autograd::variable_list ActivationBackward::apply(autograd::variable_list&& grads) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  TORCH_CHECK(!released, autograd::ERR_BACKWARD_TWICE);
+autograd::variable_list ActivationBackward::backward(autograd::variable_list&& grads) {
   autograd::variable_list result(has_bias ? 2 : 1);
   Tensor grad = std::move(grads[0]);
   if (!grad.defined()) return result;
 
-  const Tensor kept = saved.unpack(saved_output ? getptr() : nullptr);
-  const OptionalTensor kept_bias = has_bias && !saved_output ? OptionalTensor(bias.unpack()) : std::nullopt;
+  const Tensor kept = unpack(0);
+  const OptionalTensor kept_bias = has_bias && !saved_output ? OptionalTensor(unpack(1)) : std::nullopt;
   Tensor& grad_input = result[0];
 
   if (at::GradMode::is_enabled()) {  // create_graph: the gradient itself needs a derivative
@@ -106,7 +102,7 @@ autograd::variable_list ActivationBackward::apply(autograd::variable_list&& grad
     const Tensor at_point = kept_bias ? kept + along(*kept_bias, kept, dim) : kept;
     grad_input = stock_activation_backward(spec, grad, at_point, saved_output);
   } else {
-    const OptionalTensor kept_bits = has_bits ? OptionalTensor(bits.unpack()) : std::nullopt;
+    const OptionalTensor kept_bits = has_bits ? OptionalTensor(unpack(1)) : std::nullopt;
     const Tensor ordered = has_bits ? restride(kept, strides) : kept;
     // The incoming gradient's memory serves for the outgoing one where no one else can see it.
     if (is_sole_owner(grad) && is_plain(ordered)) {
@@ -117,14 +113,6 @@ autograd::variable_list ActivationBackward::apply(autograd::variable_list&& grad
   }
   if (has_bias && task_should_compute_output(1)) result[1] = bias_gradient(grad_input, dim);
   return result;
-}
-
-void ActivationBackward::release_variables() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  saved.reset_data();
-  bits.reset_data();
-  bias.reset_data();
-  released = true;
 }
 
 namespace {
@@ -178,14 +166,14 @@ Tensor activation(const Tensor& x, const OptionalTensor& bias, int64_t dim, c10:
   }
   autograd::set_history(out, node);
   if (node->saved_output) {
-    node->saved = SavedVariable(out, /*is_output=*/true);
+    node->save(out, /*is_output=*/true);
     if (node->has_bits) {
       node->strides = walk_strides(out, false, dim);
-      node->bits = SavedVariable(bits, /*is_output=*/false);
+      node->save(bits);
     }
   } else {
-    node->saved = SavedVariable(x, /*is_output=*/false);
-    if (bias) node->bias = SavedVariable(*bias, /*is_output=*/false);
+    node->save(x);
+    if (bias) node->save(*bias);
   }
   return out;
 }
@@ -215,10 +203,10 @@ Tensor& activation_(Tensor& x, const OptionalTensor& bias, int64_t dim, c10::str
   }
   const bool on_view = x.is_view();
   autograd::rebase_history(x, NodePtr(node));
-  node->saved = SavedVariable(x, /*is_output=*/true, /*is_inplace_on_view=*/on_view);
+  node->save(x, /*is_output=*/true, /*is_inplace_on_view=*/on_view);
   if (node->has_bits) {
     node->strides = walk_strides(x, bias.has_value(), dim);
-    node->bits = SavedVariable(bits, /*is_output=*/false);
+    node->save(bits);
   }
   return x;
 }

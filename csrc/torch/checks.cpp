@@ -10,8 +10,8 @@
 #include <numeric>
 #include <sstream>
 
-#include "activation_node.h"
 #include "node.h"
+#include "saved_node.h"
 
 namespace memkit {
 
@@ -58,7 +58,7 @@ constexpr std::string_view kOutputSavers[] = {"SigmoidBackward",
 
 // "ReluBackward0" and in-place "EluBackward1" alike: the digits at the end number a function's overloads.
 bool saves_output(const autograd::Node& node) {
-  if (const auto* own = dynamic_cast<const ActivationBackward*>(&node)) return own->from_output();
+  if (const auto* own = dynamic_cast<const SavedNode*>(&node)) return own->keeps_output();
   const std::string name = node.name();
   for (std::string_view saver : kOutputSavers) {
     if (name.size() <= saver.size() + 1 && name.compare(0, saver.size(), saver) == 0) return true;

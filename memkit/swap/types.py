@@ -28,7 +28,7 @@ from torch.nn.modules.module import _global_forward_hooks
 
 from .. import _C
 from .. import nn as memkit_nn
-from ..functional import Inplace, _dispatched
+from ..functional._activation import Inplace, _dispatched
 from .recipes import CALLERS
 
 

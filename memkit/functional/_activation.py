@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from . import _C
+from .. import _C
 
 __all__ = [
     "bias_act",

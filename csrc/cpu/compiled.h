@@ -1,0 +1,37 @@
+// A loop compiled for three instruction sets, the best of which is chosen when it is called.
+#pragma once
+
+#include "lanes.h"
+
+namespace memkit::cpu {
+
+// Body is a class template over the lanes (lanes.h) with one always-inline static function `run`.
+template <template <class> class Body>
+struct Compiled {
+  template <class... Args>
+  static void run(const Args&... args) {
+#if MEMKIT_X86
+    if (isa() == Isa::v4) return v4(args...);
+    if (isa() == Isa::v3) return v3(args...);
+#endif
+    base(args...);
+  }
+
+ private:
+  template <class... Args>
+  static void base(const Args&... args) {
+    Body<BaseLanes>::run(args...);
+  }
+#if MEMKIT_X86
+  template <class... Args>
+  MEMKIT_TARGET_V3 static void v3(const Args&... args) {
+    Body<V3Lanes>::run(args...);
+  }
+  template <class... Args>
+  MEMKIT_TARGET_V4 static void v4(const Args&... args) {
+    Body<V4Lanes>::run(args...);
+  }
+#endif
+};
+
+}  // namespace memkit::cpu

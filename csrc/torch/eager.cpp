@@ -1,0 +1,58 @@
+#include "eager.h"
+
+#include <ATen/core/grad_mode.h>
+
+#include "checks.h"
+
+namespace memkit::eager {
+namespace {
+
+using at::Tensor;
+
+// A tensor that Python once held keeps its Python object, and that object a handle, for as long as C++ keeps the tensor.
+// 1 where the base of the view x has such an object and no Python code can reach it any more, else 0.
+size_t idle_base_handles(const Tensor& x) {
+  if (!x.is_view() || x._base().use_count() != 2) return 0;
+  const auto object = pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(x._base()));
+  return x._base().use_count() == 2 && object.ref_count() == 2;  // the tensor's own reference and this one
+}
+
+}  // namespace
+
+std::string_view text(PyObject* object) {
+  Py_ssize_t size = 0;
+  const char* data = PyUnicode_AsUTF8AndSize(object, &size);
+  if (!data) throw python_error();
+  return {data, static_cast<size_t>(size)};
+}
+
+Inplace inplace_of(PyObject* object, std::string_view op) {
+  if (object == Py_False) return Inplace::never;
+  if (object == Py_True) return Inplace::forced;
+  TORCH_CHECK_VALUE(PyUnicode_Check(object) && text(object) == "auto", op,
+                    ": expected inplace True, False or 'auto', got ", std::string(pybind11::repr(object)));
+  return Inplace::automatic;
+}
+
+bool is_recorded_view(const Tensor& x) {
+  if (!at::GradMode::is_enabled() || !x.requires_grad()) return false;
+  const auto* view = torch::autograd::impl::get_view_autograd_meta(x);
+  return view && view->has_bw_view();
+}
+
+bool stands_for_tensor(PyObject* object, std::string_view op, const char* argument) {
+  if (THPVariable_Check(object)) return false;
+  const bool stands = PyObject_HasAttrString(reinterpret_cast<PyObject*>(Py_TYPE(object)), "__torch_function__");
+  TORCH_CHECK_TYPE(stands, op, ": expected ", argument, " to be a Tensor, got ", Py_TYPE(object)->tp_name);
+  return true;
+}
+
+bool may_overwrite(const Tensor& x) { return !inplace_blocker_strict(x, idle_base_handles(x)); }
+
+bool resolve_inplace(Inplace inplace, std::string_view op, const Tensor& x) {
+  if (inplace == Inplace::automatic) return may_overwrite(x) && !is_recorded_view(x);
+  if (inplace == Inplace::forced) check_inplace(op, x, saver_blocker(x));
+  return inplace == Inplace::forced;
+}
+
+}  // namespace memkit::eager

@@ -1,0 +1,113 @@
+// Eager calls from Python straight into C++: METH_FASTCALL entries over plain functions. They go through the dispatcher
+// like everyone else; what they leave out is the 3 us in which torch.ops parses its arguments.
+#pragma once
+
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/core/Generator.h>
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/Generator.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <optional>
+#include <string_view>
+#include <tuple>
+#include <utility>
+
+namespace memkit {
+
+enum class Inplace { never, forced, automatic };
+
+namespace eager {
+
+std::string_view text(PyObject* object);
+
+// Whether the object is no tensor but takes tensors' functions over, as torch.fx.Proxy does. Raises for anything else.
+bool stands_for_tensor(PyObject* object, std::string_view op, const char* argument);
+
+Inplace inplace_of(PyObject* object, std::string_view op);
+
+// Whether autograd records that x is a view, and what is done to it.
+bool is_recorded_view(const at::Tensor& x);
+
+// Whether reference counts prove that nobody can read what is overwritten; x is the caller's own handle.
+bool may_overwrite(const at::Tensor& x);
+
+// Whether to work in place. Forced: refuses what reference counts show would corrupt a gradient. Automatic: where that is
+// proven safe and autograd does not record x as a view, of whose base it would keep a copy.
+bool resolve_inplace(Inplace inplace, std::string_view op, const at::Tensor& x);
+
+// An argument of an entry: `listens` where a tensor subclass wants the call for itself.
+template <class T>
+struct Argument {
+  static bool listens(PyObject* object, std::string_view op) {
+    if constexpr (std::is_same_v<T, at::Tensor>) {
+      return stands_for_tensor(object, op, "a tensor argument") || !THPVariable_CheckExact(object);
+    } else if constexpr (std::is_same_v<T, std::optional<at::Tensor>>) {
+      return object != Py_None && Argument<at::Tensor>::listens(object, op);
+    } else {
+      return false;
+    }
+  }
+  static decltype(auto) get(PyObject* object, [[maybe_unused]] std::string_view op) {
+    if constexpr (std::is_same_v<T, at::Tensor>) {
+      return THPVariable_Unpack(object);  // a reference to the caller's own handle
+    } else if constexpr (std::is_same_v<T, std::optional<at::Tensor>>) {
+      return object == Py_None ? T() : T(THPVariable_Unpack(object));
+    } else if constexpr (std::is_same_v<T, bool>) {
+      return object == Py_True;
+    } else if constexpr (std::is_same_v<T, std::string_view>) {
+      return text(object);
+    } else if constexpr (std::is_same_v<T, Inplace>) {
+      return inplace_of(object, op);
+    } else if constexpr (std::is_same_v<T, std::optional<at::Generator>>) {
+      return object == Py_None ? T() : T(reinterpret_cast<THPGenerator*>(object)->cdata);
+    } else {
+      return pybind11::cast<T>(pybind11::handle(object));
+    }
+  }
+};
+
+inline PyObject* result(at::Tensor&& x) { return THPVariable_Wrap(std::move(x)); }
+template <class... Ts>
+PyObject* result(std::tuple<Ts...>&& xs) {
+  return pybind11::cast(std::move(xs)).release().ptr();
+}
+
+template <auto function, const char* name, class Signature = decltype(function)>
+struct Entry;
+template <auto function, const char* name, class R, class... Args>
+struct Entry<function, name, R (*)(Args...)> {
+  static PyObject* call(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK_TYPE(count == sizeof...(Args), name, ": expected ", sizeof...(Args), " arguments, got ", count);
+    return call(args, std::index_sequence_for<Args...>{});
+    END_HANDLE_TH_ERRORS
+  }
+
+ private:
+  template <size_t... i>
+  static PyObject* call(PyObject* const* args, std::index_sequence<i...>) {
+    if ((Argument<std::decay_t<Args>>::listens(args[i], name) || ...) || at::impl::torch_function_mode_enabled())
+      Py_RETURN_NONE;
+    return result(function(Argument<std::decay_t<Args>>::get(args[i], name)...));
+  }
+};
+
+// Adds `name` to the module: takes the function's arguments by position and returns its result, or None where a tensor
+// subclass or a mode wants the call for itself; then torch.ops is the way. The function releases the GIL where it works.
+template <auto function, const char* name>
+void bind(pybind11::module_& m) {
+  using Call = Entry<function, name>;
+  static PyMethodDef method[] = {
+      {name,
+       reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(
+           static_cast<PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t)>(&Call::call))),
+       METH_FASTCALL, nullptr},
+      {nullptr, nullptr, 0, nullptr}};
+  if (PyModule_AddFunctions(m.ptr(), method) != 0) throw pybind11::error_already_set();
+}
+
+}  // namespace eager
+}  // namespace memkit

@@ -1,0 +1,49 @@
+// What every autograd node of memkit has: saved tensors that hooks see, released with the graph, under a lock.
+#pragma once
+
+#include <torch/csrc/autograd/saved_variable.h>
+
+#include <string>
+#include <vector>
+
+#include "node.h"
+
+namespace memkit {
+
+struct SavedNode : torch::autograd::Node {
+  // Keeps an input, or with is_output a result of the operator; undefined tensors are kept as such.
+  void save(const at::Tensor& x, bool is_output = false, bool is_inplace_on_view = false) {
+    saved_.emplace_back(x, is_output, is_inplace_on_view);
+    keeps_output_ |= is_output;
+  }
+  void save(const std::optional<at::Tensor>& x) { save(x.value_or(at::Tensor())); }
+
+  // Whether backward needs a result of the operator as it was.
+  bool keeps_output() const { return keeps_output_; }
+
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    TORCH_CHECK(!released_, torch::autograd::ERR_BACKWARD_TWICE);
+    return backward(std::move(grads));
+  }
+
+  void release_variables() override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (torch::autograd::SavedVariable& each : saved_) each.reset_data();
+    released_ = true;
+  }
+
+ protected:
+  // One gradient an input edge, undefined where none is asked for or none arrived.
+  virtual torch::autograd::variable_list backward(torch::autograd::variable_list&& grads) = 0;
+
+  // What was saved i-th.
+  at::Tensor unpack(size_t i) { return saved_[i].unpack(getptr()); }
+
+ private:
+  std::vector<torch::autograd::SavedVariable> saved_;
+  bool keeps_output_ = false;
+  bool released_ = false;
+};
+
+}  // namespace memkit

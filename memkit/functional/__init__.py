@@ -1,0 +1,12 @@
+"""Fused operators with the names and arguments of ``torch.nn.functional``, one module a family.
+
+What each family keeps for backward, when it works in place and how exact it is stands in the family's own docstring:
+``help(memkit.functional.gelu.__module__)`` names it.
+"""
+
+from . import _activation
+from ._activation import *  # noqa: F403
+from ._activation import Inplace as Inplace
+from ._activation import Save as Save
+
+__all__ = [*_activation.__all__]
