@@ -1,5 +1,6 @@
 // Loops over the activation formulas. Each is compiled for three instruction sets and for each dtype: it loads, widens,
-// applies the formula and stores in one go. A bias is added to a block beforehand, which stays in the first-level cache.
+// applies the formula and stores in one go. With a bias, dropout or a residual it is a block at a time, in the first-level
+// cache: read and add the bias, formula, dropout, add the residual, store.
 #include "activation.h"
 
 #include "../formulas/gradient.h"
@@ -94,14 +95,37 @@ struct Table {
   void (*slope_from_output)(const ActParams&, const S*, const uint8_t*, const S*, S*, int64_t);
 };
 
-// Conversions of blocks and the sum with a bias.
+// Conversions of blocks, sums, and dropout.
 template <class S, class T>
 struct Blocks {
   void (*widen)(const S*, T*, int64_t);
   void (*narrow)(const T*, S*, int64_t);
-  void (*add)(const T* bias, T* block, int64_t n);
-  void (*add_one)(T bias, T* block, int64_t n);
+  void (*add)(const T* other, T* block, int64_t n);
+  void (*add_one)(T other, T* block, int64_t n);
+  void (*drop)(const Drop&, int64_t first, T* block, int64_t n);
+  void (*drop_gradient)(const Drop&, int64_t first, T* block, int64_t n);
 };
+
+// The words of elements first to first + n; first is a multiple of 4.
+MEMKIT_FN void draw(const Drop& drop, int64_t first, uint32_t* words, int64_t n) {
+  const uint64_t key = uint64_t(*drop.seed), counter = uint64_t(first) / 4;
+  MEMKIT_LOOP
+  for (int64_t i = 0; i < (n + 3) / 4; ++i) {
+    const Words drawn = philox(counter + uint64_t(i), key);
+    words[4 * i] = drawn.at[0];
+    words[4 * i + 1] = drawn.at[1];
+    words[4 * i + 2] = drawn.at[2];
+    words[4 * i + 3] = drawn.at[3];
+  }
+}
+
+template <class T, class F>
+MEMKIT_FN void with_words(const Drop& drop, int64_t first, T* block, int64_t n, const F& f) {
+  uint32_t words[kBlock];
+  draw(drop, first, words, n);
+  MEMKIT_LOOP
+  for (int64_t i = 0; i < n; ++i) block[i] = f(block[i], words[i]);
+}
 
 #define MEMKIT_LOOPS_FOR(NAME, LANES, TARGET)                                                                          \
   template <class Op, class S>                                                                                         \
@@ -126,7 +150,15 @@ struct Blocks {
     TARGET static void add_one(T bias, T* block, int64_t n) {                                                          \
       for (int64_t i = 0; i < n; ++i) block[i] += bias;                                                                \
     }                                                                                                                  \
-    static constexpr Blocks<S, T> table{widen, narrow, add, add_one};                                                  \
+    TARGET static void drop(const Drop& d, int64_t first, T* block, int64_t n) {                                       \
+      const Dropper<T> dropper(d);                                                                                     \
+      with_words(d, first, block, n, [&](T x, uint32_t w) MEMKIT_INLINE { return dropper.value(x, w); });              \
+    }                                                                                                                  \
+    TARGET static void drop_gradient(const Drop& d, int64_t first, T* block, int64_t n) {                              \
+      const Dropper<T> dropper(d);                                                                                     \
+      with_words(d, first, block, n, [&](T g, uint32_t w) MEMKIT_INLINE { return dropper.gradient(g, w); });           \
+    }                                                                                                                  \
+    static constexpr Blocks<S, T> table{widen, narrow, add, add_one, drop, drop_gradient};                             \
   };
 
 MEMKIT_LOOPS_FOR(BaseLoops, BaseLanes, )
@@ -187,6 +219,7 @@ struct Engine {
   const ActivationArgs& args;
   const Table<S>& loops = *visit(args.act, FindTable<S>{});
   const Table<T>& wide = *visit(args.act, FindTable<T>{});
+  const Blocks<S, T>& engine = blocks<S, T>();
 
   const S* x(int64_t first) const { return static_cast<const S*>(args.x) + first; }
   const S* grad(int64_t first) const { return static_cast<const S*>(args.grad) + first; }
@@ -194,28 +227,50 @@ struct Engine {
   uint8_t* bits(int64_t first) const { return args.bits ? args.bits + first / 8 : nullptr; }
 
   void forward(int64_t first, int64_t n) const {
-    if (!args.bias.data) {
+    if (!args.bias.data && !args.drop.seed && !args.residual) {
       if (args.bits) loops.right(x(first), bits(first), n);
       return loops.value(args.params, x(first), out(first), n);
     }
-    T block[kBlock];
-    read_biased(x(first), args.bias, first, block, n);
+    T block[kBlock], other[kBlock];
+    read(first, block, n);
     if (args.bits) wide.right(block, bits(first), n);
-    wide.value(args.params, block, block, n);
-    blocks<S, T>().narrow(block, out(first), n);
+    if (args.act != Act::identity) wide.value(args.params, block, block, n);
+    if (args.drop.seed) engine.drop(args.drop, first, block, n);
+    if (args.residual) {
+      engine.widen(static_cast<const S*>(args.residual) + first, other, n);
+      engine.add(other, block, n);
+    }
+    engine.narrow(block, out(first), n);
   }
 
   void backward_from_input(int64_t first, int64_t n) const {
-    if (!args.bias.data) return loops.slope(args.params, x(first), grad(first), out(first), n);
+    if (!args.bias.data && !args.drop.seed) return loops.slope(args.params, x(first), grad(first), out(first), n);
     T block[kBlock], grads[kBlock];
-    read_biased(x(first), args.bias, first, block, n);
-    blocks<S, T>().widen(grad(first), grads, n);
+    engine.widen(grad(first), grads, n);
+    if (args.drop.seed) engine.drop_gradient(args.drop, first, grads, n);
+    read(first, block, n);
     wide.slope(args.params, block, grads, grads, n);
-    blocks<S, T>().narrow(grads, out(first), n);
+    engine.narrow(grads, out(first), n);
   }
 
+  // What dropout kept is the activation's output times `scale`.
   void backward_from_output(int64_t first, int64_t n) const {
-    loops.slope_from_output(args.params, x(first), bits(first), grad(first), out(first), n);
+    if (!args.drop.seed)
+      return loops.slope_from_output(args.params, x(first), bits(first), grad(first), out(first), n);
+    T block[kBlock], grads[kBlock];
+    engine.widen(grad(first), grads, n);
+    engine.drop_gradient(args.drop, first, grads, n);
+    engine.widen(x(first), block, n);
+    const T unscale = T(1 / args.drop.scale);
+    for (int64_t i = 0; i < n; ++i) block[i] *= unscale;
+    wide.slope_from_output(args.params, block, bits(first), grads, grads, n);
+    engine.narrow(grads, out(first), n);
+  }
+
+ private:
+  void read(int64_t first, T* block, int64_t n) const {
+    if (args.bias.data) return read_biased(x(first), args.bias, first, block, n);
+    engine.widen(x(first), block, n);
   }
 };
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "bias.cuh"
+#include "drop.cuh"
 #include "tile.cuh"
 
 namespace memkit::cuda {
@@ -16,11 +17,13 @@ struct Call {
   int64_t tiles = 0;
   bool aligned = false;
   BiasPlan bias;
+  Drop drop;
+  const void* residual = nullptr;
 
   template <class Tile>
   static Call of(const ActivationArgs& args) {
     const auto address = reinterpret_cast<uintptr_t>(args.x) | reinterpret_cast<uintptr_t>(args.grad) |
-                         reinterpret_cast<uintptr_t>(args.out);
+                         reinterpret_cast<uintptr_t>(args.out) | reinterpret_cast<uintptr_t>(args.residual);
     Call call;
     call.x = args.x;
     call.grad = args.grad;
@@ -30,6 +33,8 @@ struct Call {
     call.tiles = tile_count<Tile>(args.numel);
     call.aligned = address % 16 == 0;
     call.bias = BiasPlan(args.bias, Tile::width);
+    call.drop = args.drop;
+    call.residual = args.residual;
     return call;
   }
 };
@@ -56,6 +61,13 @@ struct Forward {
     }
     MEMKIT_UNROLL
     for (int k = 0; k < Tile::values; ++k) x[k] = op.value(x[k]);
+    if (call.drop.seed) drop_values(tile, call.drop, x);
+    if (call.residual) {
+      T other[Tile::values];
+      tile.load(call.residual, other);
+      MEMKIT_UNROLL
+      for (int k = 0; k < Tile::values; ++k) x[k] += other[k];
+    }
     tile.store(x, call.out);
   }
 };
@@ -70,6 +82,7 @@ struct BackwardFromInput {
     T x[Tile::values], grad[Tile::values];
     tile.load(call.x, x);
     tile.load(call.grad, grad);
+    if (call.drop.seed) drop_gradients(tile, call.drop, grad);
     if (call.bias.data) add_bias(tile, call.bias, x);
     MEMKIT_UNROLL
     for (int k = 0; k < Tile::values; ++k) grad[k] = gradient_at_input(op, grad[k], x[k]);
@@ -87,6 +100,12 @@ struct BackwardFromOutput {
     T y[Tile::values], grad[Tile::values];
     tile.load(call.x, y);
     tile.load(call.grad, grad);
+    if (call.drop.seed) {
+      drop_gradients(tile, call.drop, grad);
+      const T unscale = T(1 / call.drop.scale);  // what dropout kept is the activation's output times `scale`
+      MEMKIT_UNROLL
+      for (int k = 0; k < Tile::values; ++k) y[k] *= unscale;
+    }
     if constexpr (Op::branch) {
       const unsigned sides = tile.load_bits(call.bits);
       MEMKIT_UNROLL

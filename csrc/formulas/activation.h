@@ -6,6 +6,7 @@
 namespace memkit {
 
 enum class Act : int {
+  identity,
   // Monotone: the slope follows from the output.
   relu,
   leaky_relu,
@@ -50,6 +51,15 @@ MEMKIT_FN Logistic<T> logistic(T z) {
 }
 
 }  // namespace detail
+
+template <class T, bool coarse = false>
+struct Identity {
+  static constexpr bool branch = false;
+  MEMKIT_FN explicit Identity(const ActParams&) {}
+  MEMKIT_FN T value(T x) const { return x; }
+  MEMKIT_FN T slope(T) const { return T(1); }
+  MEMKIT_FN T slope_from_output(T) const { return T(1); }
+};
 
 template <class T, bool coarse = false>
 struct Relu {
@@ -304,6 +314,7 @@ struct Hardswish {
 template <class F, class... Args>
 auto visit(Act kind, F&& f, Args&&... args) {
   switch (kind) {
+    case Act::identity: return f.template operator()<Identity>(args...);
     case Act::relu: return f.template operator()<Relu>(args...);
     case Act::leaky_relu: return f.template operator()<LeakyRelu>(args...);
     case Act::elu: return f.template operator()<Elu>(args...);

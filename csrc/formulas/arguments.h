@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "gradient.h"
+#include "random.h"
 
 namespace memkit {
 
@@ -17,13 +18,15 @@ struct Bias {
   int64_t inner = 1;
 };
 
-// The flat, dense view of one activation call. Pointers are to `dtype` elements; out may be x or grad itself.
+// The flat, dense view of one activation call, y = residual + drop(act(x + bias)). Pointers are to `dtype` elements; out may be x or grad itself.
 struct ActivationArgs {
   Act act;
   ActParams params;
   Dtype dtype;
   int64_t numel = 0;
   Bias bias;
+  Drop drop;
+  const void* residual = nullptr;  // forward; added where there is one
   const void* x = nullptr;     // forward: the input; backward: the saved input or the saved output
   const void* grad = nullptr;  // backward: the gradient of the output
   void* out = nullptr;         // forward: the output; backward: the gradient of the input

@@ -19,39 +19,49 @@ namespace ops {
       c10::Dispatcher::singleton().findSchemaOrThrow("memkit::_" #NAME, "").typed<decltype(NAME)>()
 
 at::Tensor activation(const at::Tensor& input, const OptionalTensor& bias, int64_t dim, std::string_view op,
-                      Params params, std::string_view save) {
+                      Params params, std::string_view save, const OptionalTensor& residual, const OptionalTensor& seed,
+                      Params drop) {
   MEMKIT_OPERATOR(activation);
-  return op_handle.call(input, bias, dim, op, params, save);
+  return op_handle.call(input, bias, dim, op, params, save, residual, seed, drop);
 }
 
 at::Tensor& activation_(at::Tensor& input, const OptionalTensor& bias, int64_t dim, std::string_view op, Params params,
-                        std::string_view save) {
+                        std::string_view save, const OptionalTensor& residual, const OptionalTensor& seed,
+                        Params drop) {
   MEMKIT_OPERATOR(activation_);
-  return op_handle.call(input, bias, dim, op, params, save);
+  return op_handle.call(input, bias, dim, op, params, save, residual, seed, drop);
 }
 
 std::tuple<at::Tensor, at::Tensor> activation_with_bits(const at::Tensor& input, const OptionalTensor& bias,
-                                                        int64_t dim, std::string_view op, Params params) {
+                                                        int64_t dim, std::string_view op, Params params,
+                                                        const OptionalTensor& seed, Params drop) {
   MEMKIT_OPERATOR(activation_with_bits);
-  return op_handle.call(input, bias, dim, op, params);
+  return op_handle.call(input, bias, dim, op, params, seed, drop);
 }
 
 at::Tensor activation_with_bits_(at::Tensor& input, const OptionalTensor& bias, int64_t dim, std::string_view op,
-                                 Params params) {
+                                 Params params, const OptionalTensor& seed, Params drop) {
   MEMKIT_OPERATOR(activation_with_bits_);
-  return op_handle.call(input, bias, dim, op, params);
+  return op_handle.call(input, bias, dim, op, params, seed, drop);
 }
 
 at::Tensor activation_backward(const at::Tensor& grad, const at::Tensor& saved, const OptionalTensor& bias, int64_t dim,
-                               const OptionalTensor& bits, std::string_view op, Params params, bool from_output) {
+                               const OptionalTensor& bits, std::string_view op, Params params, bool from_output,
+                               const OptionalTensor& seed, Params drop) {
   MEMKIT_OPERATOR(activation_backward);
-  return op_handle.call(grad, saved, bias, dim, bits, op, params, from_output);
+  return op_handle.call(grad, saved, bias, dim, bits, op, params, from_output, seed, drop);
 }
 
 at::Tensor& activation_backward_(at::Tensor& grad, const at::Tensor& saved, const OptionalTensor& bias, int64_t dim,
-                                 const OptionalTensor& bits, std::string_view op, Params params, bool from_output) {
+                                 const OptionalTensor& bits, std::string_view op, Params params, bool from_output,
+                                 const OptionalTensor& seed, Params drop) {
   MEMKIT_OPERATOR(activation_backward_);
-  return op_handle.call(grad, saved, bias, dim, bits, op, params, from_output);
+  return op_handle.call(grad, saved, bias, dim, bits, op, params, from_output, seed, drop);
+}
+
+at::Tensor dropout_mask(c10::SymIntArrayRef size, const at::Tensor& seed, Params drop, at::ScalarType dtype) {
+  MEMKIT_OPERATOR(dropout_mask);
+  return op_handle.call(size, seed, drop, dtype);
 }
 
 #undef MEMKIT_OPERATOR
@@ -80,35 +90,55 @@ Tensor bias_gradient(const Tensor& grad, int64_t dim) {
   return others.empty() ? grad : grad.sum(others);
 }
 
-// Saved-tensor hooks may hand back another memory order than the one the bits follow.
-Tensor restride(const Tensor& x, c10::SymIntArrayRef strides) {
+// Saved-tensor hooks may hand back another memory order than the one that bits and dropout follow.
+Tensor restride(Tensor x, c10::SymIntArrayRef strides) {
   if (x.sym_strides() == strides) return x;
   return at::empty_strided_symint(x.sym_sizes(), strides, x.options()).copy_(x);
+}
+
+// Dropout's gradient is dropout without the shifts.
+Tensor drop_gradient(Tensor grad, const Tensor& seed, Params drop, bool inplace) {
+  const double linear[] = {drop[0], drop[1], 0, 0};
+  if (inplace && !at::GradMode::is_enabled())
+    return ops::activation_(grad, std::nullopt, -1, "identity", {}, "auto", std::nullopt, seed, linear);
+  return ops::activation(grad, std::nullopt, -1, "identity", {}, "auto", std::nullopt, seed, linear);
 }
 
 }  // namespace
 
 autograd::variable_list ActivationBackward::backward(autograd::variable_list&& grads) {
-  autograd::variable_list result(has_bias ? 2 : 1);
+  autograd::variable_list result(3);  // of input, bias, residual
   Tensor grad = std::move(grads[0]);
   if (!grad.defined()) return result;
+  if (has_residual) result[2] = grad;
 
-  const Tensor kept = unpack(0);
-  const OptionalTensor kept_bias = has_bias && !saved_output ? OptionalTensor(unpack(1)) : std::nullopt;
+  size_t next = 0;
+  const OptionalTensor kept = identity ? std::nullopt : OptionalTensor(unpack(next++));
+  const OptionalTensor kept_bits = has_bits ? OptionalTensor(unpack(next++)) : std::nullopt;
+  const OptionalTensor kept_bias =
+      has_bias && !saved_output && !identity ? OptionalTensor(unpack(next++)) : std::nullopt;
+  const OptionalTensor seed = has_seed ? OptionalTensor(unpack(next++)) : std::nullopt;
   Tensor& grad_input = result[0];
 
-  if (at::GradMode::is_enabled()) {  // create_graph: the gradient itself needs a derivative
+  if (identity) {
+    if (seed) grad = restride(std::move(grad), strides);
+    const bool sole = is_sole_owner(grad);
+    grad_input = seed ? drop_gradient(std::move(grad), *seed, drop, sole) : grad;
+  } else if (at::GradMode::is_enabled()) {  // create_graph: the gradient itself needs a derivative
     const ActivationSpec spec(op, params);
-    const Tensor at_point = kept_bias ? kept + along(*kept_bias, kept, dim) : kept;
-    grad_input = stock_activation_backward(spec, grad, at_point, saved_output);
+    const Tensor below = seed ? drop_gradient(restride(grad, strides), *seed, drop, false) : grad;
+    Tensor at_point = kept_bias ? *kept + along(*kept_bias, *kept, dim) : *kept;
+    if (seed && saved_output) at_point = at_point / drop[1];
+    grad_input = stock_activation_backward(spec, below, at_point, saved_output);
   } else {
-    const OptionalTensor kept_bits = has_bits ? OptionalTensor(unpack(1)) : std::nullopt;
-    const Tensor ordered = has_bits ? restride(kept, strides) : kept;
+    const Tensor ordered = has_bits || seed ? restride(*kept, strides) : *kept;
     // The incoming gradient's memory serves for the outgoing one where no one else can see it.
     if (is_sole_owner(grad) && is_plain(ordered)) {
-      grad_input = ops::activation_backward_(grad, ordered, kept_bias, dim, kept_bits, op, params, saved_output);
+      grad_input = ops::activation_backward_(grad, ordered, kept_bias, dim, kept_bits, op, params, saved_output, seed,
+                                             drop);
     } else {
-      grad_input = ops::activation_backward(grad, ordered, kept_bias, dim, kept_bits, op, params, saved_output);
+      grad_input = ops::activation_backward(grad, ordered, kept_bias, dim, kept_bits, op, params, saved_output, seed,
+                                            drop);
     }
   }
   if (has_bias && task_should_compute_output(1)) result[1] = bias_gradient(grad_input, dim);
@@ -122,93 +152,130 @@ constexpr c10::DispatchKeySet kTransforms({c10::DispatchKey::FuncTorchGradWrappe
 // Function transforms and forward-mode derivatives see ATen's operators, whose rules they know.
 bool needs_stock(const Tensor& x) { return x.key_set().has_any(kTransforms) || autograd::isFwGradDefined(x); }
 
-Tensor stock_with_bias(const Tensor& x, const OptionalTensor& bias, int64_t dim, const ActivationSpec& spec) {
-  return stock_activation(spec, bias ? x + along(*bias, x, dim) : x);
+// What is asked of _activation beside its input.
+struct Request {
+  ActivationSpec spec;
+  const OptionalTensor& bias;
+  int64_t dim;
+  Params params;
+  const OptionalTensor& residual;
+  const OptionalTensor& seed;
+  Params drop;
+
+  Request(const OptionalTensor& bias, int64_t dim, c10::string_view op, Params params, const OptionalTensor& residual,
+          const OptionalTensor& seed, Params drop)
+      : spec(op, params), bias(bias), dim(dim), params(params), residual(residual), seed(seed), drop(drop) {
+    TORCH_CHECK_VALUE(!residual || spec.act == Act::identity, spec.name, ": expected no activation beside a residual");
+    TORCH_CHECK_VALUE(!seed || drop.size() == 4, spec.name, ": expected [p, scale, kept, dropped] beside a seed, got ",
+                      drop.size(), " numbers");
+  }
+
+  bool needs_stock(const Tensor& x) const {
+    const auto any = [](const OptionalTensor& t) { return t && memkit::needs_stock(*t); };
+    return memkit::needs_stock(x) || any(bias) || any(residual);
+  }
+};
+
+// By ATen's operators alone, but for which elements are dropped.
+Tensor by_stock(const Tensor& x, const Request& r) {
+  Tensor y = stock_activation(r.spec, r.bias ? x + along(*r.bias, x, r.dim) : x);
+  if (r.seed) {
+    TORCH_CHECK_NOT_IMPLEMENTED(!r.seed->key_set().has(c10::DispatchKey::FuncTorchBatched), r.spec.name,
+                                ": expected one seed for a whole batch, got one each; vmap with randomness='same'");
+    const Tensor mask = ops::dropout_mask(x.sym_sizes(), *r.seed, r.drop, x.scalar_type());
+    y = y * mask;
+    if (r.drop[2] != 0 || r.drop[3] != 0) y = y + at::where(mask == 0, r.drop[3], r.drop[2]).to(y.scalar_type());
+  }
+  return r.residual ? *r.residual + y : y;
 }
 
 // ATen's operators keep their input for backward, and it is overwritten here: they get a copy.
-Tensor& stock_with_bias_(Tensor& x, const OptionalTensor& bias, int64_t dim, const ActivationSpec& spec) {
-  return x.copy_(stock_with_bias(bias ? x : x.clone(), bias, dim, spec));
-}
+Tensor& by_stock_(Tensor& x, const Request& r) { return x.copy_(by_stock(x.clone(), r)); }
 
-auto new_node(const Tensor& x, const OptionalTensor& bias, int64_t dim, const ActivationSpec& spec, Params params,
-              Save save) {
+auto new_node(const Tensor& x, const Request& r, Save save) {
   auto node = make_node<ActivationBackward>();
-  node->set_next_edges(bias ? autograd::collect_next_edges(x, *bias) : autograd::collect_next_edges(x));
-  node->op = spec.name;
-  node->params = params.vec();
-  node->dim = dim;
-  node->has_bias = bias.has_value();
-  node->saved_output = save == Save::output;
-  node->has_bits = node->saved_output && spec.has_branch();
+  node->set_next_edges(autograd::collect_next_edges(x, r.bias, r.residual));
+  node->op = r.spec.name;
+  node->params = r.params.vec();
+  node->dim = r.dim;
+  node->drop = r.drop.vec();
+  node->identity = r.spec.act == Act::identity;
+  node->has_bias = r.bias.has_value();
+  node->has_residual = r.residual.has_value();
+  node->has_seed = r.seed.has_value();
+  node->saved_output = save == Save::output && !node->identity;
+  node->has_bits = node->saved_output && r.spec.has_branch();
+  if (node->has_bits || node->has_seed) node->strides = walk_strides(x, node->has_bias, r.dim);
   return node;
 }
 
 Tensor activation(const Tensor& x, const OptionalTensor& bias, int64_t dim, c10::string_view op, Params params,
-                  c10::string_view save_name) {
-  const ActivationSpec spec(op, params);
-  const Save save = resolve_save(spec, save_name, false);
-  check_arguments(spec.name, x, bias, dim);
-  if (needs_stock(x) || (bias && needs_stock(*bias))) return stock_with_bias(x, bias, dim, spec);
-  if (!autograd::compute_requires_grad(x, bias)) {
+                  c10::string_view save_name, const OptionalTensor& residual, const OptionalTensor& seed, Params drop) {
+  const Request request(bias, dim, op, params, residual, seed, drop);
+  const Save save = resolve_save(request.spec, save_name, false);
+  check_arguments(request.spec.name, x, bias, dim);
+  if (request.needs_stock(x)) return by_stock(x, request);
+  if (!autograd::compute_requires_grad(x, bias, residual)) {
     const at::AutoDispatchBelowADInplaceOrView below;
-    return ops::activation(x, bias, dim, op, params, save_name);
+    return ops::activation(x, bias, dim, op, params, save_name, residual, seed, drop);
   }
-  auto node = new_node(x, bias, dim, spec, params, save);
+  auto node = new_node(x, request, save);
   Tensor out, bits;
   {
     const at::AutoDispatchBelowADInplaceOrView below;
     if (node->has_bits) {
-      std::tie(out, bits) = ops::activation_with_bits(x, bias, dim, op, params);
+      std::tie(out, bits) = ops::activation_with_bits(x, bias, dim, op, params, seed, drop);
     } else {
-      out = ops::activation(x, bias, dim, op, params, save_name);
+      out = ops::activation(x, bias, dim, op, params, save_name, residual, seed, drop);
     }
   }
   autograd::set_history(out, node);
   if (node->saved_output) {
     node->save(out, /*is_output=*/true);
-    if (node->has_bits) {
-      node->strides = walk_strides(out, false, dim);
-      node->save(bits);
-    }
-  } else {
+    if (node->has_bits) node->save(bits);
+  } else if (!node->identity) {
     node->save(x);
     if (bias) node->save(*bias);
   }
+  if (seed) node->save(*seed);
   return out;
 }
 
 Tensor& activation_(Tensor& x, const OptionalTensor& bias, int64_t dim, c10::string_view op, Params params,
-                    c10::string_view save_name) {
-  const ActivationSpec spec(op, params);
-  const Save save = resolve_save(spec, save_name, true);
-  check_arguments(spec.name, x, bias, dim);
-  check_inplace(spec.name, x, inplace_blocker(x));
-  if (needs_stock(x) || (bias && needs_stock(*bias))) return stock_with_bias_(x, bias, dim, spec);
-  const bool requires_grad = autograd::compute_requires_grad(x, bias);
+                    c10::string_view save_name, const OptionalTensor& residual, const OptionalTensor& seed,
+                    Params drop) {
+  const Request request(bias, dim, op, params, residual, seed, drop);
+  const Save save = resolve_save(request.spec, save_name, true);
+  check_arguments(request.spec.name, x, bias, dim);
+  check_inplace(request.spec.name, x, inplace_blocker(x));
+  if (request.needs_stock(x)) return by_stock_(x, request);
+  const bool requires_grad = autograd::compute_requires_grad(x, bias, residual);
   autograd::check_inplace(x, requires_grad);
   if (!requires_grad) {
     const at::AutoDispatchBelowAutograd below;
-    return ops::activation_(x, bias, dim, op, params, save_name);
+    return ops::activation_(x, bias, dim, op, params, save_name, residual, seed, drop);
   }
-  auto node = new_node(x, bias, dim, spec, params, save);
+  auto node = new_node(x, request, save);
   Tensor bits;
   {
     const at::AutoDispatchBelowAutograd below;  // the ADInplaceOrView kernel bumps the version
     if (node->has_bits) {
-      bits = ops::activation_with_bits_(x, bias, dim, op, params);
+      bits = ops::activation_with_bits_(x, bias, dim, op, params, seed, drop);
     } else {
-      ops::activation_(x, bias, dim, op, params, save_name);
+      ops::activation_(x, bias, dim, op, params, save_name, residual, seed, drop);
     }
   }
   const bool on_view = x.is_view();
   autograd::rebase_history(x, NodePtr(node));
-  node->save(x, /*is_output=*/true, /*is_inplace_on_view=*/on_view);
-  if (node->has_bits) {
-    node->strides = walk_strides(x, bias.has_value(), dim);
-    node->save(bits);
-  }
+  if (node->saved_output) node->save(x, /*is_output=*/true, /*is_inplace_on_view=*/on_view);
+  if (node->has_bits) node->save(bits);
+  if (seed) node->save(*seed);
   return x;
+}
+
+Tensor dropout_mask(c10::SymIntArrayRef size, const Tensor& seed, Params drop, at::ScalarType dtype) {
+  const at::AutoDispatchBelowADInplaceOrView below;
+  return ops::dropout_mask(size, seed, drop, dtype);
 }
 
 // Overwriting bumps the version that saved tensors are checked against, with autograd recording or without.
@@ -222,54 +289,63 @@ auto bump_and_run(c10::string_view op, Tensor& x, Operator&& run) -> decltype(ru
 }
 
 Tensor& activation_bumping(Tensor& x, const OptionalTensor& bias, int64_t dim, c10::string_view op, Params params,
-                           c10::string_view save) {
-  return bump_and_run(op, x, [&]() -> Tensor& { return ops::activation_(x, bias, dim, op, params, save); });
+                           c10::string_view save, const OptionalTensor& residual, const OptionalTensor& seed,
+                           Params drop) {
+  return bump_and_run(op, x, [&]() -> Tensor& {
+    return ops::activation_(x, bias, dim, op, params, save, residual, seed, drop);
+  });
 }
 
 Tensor activation_with_bits_bumping(Tensor& x, const OptionalTensor& bias, int64_t dim, c10::string_view op,
-                                    Params params) {
-  return bump_and_run(op, x, [&] { return ops::activation_with_bits_(x, bias, dim, op, params); });
+                                    Params params, const OptionalTensor& seed, Params drop) {
+  return bump_and_run(op, x, [&] { return ops::activation_with_bits_(x, bias, dim, op, params, seed, drop); });
 }
 
 Tensor& activation_backward_bumping(Tensor& grad, const Tensor& saved, const OptionalTensor& bias, int64_t dim,
-                                    const OptionalTensor& bits, c10::string_view op, Params params, bool from_output) {
+                                    const OptionalTensor& bits, c10::string_view op, Params params, bool from_output,
+                                    const OptionalTensor& seed, Params drop) {
   return bump_and_run(op, grad, [&]() -> Tensor& {
-    return ops::activation_backward_(grad, saved, bias, dim, bits, op, params, from_output);
+    return ops::activation_backward_(grad, saved, bias, dim, bits, op, params, from_output, seed, drop);
   });
 }
 
 // vmap: elementwise, so ATen's operators with their batching rules serve.
 Tensor activation_batched(const Tensor& x, const OptionalTensor& bias, int64_t dim, c10::string_view op, Params params,
-                          c10::string_view) {
-  return stock_with_bias(x, bias, dim, ActivationSpec(op, params));
+                          c10::string_view, const OptionalTensor& residual, const OptionalTensor& seed, Params drop) {
+  return by_stock(x, Request(bias, dim, op, params, residual, seed, drop));
 }
 
 Tensor& activation_batched_(Tensor& x, const OptionalTensor& bias, int64_t dim, c10::string_view op, Params params,
-                            c10::string_view) {
-  return stock_with_bias_(x, bias, dim, ActivationSpec(op, params));
+                            c10::string_view, const OptionalTensor& residual, const OptionalTensor& seed, Params drop) {
+  return by_stock_(x, Request(bias, dim, op, params, residual, seed, drop));
 }
 
 // Many incoming gradients, one graph: the slope once.
 Tensor activation_backward_batched(const Tensor& grad, const Tensor& saved, const OptionalTensor& bias, int64_t dim,
-                                   const OptionalTensor& bits, c10::string_view op, Params params, bool from_output) {
+                                   const OptionalTensor& bits, c10::string_view op, Params params, bool from_output,
+                                   const OptionalTensor& seed, Params drop) {
   if (needs_stock(saved)) {
+    TORCH_CHECK_NOT_IMPLEMENTED(!seed, op, ": expected no vmap over a backward with dropout");
     const Tensor at_point = bias ? saved + along(*bias, saved, dim) : saved;
     return stock_activation_backward(ActivationSpec(op, params), grad, at_point, from_output);
   }
-  return grad * ops::activation_backward(at::ones_like(saved), saved, bias, dim, bits, op, params, from_output);
+  return grad *
+         ops::activation_backward(at::ones_like(saved), saved, bias, dim, bits, op, params, from_output, seed, drop);
 }
 
 // Functionalization turns a write into a value. PyTorch does it by itself for operators that do not return what they
 // overwrote.
 Tensor& activation_functional_(Tensor& x, const OptionalTensor& bias, int64_t dim, c10::string_view op, Params params,
-                               c10::string_view save) {
-  return x.copy_(ops::activation(x, bias, dim, op, params, save));
+                               c10::string_view save, const OptionalTensor& residual, const OptionalTensor& seed,
+                               Params drop) {
+  return x.copy_(ops::activation(x, bias, dim, op, params, save, residual, seed, drop));
 }
 
 Tensor& activation_backward_functional_(Tensor& grad, const Tensor& saved, const OptionalTensor& bias, int64_t dim,
                                         const OptionalTensor& bits, c10::string_view op, Params params,
-                                        bool from_output) {
-  return grad.copy_(ops::activation_backward(grad, saved, bias, dim, bits, op, params, from_output));
+                                        bool from_output, const OptionalTensor& seed, Params drop) {
+  return grad.copy_(
+      ops::activation_backward(grad, saved, bias, dim, bits, op, params, from_output, seed, drop));
 }
 
 }  // namespace
@@ -277,6 +353,7 @@ Tensor& activation_backward_functional_(Tensor& grad, const Tensor& saved, const
 TORCH_LIBRARY_IMPL(memkit, Autograd, m) {
   m.impl("_activation", activation);
   m.impl("_activation_", activation_);
+  m.impl("_dropout_mask", dropout_mask);
 }
 
 TORCH_LIBRARY_IMPL(memkit, ADInplaceOrView, m) {

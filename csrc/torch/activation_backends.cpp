@@ -2,6 +2,8 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
+#include <cmath>
+
 #include "checks.h"
 #include "engine.h"
 #include "fresh.h"
@@ -33,14 +35,42 @@ Bias bias_of(const Tensor& x, const OptionalTensor& bias, int64_t dim) {
 
 OptionalTensor contiguous(const OptionalTensor& bias) { return bias ? OptionalTensor(bias->contiguous()) : bias; }
 
+// Seeds and residuals are the caller's; they are looked at before anything is written.
+Drop drop_of(const ActivationSpec& spec, const Tensor& x, const OptionalTensor& seed, Params drop) {
+  if (!seed) return {};
+  TORCH_CHECK_VALUE(drop.size() == 4, spec.name, ": expected [p, scale, kept, dropped] beside a seed, got ",
+                    drop.size(), " numbers");
+  TORCH_CHECK_VALUE(drop[0] >= 0 && drop[0] <= 1, "dropout: expected a probability in [0, 1], got ", drop[0]);
+  TORCH_CHECK(seed->scalar_type() == at::kLong && seed->device() == x.device() && seed->sym_numel() == 1,
+              "dropout: expected as seed one int64 on ", x.device(), ", got ", describe(*seed), " on ", seed->device());
+  const double threshold = std::nearbyint(drop[0] * 0x1p32);
+  const bool all = threshold >= 0x1p32;
+  const int64_t* key = x.is_meta() ? nullptr : seed->const_data_ptr<int64_t>();
+  return {key, all ? 0 : uint32_t(threshold), all, drop[1], drop[2], drop[3]};
+}
+
+void check_residual(const Tensor& x, const OptionalTensor& residual) {
+  if (!residual) return;
+  check_float_tensor("dropout_add", *residual);
+  TORCH_CHECK_VALUE(residual->sym_sizes() == x.sym_sizes(), "dropout_add: expected a residual of the input's shape ",
+                    x.sym_sizes(), ", got ", residual->sym_sizes());
+  TORCH_CHECK_TYPE(residual->scalar_type() == x.scalar_type(), "dropout_add: expected input and residual of one dtype, got ",
+                   describe(x), " and ", describe(*residual));
+  TORCH_CHECK(residual->device() == x.device(), "dropout_add: expected input and residual on one device, got ",
+              x.device(), " and ", residual->device());
+}
+
 void forward_into(const Tensor& x, const OptionalTensor& bias, int64_t dim, const ActivationSpec& spec,
-                  const Tensor& out, const Tensor* bits) {
+                  const OptionalTensor& residual, const Drop& drop, const Tensor& out, const Tensor* bits) {
   if (x.is_meta()) return;
   const OptionalTensor dense_bias = contiguous(bias);
+  const OptionalTensor ordered = residual ? OptionalTensor(in_order_of(x, *residual)) : residual;
   ActivationArgs args{spec.act, spec.params, dtype_of(x), x.numel(), bias_of(x, dense_bias, dim)};
   args.x = x.const_data_ptr();
   args.out = out.mutable_data_ptr();
   args.bits = bits ? static_cast<uint8_t*>(bits->mutable_data_ptr()) : nullptr;
+  args.drop = drop;
+  args.residual = ordered ? ordered->const_data_ptr() : nullptr;
   run_activation(Pass::forward, args, x.device());
 }
 
@@ -49,53 +79,65 @@ c10::SymInt sym_bit_bytes(const Tensor& x) { return (x.sym_numel() + 7) / 8; }
 Tensor empty_bits(const Tensor& x) { return at::empty_symint({sym_bit_bytes(x)}, x.options().dtype(at::kByte)); }
 
 Tensor activation(const Tensor& input, const OptionalTensor& bias, int64_t dim, c10::string_view op, Params params,
-                  c10::string_view save) {
+                  c10::string_view save, const OptionalTensor& residual, const OptionalTensor& seed, Params drop) {
   const ActivationSpec spec(op, params);
   resolve_save(spec, save, false);
   check_arguments(spec.name, input, bias, dim);
+  check_residual(input, residual);
+  const Drop dropout = drop_of(spec, input, seed, drop);
   const Tensor x = flat(input, bias.has_value(), dim);
   Tensor out = fresh_like(x);
-  forward_into(x, bias, dim, spec, out, nullptr);
+  forward_into(x, bias, dim, spec, residual, dropout, out, nullptr);
   return out;
 }
 
 std::tuple<Tensor, Tensor> activation_with_bits(const Tensor& input, const OptionalTensor& bias, int64_t dim,
-                                                c10::string_view op, Params params) {
+                                                c10::string_view op, Params params, const OptionalTensor& seed,
+                                                Params drop) {
   const ActivationSpec spec(op, params);
   check_arguments(spec.name, input, bias, dim);
+  const Drop dropout = drop_of(spec, input, seed, drop);
   const Tensor x = flat(input, bias.has_value(), dim);
   Tensor out = fresh_like(x);
   Tensor bits = empty_bits(x);
-  forward_into(x, bias, dim, spec, out, &bits);
+  forward_into(x, bias, dim, spec, std::nullopt, dropout, out, &bits);
   return {out, bits};
 }
 
-void check_overwriting(const ActivationSpec& spec, const Tensor& input, const OptionalTensor& bias, int64_t dim) {
+void check_overwriting(const ActivationSpec& spec, const Tensor& input, const OptionalTensor& bias, int64_t dim,
+                       const OptionalTensor& residual = {}) {
   check_arguments(spec.name, input, bias, dim);
+  check_residual(input, residual);
   check_inplace(spec.name, input, memory_blocker(input));
-  TORCH_CHECK(!bias || !bias->has_storage() || !bias->is_alias_of(input), spec.name,
-              ": expected, in place, a bias in memory of its own, got one that shares the input's storage");
+  const auto own = [&](const OptionalTensor& other, const char* what) {
+    TORCH_CHECK(!other || !other->has_storage() || !other->is_alias_of(input), spec.name, ": expected, in place, a ",
+                what, " in memory of its own, got one that shares the input's storage");
+  };
+  own(bias, "bias");
+  own(residual, "residual");
 }
 
 // In place, memory that cannot be walked is worked on in a copy and written back.
 Tensor& activation_(Tensor& input, const OptionalTensor& bias, int64_t dim, c10::string_view op, Params params,
-                    c10::string_view save) {
+                    c10::string_view save, const OptionalTensor& residual, const OptionalTensor& seed, Params drop) {
   const ActivationSpec spec(op, params);
   resolve_save(spec, save, true);
-  check_overwriting(spec, input, bias, dim);
+  check_overwriting(spec, input, bias, dim, residual);
+  const Drop dropout = drop_of(spec, input, seed, drop);
   const Tensor x = flat(input, bias.has_value(), dim);
-  forward_into(x, bias, dim, spec, x, nullptr);
+  forward_into(x, bias, dim, spec, residual, dropout, x, nullptr);
   if (!x.is_same(input)) input.copy_(x);
   return input;
 }
 
 Tensor activation_with_bits_(Tensor& input, const OptionalTensor& bias, int64_t dim, c10::string_view op,
-                             Params params) {
+                             Params params, const OptionalTensor& seed, Params drop) {
   const ActivationSpec spec(op, params);
   check_overwriting(spec, input, bias, dim);
+  const Drop dropout = drop_of(spec, input, seed, drop);
   const Tensor x = flat(input, bias.has_value(), dim);
   Tensor bits = empty_bits(x);
-  forward_into(x, bias, dim, spec, x, &bits);
+  forward_into(x, bias, dim, spec, std::nullopt, dropout, x, &bits);
   if (!x.is_same(input)) input.copy_(x);
   return bits;
 }
@@ -117,7 +159,8 @@ void check_saved(const ActivationSpec& spec, const Tensor& grad, const Tensor& s
 }
 
 void backward_into(const Tensor& grad, const Tensor& saved, const OptionalTensor& bias, int64_t dim,
-                   const OptionalTensor& bits, const ActivationSpec& spec, bool from_output, const Tensor& out) {
+                   const OptionalTensor& bits, const ActivationSpec& spec, bool from_output, const Drop& drop,
+                   const Tensor& out) {
   if (saved.is_meta()) return;
   const OptionalTensor dense_bias = contiguous(bias);
   const ActParams params = from_output ? spec.params_of_output(saved.scalar_type()) : spec.params;
@@ -125,29 +168,43 @@ void backward_into(const Tensor& grad, const Tensor& saved, const OptionalTensor
   args.x = saved.const_data_ptr();
   args.grad = grad.const_data_ptr();
   args.out = out.mutable_data_ptr();
+  args.drop = drop;
   if (bits) args.bits = const_cast<uint8_t*>(bits->const_data_ptr<uint8_t>());
   run_activation(from_output ? Pass::backward_from_output : Pass::backward_from_input, args, saved.device());
 }
 
 Tensor activation_backward(const Tensor& grad, const Tensor& saved, const OptionalTensor& bias, int64_t dim,
-                           const OptionalTensor& bits, c10::string_view op, Params params, bool from_output) {
+                           const OptionalTensor& bits, c10::string_view op, Params params, bool from_output,
+                           const OptionalTensor& seed, Params drop) {
   const ActivationSpec spec(op, params);
   check_saved(spec, grad, saved, bias, dim, bits, from_output);
+  const Drop dropout = drop_of(spec, saved, seed, drop);
   const Tensor s = flat(saved, bias.has_value(), dim);
   Tensor out = fresh_like(s);
-  backward_into(in_order_of(s, grad), s, bias, dim, bits, spec, from_output, out);
+  backward_into(in_order_of(s, grad), s, bias, dim, bits, spec, from_output, dropout, out);
   return out;
 }
 
 Tensor& activation_backward_(Tensor& grad, const Tensor& saved, const OptionalTensor& bias, int64_t dim,
-                             const OptionalTensor& bits, c10::string_view op, Params params, bool from_output) {
+                             const OptionalTensor& bits, c10::string_view op, Params params, bool from_output,
+                             const OptionalTensor& seed, Params drop) {
   const ActivationSpec spec(op, params);
   check_saved(spec, grad, saved, bias, dim, bits, from_output);
+  const Drop dropout = drop_of(spec, saved, seed, drop);
   const Tensor s = flat(saved, bias.has_value(), dim);
   const Tensor g = in_order_of(s, grad);
-  backward_into(g, s, bias, dim, bits, spec, from_output, g);
+  backward_into(g, s, bias, dim, bits, spec, from_output, dropout, g);
   if (!g.is_same(grad)) grad.copy_(g);
   return grad;
+}
+
+Tensor dropout_mask(c10::SymIntArrayRef size, const Tensor& seed, Params drop, at::ScalarType dtype) {
+  const ActivationSpec identity("identity", {});
+  Tensor mask = at::ones_symint(size, seed.options().dtype(dtype));
+  Drop linear = drop_of(identity, mask, seed, drop);
+  linear.kept = linear.dropped = 0;
+  forward_into(mask, std::nullopt, -1, identity, std::nullopt, linear, mask, nullptr);
+  return mask;
 }
 
 void register_backend(torch::Library& m) {
@@ -157,6 +214,7 @@ void register_backend(torch::Library& m) {
   m.impl("_activation_with_bits_", activation_with_bits_);
   m.impl("_activation_backward", activation_backward);
   m.impl("_activation_backward_", activation_backward_);
+  m.impl("_dropout_mask", dropout_mask);
 }
 
 }  // namespace

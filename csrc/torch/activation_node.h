@@ -16,12 +16,16 @@ struct ActivationBackward : SavedNode {
   std::string op;
   std::vector<double> params;
   int64_t dim = -1;
-  c10::SymDimVector strides;  // of the memory order the bits follow
+  std::vector<double> drop;
+  c10::SymDimVector strides;  // of the memory order that bits and dropout follow
 
-  // Saved: the output or the input; then the bits or the bias, where there are any.
+  // Saved, each where it is needed: the output or the input, nothing for the identity; the bits or the bias; the seed.
+  bool identity = false;
   bool saved_output = false;
   bool has_bits = false;  // which side of the minimum; where the output is saved and not monotone
   bool has_bias = false;  // a bias was added; saved where the input is
+  bool has_seed = false;
+  bool has_residual = false;
 
   std::string name() const override { return "memkit::" + op + "_backward"; }
 

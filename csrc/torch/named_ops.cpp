@@ -2,14 +2,31 @@
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
+#include "named_ops.h"
+
 #include "activation_ops.h"
 #include "spec.h"
 
 namespace memkit {
-namespace {
 
 using at::Tensor;
 using Text = c10::string_view;
+
+Tensor cast_for_autocast(const Tensor& bias, const Tensor& input) {
+  if (bias.scalar_type() == input.scalar_type()) return bias;
+  return at::autocast::is_autocast_enabled(input.device().type()) ? bias.to(input.scalar_type()) : bias;
+}
+
+c10::ArrayRef<double> default_params(Text act) {
+  static constexpr double kNegativeSlope[] = {0.01}, kAlpha[] = {1}, kSoftplus[] = {1, 20}, kHardtanh[] = {-1, 1};
+  if (act == "leaky_relu") return kNegativeSlope;
+  if (act == "elu" || act == "celu") return kAlpha;
+  if (act == "softplus") return kSoftplus;
+  if (act == "hardtanh") return kHardtanh;
+  return {};
+}
+
+namespace {
 
 template <class... Ts>
 Tensor run(const Tensor& input, Text op, Text save, Ts... params) {
@@ -33,23 +50,6 @@ Tensor& run_(Tensor& input, Text op, Text save, Ts... params) {
   m.impl(#NAME, [](const Tensor& input, double a, double b, Text save) { return run(input, #NAME, save, a, b); }); \
   m.impl(#NAME "_",                                                                                                \
          [](Tensor& input, double a, double b, Text save) -> Tensor& { return run_(input, #NAME, save, a, b); });
-
-// Under autocast a linear layer's output is in the autocast dtype and its bias, if kept apart, still in float32.
-Tensor cast_for_autocast(const Tensor& bias, const Tensor& input) {
-  if (bias.scalar_type() == input.scalar_type()) return bias;
-  return at::autocast::is_autocast_enabled(input.device().type()) ? bias.to(input.scalar_type()) : bias;
-}
-
-c10::ArrayRef<double> default_params(Text act) {
-  static constexpr double kNegativeSlope[] = {0.01}, kAlpha[] = {1}, kSoftplus[] = {1, 20}, kHardtanh[] = {-1, 1};
-  if (act == "leaky_relu") return kNegativeSlope;
-  if (act == "elu" || act == "celu") return kAlpha;
-  if (act == "softplus") return kSoftplus;
-  if (act == "hardtanh") return kHardtanh;
-  return {};
-}
-
-using OptionalParams = std::optional<c10::ArrayRef<double>>;
 
 Tensor bias_act(const Tensor& input, const Tensor& bias, Text act, int64_t dim, OptionalParams params, Text save) {
   return ops::activation(input, cast_for_autocast(bias, input), dim, act, params.value_or(default_params(act)), save);

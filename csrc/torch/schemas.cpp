@@ -6,6 +6,8 @@
 //   params  leaky_relu [negative_slope]; elu, celu [alpha]; softplus [beta, threshold]; hardtanh [min, max]; else []
 //   save    "auto" | "input" | "output": what backward computes the slope from
 //   bits    one bit an element, packed: the element lies right of the function's minimum
+//   seed    int64, one element on the input's device: which elements dropout drops; element i is drawn by its place in memory
+//   drop    [p, scale, kept, dropped]: a kept element becomes x * scale + kept, a dropped one x * 0 + dropped
 #include <torch/library.h>
 
 TORCH_LIBRARY(memkit, m) {
@@ -40,23 +42,39 @@ TORCH_LIBRARY(memkit, m) {
       "-> "
       "Tensor(a!)");
 
-  m.def("_activation(Tensor input, Tensor? bias, int dim, str op, float[] params, str save) -> Tensor");
-  m.def("_activation_(Tensor(a!) input, Tensor? bias, int dim, str op, float[] params, str save) -> Tensor(a!)");
+#define MEMKIT_DROPOUT(NAME, TENSORS, REST)                                                                       \
+  m.def(NAME "(Tensor input, " TENSORS "float p=0.5, bool training=True, *, Generator? generator=None" REST         \
+             ") -> Tensor");                                                                                       \
+  m.def(NAME "_(Tensor(a!) input, " TENSORS "float p=0.5, bool training=True, *, Generator? generator=None" REST    \
+             ") -> Tensor(a!)");
+  MEMKIT_DROPOUT("dropout", "", "")
+  MEMKIT_DROPOUT("alpha_dropout", "", "")
+  MEMKIT_DROPOUT("dropout_add", "Tensor residual, ", "")
+  MEMKIT_DROPOUT("bias_dropout_add", "Tensor bias, Tensor? residual, ", ", int dim=-1")
+  MEMKIT_DROPOUT("act_dropout", "str act, ",
+                 ", Tensor? bias=None, int dim=-1, float[]? params=None, str save='auto'")
+#undef MEMKIT_DROPOUT
+
+  // y = residual + drop(act(input + bias)).
+#define MEMKIT_INPUT "Tensor? bias, int dim, str op, float[] params"
+#define MEMKIT_DROP "Tensor? seed=None, float[] drop=[]"
+#define MEMKIT_BACKWARD \
+  "Tensor saved, Tensor? bias, int dim, Tensor? bits, str op, float[] params, bool from_output, " MEMKIT_DROP
+  m.def("_activation(Tensor input, " MEMKIT_INPUT ", str save, Tensor? residual=None, " MEMKIT_DROP ") -> Tensor");
+  m.def("_activation_(Tensor(a!) input, " MEMKIT_INPUT ", str save, Tensor? residual=None, " MEMKIT_DROP
+        ") -> Tensor(a!)");
 
   // The bits' order is the order of the output's memory, so a compiler must not change strides on the way.
   const std::vector<at::Tag> tags{at::Tag::needs_exact_strides};
-  m.def("_activation_with_bits(Tensor input, Tensor? bias, int dim, str op, float[] params) -> (Tensor, Tensor)", tags);
-  m.def("_activation_with_bits_(Tensor(a!) input, Tensor? bias, int dim, str op, float[] params) -> Tensor", tags);
-  m.def(
-      "_activation_backward(Tensor grad, Tensor saved, Tensor? bias, int dim, Tensor? bits, str op, float[] params, "
-      "bool "
-      "from_output) -> Tensor",
-      tags);
-  m.def(
-      "_activation_backward_(Tensor(a!) grad, Tensor saved, Tensor? bias, int dim, Tensor? bits, str op, float[] "
-      "params, "
-      "bool from_output) -> Tensor(a!)",
-      tags);
+  m.def("_activation_with_bits(Tensor input, " MEMKIT_INPUT ", " MEMKIT_DROP ") -> (Tensor, Tensor)", tags);
+  m.def("_activation_with_bits_(Tensor(a!) input, " MEMKIT_INPUT ", " MEMKIT_DROP ") -> Tensor", tags);
+  m.def("_activation_backward(Tensor grad, " MEMKIT_BACKWARD ") -> Tensor", tags);
+  m.def("_activation_backward_(Tensor(a!) grad, " MEMKIT_BACKWARD ") -> Tensor(a!)", tags);
+  // What dropout multiplies a contiguous tensor of this size with.
+  m.def("_dropout_mask(SymInt[] size, Tensor seed, float[] drop, *, ScalarType dtype) -> Tensor");
+#undef MEMKIT_INPUT
+#undef MEMKIT_DROP
+#undef MEMKIT_BACKWARD
 
   // Scratch tensors of a memkit.Pool, by its id. The tag keeps a compiler from making one of two equal calls.
   const std::vector<at::Tag> fresh{at::Tag::nondeterministic_seeded};

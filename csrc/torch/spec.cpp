@@ -30,6 +30,7 @@ constexpr Known kKnown[] = {
     {"hardtanh", Act::hardtanh, 2},
     {"hardsigmoid", Act::hardsigmoid, 0},
     {"relu_squared", Act::relu_squared, 0},
+    {"identity", Act::identity, 0},
 };
 
 const Known& find(std::string_view name) {

@@ -9,6 +9,7 @@ using at::Tensor;
 at::Tensor stock_activation(const ActivationSpec& spec, const Tensor& x) {
   const ActParams& p = spec.params;
   switch (spec.act) {
+    case Act::identity: return x.clone();
     case Act::relu: return at::relu(x);
     case Act::leaky_relu: return at::leaky_relu(x, p.a);
     case Act::elu: return at::elu(x, p.a, p.b, p.c);
@@ -34,6 +35,7 @@ at::Tensor stock_activation_backward(const ActivationSpec& spec, const Tensor& g
   TORCH_CHECK(!(from_output && spec.has_branch()), spec.name,
               ": expected save='input' for a derivative of the gradient, got save='output', whose input is gone");
   switch (spec.act) {
+    case Act::identity: return grad;
     case Act::relu: return at::threshold_backward(grad, saved, 0);
     case Act::leaky_relu: return at::leaky_relu_backward(grad, saved, p.a, from_output);
     case Act::elu: return at::elu_backward(grad, p.a, p.b, p.c, from_output, saved);

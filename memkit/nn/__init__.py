@@ -1,4 +1,4 @@
-"""Activation modules: each is its ``torch.nn`` twin, with the same arguments and state, over :mod:`memkit.functional`."""
+"""Modules: each is its ``torch.nn`` twin, with the same arguments and state, over :mod:`memkit.functional`."""
 
 from .activation import (
     CELU,
@@ -19,12 +19,20 @@ from .activation import (
     Softplus,
     Tanh,
 )
+from .dropout import AlphaDropout, Dropout, Dropout1d, Dropout2d, Dropout3d, DropPath, FeatureAlphaDropout
 
 __all__ = [
     "CELU",
     "ELU",
     "GELU",
     "SELU",
+    "AlphaDropout",
+    "DropPath",
+    "Dropout",
+    "Dropout1d",
+    "Dropout2d",
+    "Dropout3d",
+    "FeatureAlphaDropout",
     "Hardsigmoid",
     "Hardswish",
     "Hardtanh",

@@ -118,6 +118,7 @@ struct Case {
   int64_t shift = 0;  // elements off the alignment
   bool in_place = false;
   int64_t bias_size = 0, bias_inner = 1, bias_shift = 0;
+  bool drop = false;  // dropout, and forward a residual
 };
 
 struct Forward {
@@ -147,7 +148,7 @@ void compare(Act act, const Case& c, int64_t begin = 0, int64_t end = -1) {
   constexpr int64_t elements = Pass::Tile::elements;
   ActivationArgs args{act, {0.25, 0, 0}, Type<S>::dtype, c.numel, {}};
   Tensor<S> x(c.numel, c.shift), grad(c.numel, c.shift), out(c.numel, c.shift), expected(c.numel, 0),
-      scratch(c.numel, 0);
+      scratch(c.numel, 0), residual(c.numel, c.shift);
   Tensor<S> bias(c.bias_size, c.bias_shift);
   Tensor<uint8_t> bits(bit_bytes(c.numel), 3), expected_bits(bit_bytes(c.numel), 0);
   S* const result = !c.in_place ? out.data() : Which::takes_grad ? grad.data() : x.data();
@@ -157,11 +158,17 @@ void compare(Act act, const Case& c, int64_t begin = 0, int64_t end = -1) {
   args.out = result;
   args.bits = Op::branch ? bits.data() : nullptr;
   if (c.bias_size > 0 && Which::takes_bias) args.bias = {bias.data(), c.bias_size, c.bias_inner};
+  const int64_t seed = -0x123456789abcdef;
+  if (c.drop) {
+    args.drop = {&seed, 0x40000000, false, 2, 0.5, -0.25};  // a quarter; the scale keeps products exact
+    args.residual = Which::takes_grad ? nullptr : residual.data();
+  }
   const Call call = Call::of<typename Pass::Tile>(args);
   if (end < 0) end = call.tiles;
   const int64_t from = begin * elements, to = std::min(end * elements, c.numel);
   x.fill(from, to);
   grad.fill(from, to);
+  residual.fill(from, to);
   bias.fill(0, c.bias_size);
   for (int64_t i = from / 8; i < bit_bytes(to); ++i) bits.data()[i] = uint8_t(generator());
 
@@ -174,9 +181,10 @@ void compare(Act act, const Case& c, int64_t begin = 0, int64_t end = -1) {
   const auto where = [&](int64_t i) {
     static char text[200];
     std::snprintf(text, sizeof(text),
-                  "dtype %d act %d numel %lld shift %lld in place %d bias %lld/%lld+%lld element %lld", int(args.dtype),
+                  "dtype %d act %d numel %lld shift %lld in place %d bias %lld/%lld+%lld drop %d element %lld",
+                  int(args.dtype),
                   int(act), (long long)c.numel, (long long)c.shift, c.in_place, (long long)c.bias_size,
-                  (long long)c.bias_inner, (long long)c.bias_shift, (long long)i);
+                  (long long)c.bias_inner, (long long)c.bias_shift, c.drop, (long long)i);
     return text;
   };
   for (int64_t i = from; i < to; ++i) {
@@ -206,6 +214,9 @@ void sizes_places_and_biases() {
   for (int64_t numel : {0, 1, 7, 8, 9, 31, 32, 255, 256, 257, 512, 1023, 1024, 2049})
     for (int64_t shift : {0, 1, 3})
       for (bool in_place : {false, true}) compare_all<S>({numel, shift, in_place});
+  for (int64_t numel : {1, 7, 31, 257, 1023, 1024, 2049})
+    for (int64_t shift : {0, 1})
+      for (int64_t bias : {0, 5}) compare_all<S>({numel, shift, bias != 0, bias, 3, 0, true});
   struct Layout {
     int64_t size, inner, shift;
   };
@@ -235,7 +246,8 @@ void large() {
       for (int64_t middle : {int64_t(1) << 31, int64_t(1) << 32})
         for (int64_t elements : {256, 512})  // of a backward and a forward tile
           if (middle < numel) compare_all<Bfloat>(c, middle / elements - 1, middle / elements + 1);
-      const Case plain{numel, shift, false};
+      const Case plain{numel, shift, false}, drop{numel, shift, true, 0, 1, 0, true};
+      compare_all<Bfloat>(drop, numel / 512, numel / 512 + 1);
       compare<Forward, Half, Hardswish>(Act::hardswish, plain, numel / 512, numel / 512 + 1);
       compare<BackwardFromOutput, Half, Hardswish>(Act::hardswish, plain, numel / 256, numel / 256 + 1);
       compare<BackwardFromInput, Half, Hardswish>(Act::hardswish, c, numel / 256, numel / 256 + 1);

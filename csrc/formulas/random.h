@@ -1,0 +1,54 @@
+// Random bits by counter, and what dropout does with them: the same for an element on every engine.
+#pragma once
+
+#include "math.h"
+
+namespace memkit {
+
+struct Words {
+  uint32_t at[4];
+};
+
+// Philox4x32-10 (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", 2011): a bijection of the
+// counter for each key, so that nothing needs to be kept to draw the same words again.
+MEMKIT_FN Words philox(uint64_t counter, uint64_t key) {
+  uint32_t a = uint32_t(counter), b = uint32_t(counter >> 32), c = 0, d = 0;
+  uint32_t low = uint32_t(key), high = uint32_t(key >> 32);
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t first = uint64_t(0xD2511F53u) * a, second = uint64_t(0xCD9E8D57u) * c;
+    a = uint32_t(second >> 32) ^ b ^ low;
+    b = uint32_t(second);
+    c = uint32_t(first >> 32) ^ d ^ high;
+    d = uint32_t(first);
+    low += 0x9E3779B9u;
+    high += 0xBB67AE85u;
+  }
+  return {{a, b, c, d}};
+}
+
+// Dropout as an affine map: a kept element becomes x * scale + kept, a dropped one x * 0 + dropped. Element i draws word
+// i % 4 of counter i / 4 and is dropped where that is below threshold, which is the probability in units of 2^-32.
+struct Drop {
+  const int64_t* seed = nullptr;  // where the key is, in the engine's memory; no dropout where null
+  uint32_t threshold = 0;
+  bool all = false;  // probability 1, which is no 32-bit threshold
+  double scale = 1, kept = 0, dropped = 0;
+};
+
+template <class T>
+struct Dropper {
+  T scale, kept, dropped;
+  uint32_t threshold;
+  bool all;
+  MEMKIT_FN explicit Dropper(const Drop& d)
+      : scale(T(d.scale)), kept(T(d.kept)), dropped(T(d.dropped)), threshold(d.threshold), all(d.all) {}
+  MEMKIT_FN bool drops(uint32_t word) const { return (word < threshold) | all; }
+  // A dropped NaN or infinity is NaN, as in 0 * x.
+  MEMKIT_FN T value(T x, uint32_t word) const {
+    const bool gone = drops(word);
+    return x * select(gone, T(0), scale) + select(gone, dropped, kept);
+  }
+  MEMKIT_FN T gradient(T grad, uint32_t word) const { return grad * select(drops(word), T(0), scale); }
+};
+
+}  // namespace memkit

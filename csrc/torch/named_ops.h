@@ -1,0 +1,23 @@
+// What the named operators share.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <pybind11/pybind11.h>
+
+#include <optional>
+#include <string_view>
+
+namespace memkit {
+
+using OptionalParams = std::optional<c10::ArrayRef<double>>;
+
+// Under autocast a linear layer's output is in the autocast dtype and its bias, if kept apart, still in float32.
+at::Tensor cast_for_autocast(const at::Tensor& bias, const at::Tensor& input);
+
+// An activation's parameters where none are given, as in torch.nn.functional.
+c10::ArrayRef<double> default_params(std::string_view act);
+
+// Adds the eager entries of the dropout operators to the module.
+void bind_dropout(pybind11::module_& m);
+
+}  // namespace memkit

@@ -1,0 +1,293 @@
+"""Dropout that keeps nothing for backward but a seed of 8 bytes.
+
+Which elements are dropped follows from the seed and an element's place in memory (Philox4x32-10: Salmon, Moraes, Dror,
+Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011), so backward draws them again. The seed comes from the generator
+of the input's device, so that ``torch.manual_seed``, ``torch.utils.checkpoint`` and CUDA graphs govern it as they do stock
+dropout; under ``checkpoint(..., preserve_rng_state=False)`` the recomputation draws others, as in stock. The same seed drops the
+same elements on the CPU and on CUDA; a CPU ``generator`` may be given for a tensor on either. The elements are not those that
+stock PyTorch drops.
+
+``p``: the probability of an element to be dropped, in [0, 1], exact to 2**-33. A kept element is scaled by 1 / (1 - p). In
+evaluation (``training=False``) and at p = 0 nothing is drawn, and :func:`dropout` returns its input itself.
+
+``inplace``: ``False``, ``True`` or ``"auto"``, as in the activations: see ``help(memkit.functional.gelu.__module__)``.
+
+Shapes: any; the result has the input's shape and dtype. Dtypes: float32, float64, float16, bfloat16, computed in float32
+(float64 in float64). ``ValueError``: a probability outside [0, 1], shapes that do not fit. ``TypeError``: another dtype.
+``RuntimeError``: a generator of another device, in place refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+from torch.compiler import is_compiling
+
+from .. import _C
+from ._activation import Inplace, Save
+
+__all__ = [
+    "act_dropout",
+    "alpha_dropout",
+    "bias_dropout_add",
+    "drop_path",
+    "dropout",
+    "dropout1d",
+    "dropout2d",
+    "dropout3d",
+    "dropout_add",
+    "feature_alpha_dropout",
+]
+
+
+def _dispatched(op: Callable[..., Tensor], input: Tensor, inplace: Inplace, *args: Any, **kwargs: Any) -> Tensor:
+    """Through torch.ops: what a compiler traces and tensor subclasses intercept. Functional, with a copy in place."""
+    if inplace not in (True, False, "auto"):
+        raise ValueError(f"dropout: expected inplace True, False or 'auto', got {inplace!r}")
+    out = op(input, *args, **kwargs)
+    return input.copy_(out) if inplace is True else out
+
+
+def dropout(
+    input: Tensor,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: Inplace = False,
+    *,
+    generator: Generator | None = None,
+) -> Tensor:
+    """Zeroes each element with probability p and scales the others by 1 / (1 - p).
+
+    Srivastava, Hinton, Krizhevsky, Sutskever, Salakhutdinov, 2014.
+    """
+    if not is_compiling():
+        out = _C.dropout(input, p, training, inplace, generator, False)
+        if out is not None:
+            return out
+    return _dispatched(torch.ops.memkit.dropout, input, inplace, p, training, generator=generator)
+
+
+def alpha_dropout(
+    input: Tensor,
+    p: float = 0.5,
+    training: bool = False,
+    inplace: Inplace = False,
+    *,
+    generator: Generator | None = None,
+) -> Tensor:
+    """Dropout to selu's negative limit that keeps mean 0 and variance 1.
+
+    Klambauer, Unterthiner, Mayr, Hochreiter, "Self-normalizing neural networks", 2017.
+    """
+    if not is_compiling():
+        out = _C.dropout(input, p, training, inplace, generator, True)
+        if out is not None:
+            return out
+    return _dispatched(torch.ops.memkit.alpha_dropout, input, inplace, p, training, generator=generator)
+
+
+def dropout_add(
+    input: Tensor,
+    residual: Tensor,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: Inplace = False,
+    *,
+    generator: Generator | None = None,
+) -> Tensor:
+    """residual + dropout(input) in one pass. In place the input is overwritten, never the residual.
+
+    A residual of another shape or dtype is added as ``+`` does it, in a second pass.
+    """
+    if not is_compiling():
+        out = _C.dropout_add(input, residual, p, training, inplace, generator)
+        if out is not None:
+            return out
+    return _dispatched(
+        torch.ops.memkit.dropout_add, input, inplace, residual, p, training, generator=generator
+    )
+
+
+def bias_dropout_add(
+    input: Tensor,
+    bias: Tensor,
+    residual: Tensor | None,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: Inplace = False,
+    *,
+    dim: int = -1,
+    generator: Generator | None = None,
+) -> Tensor:
+    """residual + dropout(input + bias) in one pass; ``bias`` of shape [input.shape[dim]]."""
+    if not is_compiling():
+        out = _C.bias_dropout_add(input, bias, residual, p, training, inplace, generator, dim)
+        if out is not None:
+            return out
+    return _dispatched(
+        torch.ops.memkit.bias_dropout_add,
+        input,
+        inplace,
+        bias,
+        residual,
+        p,
+        training,
+        generator=generator,
+        dim=dim,
+    )
+
+
+def act_dropout(
+    input: Tensor,
+    act: str = "gelu",
+    p: float = 0.5,
+    training: bool = True,
+    inplace: Inplace = False,
+    *,
+    bias: Tensor | None = None,
+    dim: int = -1,
+    params: Sequence[float] | None = None,
+    save: Save = "auto",
+    generator: Generator | None = None,
+) -> Tensor:
+    """dropout(act(input + bias)) in one pass.
+
+    ``act``, ``params`` and ``dim`` as in :func:`bias_act`; ``save`` as in the activations: "output" keeps the dropped output,
+    which the next layer keeps anyway, and one bit an element where the function has a minimum. A dropped element has no
+    gradient, a kept one the slope at output * (1 - p).
+    """
+    if not is_compiling():
+        given = None if params is None else [float(each) for each in params]
+        out = _C.act_dropout(input, act, p, training, inplace, generator, bias, dim, given, save)
+        if out is not None:
+            return out
+    if inplace is True and save == "auto":
+        save = "output"
+    return _dispatched(
+        torch.ops.memkit.act_dropout,
+        input,
+        inplace,
+        act,
+        p,
+        training,
+        generator=generator,
+        bias=bias,
+        dim=dim,
+        params=params,
+        save=save,
+    )
+
+
+def _feature_dims(name: str, input: Tensor, spatial: int, batched: tuple[int, ...]) -> int:
+    """Dimensions before the spatial ones: (N, C), or (C) without a batch."""
+    if input.dim() not in batched:
+        wanted = " or ".join(str(each) for each in batched)
+        raise ValueError(f"{name}: expected an input of {wanted} dimensions, got {input.dim()}")
+    return input.dim() - spatial
+
+
+def dropout1d(
+    input: Tensor,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: Inplace = False,
+    *,
+    generator: Generator | None = None,
+) -> Tensor:
+    """Drops whole channels of (N, C, L) or (C, L). Backward keeps one element a channel."""
+    dims = _feature_dims("dropout1d", input, 1, (2, 3))
+    return _drop_features("dropout1d", input, dims, p, training, inplace, generator)
+
+
+def dropout2d(
+    input: Tensor,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: Inplace = False,
+    *,
+    generator: Generator | None = None,
+) -> Tensor:
+    """Drops whole channels of (N, C, H, W) or (C, H, W). Backward keeps one element a channel."""
+    dims = _feature_dims("dropout2d", input, 2, (3, 4))
+    return _drop_features("dropout2d", input, dims, p, training, inplace, generator)
+
+
+def dropout3d(
+    input: Tensor,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: Inplace = False,
+    *,
+    generator: Generator | None = None,
+) -> Tensor:
+    """Drops whole channels of (N, C, D, H, W) or (C, D, H, W). Backward keeps one element a channel."""
+    dims = _feature_dims("dropout3d", input, 3, (4, 5))
+    return _drop_features("dropout3d", input, dims, p, training, inplace, generator)
+
+
+def drop_path(
+    input: Tensor,
+    p: float = 0.0,
+    training: bool = True,
+    inplace: Inplace = False,
+    *,
+    scale_by_keep: bool = True,
+    generator: Generator | None = None,
+) -> Tensor:
+    """Stochastic depth: drops whole samples, the first dimension of the input. ``scale_by_keep``: scales the others by 1 / (1 - p).
+
+    Huang, Sun, Liu, Sedra, Weinberger, "Deep networks with stochastic depth", 2016.
+    """
+    scale = 1.0 if scale_by_keep else 1 - p
+    return _drop_features("drop_path", input, 1, p, training, inplace, generator, scale)
+
+
+def _drop_features(
+    name: str,
+    input: Tensor,
+    dims: int,
+    p: float,
+    training: bool,
+    inplace: Inplace,
+    generator: Generator | None,
+    scale: float = 1.0,
+) -> Tensor:
+    if not 0 <= p <= 1:
+        raise ValueError(f"{name}: expected a probability p in [0, 1], got {p}")
+    if not training or p == 0 or input.numel() == 0:
+        return input
+
+    if input.dim() < dims:
+        raise ValueError(f"{name}: expected an input of at least {dims} dimensions, got {input.dim()}")
+    # All that backward keeps of the product is this mask.
+    mask = dropout(input.new_ones((*input.shape[:dims], *(1 for _ in input.shape[dims:]))), p, generator=generator)
+    mask = mask if scale == 1 else mask * scale
+    return input.mul_(mask) if inplace is True else input * mask
+
+
+def feature_alpha_dropout(
+    input: Tensor,
+    p: float = 0.5,
+    training: bool = False,
+    inplace: Inplace = False,
+    *,
+    generator: Generator | None = None,
+) -> Tensor:
+    """:func:`alpha_dropout` of whole channels: the first two dimensions of the input."""
+    if not 0 <= p <= 1:
+        raise ValueError(f"feature_alpha_dropout: expected a probability p in [0, 1], got {p}")
+    if not training or p == 0 or input.numel() == 0:
+        return input
+    if input.dim() < 2:
+        raise ValueError(f"feature_alpha_dropout: expected an input of at least 2 dimensions, got {input.dim()}")
+    if p == 1:
+        return input.mul_(0) if inplace is True else input * 0
+    limit = 1.7580993408473766  # selu's scale times alpha
+    a = ((limit**2 * p + 1) * (1 - p)) ** -0.5
+    kept = dropout(input.new_ones((*input.shape[:2], *(1 for _ in input.shape[2:]))), p, generator=generator) != 0
+    scale = kept * a
+    shift = (kept.to(input.dtype) - (1 - p)) * (limit * a)
+    return input.mul_(scale).add_(shift) if inplace is True else input * scale + shift
