@@ -182,6 +182,9 @@ class Arena final : public Owner {
   void dismiss(Block* block);
   void retire(Block* block);
   void reuse(Block* block);
+  void settle_recent() const {
+    if (Block* block = recent_) recent_ = nullptr, heap_.give(block);
+  }
   Freed misuse(Block* block, Freed what) noexcept;
   Freed accept(Lock& lock, Block* block) noexcept;
 
@@ -201,7 +204,9 @@ class Arena final : public Owner {
 
   mutable SpinLock lock_;
   Lane* last_lane_ = nullptr;
-  Tlsf heap_;
+  mutable Tlsf heap_;
+  // Freed last, and not in the heap yet: a request for its size takes it as it is, any other call puts it back first.
+  mutable Block* recent_ = nullptr;
   bool closed_ = false;
   bool disposed_ = false;
   bool indexed_ = false;
