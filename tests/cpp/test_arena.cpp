@@ -373,6 +373,28 @@ void test_freed_last() {
   CHECK_SOUND(*arena);
 }
 
+// Many nodes lie where the system may use huge pages.
+void test_nodes_of_many_blocks() {
+  if (!std::ifstream("/sys/kernel/mm/transparent_hugepage/enabled")) return;
+  Options options;
+  options.capacity = std::size_t(1) << 34;
+  ArenaPtr arena = Arena::create(options, std::make_shared<TestUpstream>(false));
+  std::vector<Block*> blocks(100000);
+  for (Block*& block : blocks) block = arena->allocate({64}).block;
+  const auto last = reinterpret_cast<std::uintptr_t>(blocks.back());
+  std::ifstream maps("/proc/self/smaps");
+  std::string flags;
+  bool inside = false;
+  for (std::string line; std::getline(maps, line);) {
+    std::uintptr_t start = 0, end = 0;
+    if (std::sscanf(line.c_str(), "%zx-%zx", &start, &end) == 2) inside = start <= last && last < end;
+    if (inside && line.rfind("VmFlags:", 0) == 0) flags = line;
+  }
+  CHECK(flags.find(" hg") != std::string::npos, "%s", flags.c_str());
+  for (Block* block : blocks) free(block);
+  CHECK_SOUND(*arena);
+}
+
 }  // namespace
 
 int main(int argc, char**) {
@@ -384,6 +406,7 @@ int main(int argc, char**) {
     test_random(true, debug, 64, operations);
   }
   test_freed_last();
+  test_nodes_of_many_blocks();
   test_growth();
   test_skewed();
   test_debug(false);
