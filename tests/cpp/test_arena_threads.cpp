@@ -1,6 +1,7 @@
 // Eight threads that allocate and free across each other, with growth, lanes, scopes and replays; built with the thread
 // sanitizer as well. `test_arena_threads long`: ten times as much.
 #include <array>
+#include <atomic>
 #include <thread>
 #include <vector>
 
