@@ -9,24 +9,12 @@ import threading
 
 import pytest
 import torch
+from pool_cases import inside, resident
 from torch import nn
 
 from memkit import Pool
 
 MIB = 1 << 20
-
-
-@pytest.fixture
-def pool():
-    with Pool("8MiB") as made:
-        yield made
-        gc.collect()
-        made.check()
-
-
-def inside(pool, tensor):
-    address = tensor.untyped_storage().data_ptr()
-    return any(start <= address < start + size for start, size, _ in pool._core.chunks())
 
 
 # -- lifetime ----------------------------------------------------------------------------------------------------------
@@ -206,11 +194,6 @@ def test_threads(pool):
     assert not errors
     assert pool.stats().live_blocks == 0
     assert pool.stats().allocations >= 24000
-
-
-def resident():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
 def test_resident_memory_stays_flat(pool):

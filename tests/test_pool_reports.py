@@ -1,8 +1,6 @@
 """A pool's numbers, snapshots and debug mode; sleep."""
 
 import ctypes
-import gc
-import os
 import pickle
 import subprocess
 import sys
@@ -11,28 +9,11 @@ import threading
 import numpy
 import pytest
 import torch
+from pool_cases import resident
 
 from memkit import Pool
 
 MIB = 1 << 20
-
-
-@pytest.fixture
-def pool():
-    with Pool("8MiB") as made:
-        yield made
-        gc.collect()
-        made.check()
-
-
-def inside(pool, tensor):
-    address = tensor.untyped_storage().data_ptr()
-    return any(start <= address < start + size for start, size, _ in pool._core.chunks())
-
-
-def resident():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
 # -- reports -----------------------------------------------------------------------------------------------------------
