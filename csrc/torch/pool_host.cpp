@@ -169,16 +169,6 @@ class PinnedDevice final : public CpuDevice {
 
   const char* sleep_blocker() const override { return "its pages are locked for transfers"; }
 
- private:
-  struct Parked {
-    std::atomic<bool> any{false};
-    std::atomic<arena::Ticket> ticket{1};
-  };
-  struct Held {
-    arena::Block* block;
-    std::shared_ptr<Parked> parked;
-  };
-
   static void park(void* context) {
     const std::unique_ptr<Held> held(static_cast<Held*>(context));
     if (c10::memoryProfilingEnabled()) c10::profiledCPUMemoryReporter().Delete(held->block->data());
@@ -191,6 +181,16 @@ class PinnedDevice final : public CpuDevice {
     arena->defer(held->block, held->parked->ticket.load());
     held->parked->any.store(true, std::memory_order_relaxed);
   }
+
+ private:
+  struct Parked {
+    std::atomic<bool> any{false};
+    std::atomic<arena::Ticket> ticket{1};
+  };
+  struct Held {
+    arena::Block* block;
+    std::shared_ptr<Parked> parked;
+  };
 
   std::shared_ptr<Parked> parked_ = std::make_shared<Parked>();
 };
@@ -213,6 +213,12 @@ void save_bytes(int file, const void* memory, std::size_t bytes) {
 }
 void load_bytes(int file, void* memory, std::size_t bytes) {
   transfer(bytes, [&](std::size_t at) { return read(file, static_cast<char*>(memory) + at, bytes - at); });
+}
+
+bool is_pool_memory(const c10::DataPtr& data) {
+  const c10::DeleterFnPtr deleter = data.get_deleter();
+  return deleter == &free_block || deleter == &free_reported || deleter == &PinnedDevice::park ||
+         is_cuda_pool_memory(data);
 }
 
 std::unique_ptr<PoolDevice> make_cpu_device() { return std::make_unique<CpuDevice>(); }
