@@ -6,6 +6,7 @@ import io
 import os
 import pickle
 import threading
+import time
 
 import pytest
 import torch
@@ -194,6 +195,26 @@ def test_threads(pool):
     assert not errors
     assert pool.stats().live_blocks == 0
     assert pool.stats().allocations >= 24000
+
+
+def test_other_threads_go_on_while_the_pool_grows():
+    ticks, stop = [], threading.Event()
+
+    def tick():
+        while not stop.wait(0.001):
+            ticks.append(time.perf_counter())
+
+    thread = threading.Thread(target=tick)
+    with Pool(MIB) as pool:
+        thread.start()
+        start = time.perf_counter()
+        made = pool.empty(512 * MIB, dtype=torch.uint8)
+        end = time.perf_counter()
+        stop.set()
+        thread.join()
+        del made
+    margin = (end - start) / 4  # a thread may have waited for its turn at either end
+    assert any(start + margin < at < end - margin for at in ticks)
 
 
 def test_resident_memory_stays_flat(pool):

@@ -4,12 +4,14 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/util/Exception.h>
 #include <dlfcn.h>
+#include <pybind11/pybind11.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <cerrno>
 #include <cstring>
+#include <optional>
 
 #include "pool_device.h"
 
@@ -36,10 +38,22 @@ bool populate(void* memory, std::size_t bytes) {
   return true;
 }
 
+// Other Python threads go on while pages are made.
+class WithoutGil {
+ public:
+  WithoutGil() {
+    if (PyGILState_Check()) released_.emplace();
+  }
+
+ private:
+  std::optional<pybind11::gil_scoped_release> released_;
+};
+
 // Anonymous pages, whole huge ones where there are enough; the same address until release().
 class HostUpstream : public arena::Upstream {
  public:
   void* allocate(std::size_t bytes) override {
+    const WithoutGil no_gil;
     const std::size_t align = bytes >= kHugePage ? kHugePage : page_size();
     const std::size_t size = arena::round_up(bytes, page_size()), room = size + align - page_size();
     if (room < bytes) return nullptr;
@@ -76,6 +90,7 @@ const Runtime& runtime() {
 class PinnedUpstream final : public HostUpstream {
  public:
   void* allocate(std::size_t bytes) override {
+    const WithoutGil no_gil;
     void* memory = HostUpstream::allocate(bytes);
     constexpr unsigned kPortable = 1;  // for every context
     if (memory && runtime().lock(memory, bytes, kPortable) != 0) {
