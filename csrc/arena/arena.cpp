@@ -344,10 +344,17 @@ void Arena::leave(Lock& lock) noexcept {
   if (last) delete this;
 }
 
-void Arena::hold() {
+void Arena::welcome(Guest* guest) {
   if (inherited()) return;
   Lock lock(lock_);
+  guests_.push_back(guest);
   ++busy_;
+}
+
+void Arena::forget(Guest* guest) {
+  if (inherited()) return;
+  Lock lock(lock_);
+  guests_.erase(std::remove(guests_.begin(), guests_.end(), guest), guests_.end());
 }
 
 void Arena::unhold() {

@@ -4,6 +4,7 @@
 
 #include "arena.h"
 #include "capture.h"
+#include "guest.h"
 
 namespace memkit::arena {
 namespace {
@@ -138,6 +139,12 @@ void Arena::visit(const std::function<void(const ChunkView&)>& chunk,
       else
         block({b->data(), b->size, b->requested, b->state, b->lane->id, b->tag, b->stack});
   }
+}
+
+void Arena::visit_guests(const std::function<void(const BlockView&)>& block) const {
+  if (inherited()) return;
+  Lock lock(lock_);
+  for (const Guest* guest : guests_) guest->visit(block);
 }
 
 std::string Arena::check() const {

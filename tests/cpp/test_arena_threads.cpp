@@ -111,6 +111,8 @@ void test_guests(int operations) {
         CHECK(free(other) == Freed::ok, "freed");
       for (Block* block : mine) CHECK(free(block) == Freed::ok, "freed");
       CHECK(scope->release(mark), "released");
+      if (i % 64 == 0)
+        arena->visit_guests([](const BlockView& block) { CHECK(block.state == State::live, "a dead block"); });
     }
   });
   for (auto& slot : exchange)
