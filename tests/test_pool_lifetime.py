@@ -217,12 +217,13 @@ def test_other_threads_go_on_while_the_pool_grows():
     assert any(start + margin < at < end - margin for at in ticks)
 
 
-def test_resident_memory_stays_flat(pool):
+@pytest.mark.parametrize("operations", [200_000, pytest.param(10_000_000, marks=pytest.mark.slow)])
+def test_resident_memory_stays_flat(pool, operations):
     def churn(n):
         for i in range(n):
             pool.empty(i % 3000 + 1)
 
     churn(20_000)
     before = resident()
-    churn(200_000)
+    churn(operations)
     assert resident() - before < 2 * MIB
