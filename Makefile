@@ -42,7 +42,7 @@ test: build
 	$(BIN)/python -m pytest -q -m "not slow" $(ARGS)
 
 test-all: build
-	@$(MAKE) --no-print-directory -C tests/cpp
+	@$(MAKE) --no-print-directory -C tests/cpp run long
 	$(BIN)/python -m pytest -q $(ARGS)
 
 lint: $(LINTERS)

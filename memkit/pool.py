@@ -308,7 +308,7 @@ class Pool(_C.PoolBase):
         """Writes contents to a file and gives the memory back to the system; addresses stay. Returns bytes given back.
 
         Args:
-            tag: only what has this tag. By default all of the pool.
+            tag: only what has this tag, in scopes and replays, too. By default all of the pool.
             file: by default a temporary one.
 
         Until `wake()` nobody may read or write the tensors that sleep (they hold zeros then), and nothing can be

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from memkit import _build_info
+from memkit import Pool, _build_info
 from memkit.swap import types
 
 
@@ -49,6 +50,16 @@ def repeatable() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
+    """Of the size that the test file names in POOL; sound at the end, and empty."""
+    with Pool(getattr(request.module, "POOL", "8MiB")) as made:
+        yield made
+        gc.collect()
+        assert made.stats().live_blocks == 0
+        made.check()
 
 
 @pytest.fixture

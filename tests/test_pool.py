@@ -1,12 +1,12 @@
 """memkit.Pool: tensors, sizes, errors, reports, debug mode, sleep, fork."""
 
-import gc
 import itertools
 import pickle
 
 import numpy
 import pytest
 import torch
+from pool_cases import inside
 from torch import nn
 
 import memkit
@@ -14,19 +14,6 @@ from memkit import Pool, PoolExhausted
 from memkit.pool import parse_size
 
 MIB = 1 << 20
-
-
-@pytest.fixture
-def pool():
-    with Pool("8MiB") as made:
-        yield made
-        gc.collect()
-        made.check()
-
-
-def inside(pool, tensor):
-    address = tensor.untyped_storage().data_ptr()
-    return any(start <= address < start + size for start, size, _ in pool._core.chunks())
 
 
 # -- sizes and errors --------------------------------------------------------------------------------------------------

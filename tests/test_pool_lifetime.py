@@ -6,27 +6,16 @@ import io
 import os
 import pickle
 import threading
+import time
 
 import pytest
 import torch
+from pool_cases import inside, resident
 from torch import nn
 
 from memkit import Pool
 
 MIB = 1 << 20
-
-
-@pytest.fixture
-def pool():
-    with Pool("8MiB") as made:
-        yield made
-        gc.collect()
-        made.check()
-
-
-def inside(pool, tensor):
-    address = tensor.untyped_storage().data_ptr()
-    return any(start <= address < start + size for start, size, _ in pool._core.chunks())
 
 
 # -- lifetime ----------------------------------------------------------------------------------------------------------
@@ -208,17 +197,33 @@ def test_threads(pool):
     assert pool.stats().allocations >= 24000
 
 
-def resident():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+def test_other_threads_go_on_while_the_pool_grows():
+    ticks, stop = [], threading.Event()
+
+    def tick():
+        while not stop.wait(0.001):
+            ticks.append(time.perf_counter())
+
+    thread = threading.Thread(target=tick)
+    with Pool(MIB) as pool:
+        thread.start()
+        start = time.perf_counter()
+        made = pool.empty(512 * MIB, dtype=torch.uint8)
+        end = time.perf_counter()
+        stop.set()
+        thread.join()
+        del made
+    margin = (end - start) / 4  # a thread may have waited for its turn at either end
+    assert any(start + margin < at < end - margin for at in ticks)
 
 
-def test_resident_memory_stays_flat(pool):
+@pytest.mark.parametrize("operations", [200_000, pytest.param(10_000_000, marks=pytest.mark.slow)])
+def test_resident_memory_stays_flat(pool, operations):
     def churn(n):
         for i in range(n):
             pool.empty(i % 3000 + 1)
 
     churn(20_000)
     before = resident()
-    churn(200_000)
+    churn(operations)
     assert resident() - before < 2 * MIB

@@ -1,8 +1,6 @@
 """A pool's numbers, snapshots and debug mode; sleep."""
 
 import ctypes
-import gc
-import os
 import pickle
 import subprocess
 import sys
@@ -11,28 +9,11 @@ import threading
 import numpy
 import pytest
 import torch
+from pool_cases import resident
 
 from memkit import Pool
 
 MIB = 1 << 20
-
-
-@pytest.fixture
-def pool():
-    with Pool("8MiB") as made:
-        yield made
-        gc.collect()
-        made.check()
-
-
-def inside(pool, tensor):
-    address = tensor.untyped_storage().data_ptr()
-    return any(start <= address < start + size for start, size, _ in pool._core.chunks())
-
-
-def resident():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
 # -- reports -----------------------------------------------------------------------------------------------------------
@@ -176,3 +157,53 @@ def test_sleep_of_a_tag():
     assert (cache == 4).all()
     with pytest.raises(ValueError, match="expected a tag or None"):
         pool.sleep("")
+
+
+def test_sleep_of_a_tag_reaches_into_scopes():
+    with Pool("64MiB") as pool, pool.scope():
+        kept = pool.full((1_000_000,), 4.0)
+        state = pool.full((1_000_000,), 3.0, tag="state")
+        address = state.data_ptr()
+        assert 4_000_000 <= pool.sleep("state") < 5_000_000
+        assert not state[2000:-2000].any()  # but for its first and its last page, which it shares
+        assert (kept == 4).all()
+        with pytest.raises(RuntimeError, match="a tag that sleeps"):
+            pool.empty(1, tag="state")
+        pool.wake()
+        assert (state == 3).all()
+        assert state.data_ptr() == address
+        with pool.scope():
+            gone = pool.full((1_000_000,), 5.0, tag="state")
+            pool.sleep("state")
+            del gone
+        with pool.scope():
+            other = pool.full((1_000_000,), 6.0)  # where the freed one was
+            pool.wake()
+            assert (other == 6).all()
+            del other
+        assert (state == 3).all()
+        del state, kept
+
+
+def test_sleep_of_a_tag_reaches_what_outlived_its_scope():
+    pool = Pool("64MiB")
+    with pytest.raises(RuntimeError, match="state"), pool.scope():
+        state = pool.full((1_000_000,), 3.0, tag="state")
+    assert pool.sleep("state") >= 4_000_000
+    pool.wake()
+    assert (state == 3).all()
+
+
+def test_sleep_of_a_tag_reaches_into_replays():
+    pool = Pool("64MiB")
+
+    def step():
+        return torch.full((1_000_000,), 3.0)
+
+    with pool.replay(pool.record(step)) as replay, pool.tag("state"):
+        made = step()
+    assert replay.served == 1
+    assert pool.sleep("state") >= 4_000_000
+    assert not made[2000:-2000].any()
+    pool.wake()
+    assert (made == 3).all()

@@ -9,15 +9,6 @@ import torch
 from memkit import Pool, PoolExhausted
 
 
-@pytest.fixture
-def pool():
-    with Pool("8MiB") as made:
-        yield made
-        gc.collect()
-        assert made.stats().live_blocks == 0
-        made.check()
-
-
 def test_tensors_lie_one_behind_the_other(pool):
     with pool.scope() as same:
         assert same is pool

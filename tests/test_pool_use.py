@@ -7,23 +7,13 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
+from pool_cases import inside
 from torch import nn
 
 from memkit import _C, Pool, PoolExhausted
 from memkit.memory import measure
 
-
-@pytest.fixture
-def pool():
-    with Pool("64MiB") as made:
-        yield made
-        gc.collect()
-        made.check()
-
-
-def inside(pool, tensor):
-    address = tensor.untyped_storage().data_ptr()
-    return any(start <= address < start + size for start, size, _ in pool._core.chunks())
+POOL = "64MiB"
 
 
 def sparse(x):

@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memkit.functional as M
+from memkit import Pool
 from memkit.memory import measure
 
 X = torch.randn(6, 10, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -231,6 +232,50 @@ def test_auto_keeps_memory_that_others_hold():
     assert (array == kept).all()
     view = (X * 2).view(-1)  # the base has no other holder: the view is as good as the base
     assert M.gelu(view, inplace="auto") is view
+
+
+def in_use(pool, step):
+    with pool.use():
+        return step()
+
+
+def in_replay(pool, step):
+    with pool.replay(pool.record(step)) as replay:
+        made = step()
+    assert replay.served == replay.planned > 0
+    return made
+
+
+POOLED = {
+    "empty": lambda pool: pool.empty(X.shape).copy_(X),
+    "tagged": lambda pool: pool.full(X.shape, 0.5, tag="activations"),
+    "strided": lambda pool: pool.new_like(X.t()).copy_(X.t()),
+    "resized": lambda pool: pool.empty(1).resize_(1 << 15).fill_(1.0),
+    "use": lambda pool: in_use(pool, lambda: X * 2),
+    "replay": lambda pool: in_replay(pool, lambda: X * 2),
+}
+
+
+@pytest.mark.parametrize("made", POOLED)
+def test_auto_overwrites_what_lies_in_a_pool(made):
+    pool = Pool("8MiB")
+    h = POOLED[made](pool)
+    before = h.clone()
+    assert M.gelu(h, inplace="auto") is h
+    torch.testing.assert_close(h, F.gelu(before))
+    alias = (h := POOLED[made](pool)).view(h.shape)
+    assert M.gelu(h, inplace="auto") is not h
+    torch.testing.assert_close(alias, before, rtol=0, atol=0)
+    array = (h := POOLED[made](pool)).detach().numpy()
+    assert M.gelu(h, inplace="auto") is not h
+    assert (array == before.numpy()).all()
+
+
+def test_auto_overwrites_what_a_profiler_saw_born_in_a_pool():
+    pool = Pool("8MiB")
+    with torch.profiler.profile(profile_memory=True):
+        h = pool.full(X.shape, 0.5)
+    assert M.gelu(h, inplace="auto") is h
 
 
 def test_auto_is_out_of_place_where_the_output_is_not_enough():

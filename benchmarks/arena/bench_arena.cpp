@@ -1,7 +1,7 @@
 // Nanoseconds an allocation and its free take, one JSON object a line. No memory is touched: addresses are made up.
 //   holes  so many free blocks that are too small, then pairs of one size with a window of live blocks
 //   live   so many live blocks of training's sizes; each pair frees a random one and allocates another
-//   latency  10^6 live blocks: a pair on top of them, a pair with a random victim, and one cache miss for comparison
+//   latency  10^6 live blocks: a pair on top of them, one with a random victim, and one touch of a node
 #include <sys/utsname.h>
 
 #include <algorithm>
@@ -131,24 +131,19 @@ void latency(const char* name, std::size_t n, std::size_t pairs) {
   for (auto* block : blocks) a.free(block);
 }
 
-// One 64-byte line, read and written at random in as much memory as the nodes of so many blocks take: a miss.
+// One node, read and written at random among those of so many blocks: a miss.
 void touch(std::size_t n, std::size_t pairs) {
-  struct alignas(64) Line {
-    std::uint64_t value[8];
-  };
-  const std::size_t lines = n * sizeof(arena::Block) / sizeof(Line);
-  std::vector<std::unique_ptr<Line[]>> pieces;  // as large as the pieces that nodes are made in
-  constexpr std::size_t kPiece = 1024 * sizeof(arena::Block) / sizeof(Line);
-  for (std::size_t made = 0; made < lines; made += kPiece) pieces.push_back(std::make_unique<Line[]>(kPiece));
+  arena::Slab slab;
+  std::vector<arena::Block*> nodes(n), order(pairs);
+  for (auto& node : nodes) node = slab.take();
   std::mt19937_64 random(n);
-  std::vector<std::uint32_t> order(pairs);
-  for (auto& at : order) at = std::uint32_t(random() % (pieces.size() * kPiece));
-  std::uint64_t last = 0;  // each touch waits for the one before it, as a walk over blocks does
+  for (auto& node : order) node = nodes[random() % n];
+  std::size_t last = 0;  // each touch waits for the one before it, as a walk over blocks does
   print("latency, one touch", "memory", n, best_ns(5, pairs, [&] {
           for (std::size_t i = 0; i < pairs; ++i) {
-            std::uint64_t& value = pieces[(order[i] + last) / kPiece][(order[i] + last) % kPiece].value[i % 8];
-            last = value & 1;
-            value = 2 * i;
+            arena::Block& node = order[i][last];
+            last = node.requested & 1;
+            node.requested = 2 * i;
           }
         }));
 }

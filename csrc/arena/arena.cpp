@@ -81,10 +81,17 @@ Block* Arena::serve(const Request& request) {
   const std::lock_guard<SpinLock> lock(lock_);
   Lane* lane = last_lane_;
   if (closed_ || indexed_ || !lane || lane->id != request.lane || lane->redirect) return nullptr;
-  Block* block = heap_.find(*lane, size, granule, false);
-  if (!block) return nullptr;
-  block = heap_.take(block, size, granule, lane);
-  block->front = 0;
+  Block* block = recent_;
+  if (block && block->size == size && block->lane == lane) {
+    recent_ = nullptr;
+    block->state = State::live;
+  } else {
+    settle_recent();
+    block = heap_.find(*lane, size, granule, false);
+    if (!block) return nullptr;
+    block = heap_.take(block, size, granule, lane);
+    block->front = 0;
+  }
   admit(block, request);
   return block;
 }
@@ -106,6 +113,7 @@ Allocation Arena::allocate(const Request& request) {
   const std::size_t front = marks_ ? alignment : 0, back = marks_ ? granule : 0;
   const std::size_t size = round_up(std::max<std::size_t>(front + request.size + back, 1), granule);
   Lane* lane = last_lane_ && last_lane_->id == request.lane ? last_lane_ : lane_of(request.lane);
+  settle_recent();
   Block* block = heap_.find(*lane->serving(), size, alignment, false);
   if (!block) block = search(lane, size, alignment, &result.waits);
   if (!block) block = grow(lock, lane, size, alignment, &result.waits);
@@ -183,6 +191,7 @@ Block* Arena::grow(Lock& lock, Lane* lane, std::size_t size, std::size_t alignme
 
 // Unhooks the chunks that nobody uses: the grown ones or all. Blocks that a capture may write again keep their chunk.
 Chunk* Arena::detach_empty(bool all) {
+  settle_recent();
   Chunk* detached = nullptr;
   for (std::size_t i = heap_.chunks().size(); i-- > 0;) {
     Chunk* chunk = heap_.chunks()[i].get();
@@ -249,10 +258,12 @@ void Arena::reuse(Block* block) {
 Freed Arena::take_back(Block* block) noexcept {
   if (inherited()) return Freed::inherited;
   Lock lock(lock_);
-  if (block->state != State::live || marks_ || closed_ || block->lane->capture) return accept(lock, block);
+  if (block->state != State::live || options_.debug || closed_ || block->lane->capture) return accept(lock, block);
   dismiss(block);
   stats_.active -= block->size;
-  heap_.give(block);
+  settle_recent();
+  block->state = State::parked;
+  recent_ = block;
   return Freed::ok;
 }
 
@@ -333,10 +344,17 @@ void Arena::leave(Lock& lock) noexcept {
   if (last) delete this;
 }
 
-void Arena::hold() {
+void Arena::welcome(Guest* guest) {
   if (inherited()) return;
   Lock lock(lock_);
+  guests_.push_back(guest);
   ++busy_;
+}
+
+void Arena::forget(Guest* guest) {
+  if (inherited()) return;
+  Lock lock(lock_);
+  guests_.erase(std::remove(guests_.begin(), guests_.end(), guest), guests_.end());
 }
 
 void Arena::unhold() {

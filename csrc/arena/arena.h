@@ -103,6 +103,7 @@ struct BlockView {
 };
 
 class Arena;
+class Guest;
 struct DisposeArena {
   void operator()(Arena* arena) const noexcept;
 };
@@ -150,13 +151,16 @@ class Arena final : public Owner {
   // In address order, under the lock: the callbacks must not call the arena.
   void visit(const std::function<void(const ChunkView&)>& chunk,
              const std::function<void(const BlockView&)>& block) const;
+  // The live blocks of scopes and replays, which lie in blocks of the arena; likewise.
+  void visit_guests(const std::function<void(const BlockView&)>& block) const;
 
   const Options& options() const { return options_; }
   // Made before a fork(), seen in the child.
   bool inherited() const { return fork_generation.load(std::memory_order_relaxed) != generation_; }
-  // Keeps a disposed arena for someone who still calls it.
-  void hold();
-  void unhold();
+  // A guest keeps a disposed arena.
+  void welcome(Guest* guest);
+  void forget(Guest* guest);  // before it dies
+  void unhold();              // then
 
  private:
   friend DisposeArena;
@@ -182,6 +186,9 @@ class Arena final : public Owner {
   void dismiss(Block* block);
   void retire(Block* block);
   void reuse(Block* block);
+  void settle_recent() const {
+    if (Block* block = recent_) recent_ = nullptr, heap_.give(block);
+  }
   Freed misuse(Block* block, Freed what) noexcept;
   Freed accept(Lock& lock, Block* block) noexcept;
 
@@ -201,7 +208,9 @@ class Arena final : public Owner {
 
   mutable SpinLock lock_;
   Lane* last_lane_ = nullptr;
-  Tlsf heap_;
+  mutable Tlsf heap_;
+  // Freed last, and not in the heap yet: a request for its size takes it as it is, any other call puts it back first.
+  mutable Block* recent_ = nullptr;
   bool closed_ = false;
   bool disposed_ = false;
   bool indexed_ = false;
@@ -214,6 +223,7 @@ class Arena final : public Owner {
   std::vector<std::unique_ptr<Capture>> captures_;
   std::unordered_map<Ticket, Block*> deferred_;
   std::unordered_map<std::string, TagId> tag_numbers_;
+  std::vector<Guest*> guests_;
   std::size_t misses_ = 0;  // allocations that took a new chunk
   std::size_t busy_ = 0;    // calls outside the lock, and holders
   std::size_t moving_ = 0;  // bytes on their way from or to upstream

@@ -5,7 +5,7 @@
 //   granule    the arena's alignment: addresses and sizes of blocks are multiples of it
 //   lane       an order of execution (a CUDA stream): what is freed on a lane may be reused on it at once
 //   clean      memory that no lane has used since it came or since settle(): anyone may have it, without waiting
-//   parked     given back by its user, not to be reused yet: deferred, or pinned by a capture
+//   parked     given back by its user, not in the heap yet: deferred, pinned by a capture, or freed last
 #pragma once
 
 #include <cstddef>

@@ -1,8 +1,11 @@
 // What scopes and replays share: they live in an arena, hand out blocks of their own, and go with the last of them.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <mutex>
+#include <utility>
+#include <vector>
 
 #include "arena.h"
 
@@ -21,22 +24,33 @@ class Guest : public Owner {
     leave(lock);
   }
 
+  // Its live blocks. Under the arena's lock.
+  void visit(const std::function<void(const BlockView&)>& block) const {
+    const std::lock_guard<SpinLock> guard(lock_);
+    for (const auto& [nodes, count] : pieces_)
+      for (const Block* b = nodes; b != nodes + count; ++b)
+        if (b->state == State::live) block({b->data(), b->size, b->requested, b->state, 0, b->tag, b->stack});
+  }
+
  protected:
   using Lock = std::unique_lock<SpinLock>;
 
-  explicit Guest(Arena& arena) : arena_(arena) { arena_.hold(); }
+  explicit Guest(Arena& arena) : arena_(arena) { arena_.welcome(this); }
   virtual ~Guest() { arena_.unhold(); }
 
   // The end of a call that may have been the last.
   void leave(Lock& lock) noexcept {
     const bool last = disposed_ && !live_;
     lock.unlock();
-    if (last) delete this;
+    if (!last) return;
+    arena_.forget(this);
+    delete this;
   }
 
   mutable SpinLock lock_;  // never held while the arena is called
   bool disposed_ = false;
   std::size_t live_ = 0;
+  std::vector<std::pair<const Block*, std::size_t>> pieces_;  // its nodes
   Arena& arena_;
 };
 

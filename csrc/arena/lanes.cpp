@@ -17,6 +17,7 @@ Lane* Arena::lane_of(LaneId id) {
 // A free block that holds the request, without growing. An event and a wait cost more than a look at a whole size
 // class, so other lanes come after the exact search.
 Block* Arena::search(Lane* lane, std::size_t size, std::size_t alignment, std::vector<LaneId>* waits) {
+  settle_recent();
   const Lane* own = lane->serving();
   for (bool exact : {false, true})
     for (const Lane* from : {own, std::as_const(heap_).clean()})
@@ -74,6 +75,7 @@ std::size_t Arena::release_deferred(Ticket ticket) {
 bool Arena::pin(CaptureId id, LaneId lane_id) {
   if (inherited()) return false;
   Lock lock(lock_);
+  settle_recent();
   Lane* lane = lane_of(lane_id);
   if (lane->capture) return lane->capture->id == id;
   auto at = std::find_if(captures_.begin(), captures_.end(), [&](const auto& one) { return one->id == id; });
@@ -106,6 +108,7 @@ void Arena::unpin(CaptureId id) {
   Lock lock(lock_);
   const auto at = std::find_if(captures_.begin(), captures_.end(), [&](const auto& one) { return one->id == id; });
   if (at == captures_.end()) return;
+  settle_recent();
   const std::unique_ptr<Capture> capture = std::move(*at);
   captures_.erase(at);
   for (const auto& [lane, own] : capture->lanes) heap_.move(own.get(), lane);
@@ -119,6 +122,7 @@ void Arena::unpin(CaptureId id) {
 void Arena::settle() {
   if (inherited()) return;
   Lock lock(lock_);
+  settle_recent();
   heap_.settle();
 }
 

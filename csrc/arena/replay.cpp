@@ -75,6 +75,8 @@ Replay::Replay(Arena& arena, std::shared_ptr<const Plan> plan, LaneId lane, Bloc
     nodes_[i].owner = this;
     nodes_[i].depth = std::uint32_t(i);
   }
+  const Lock lock(lock_);
+  pieces_.emplace_back(nodes_.data(), size_);
 }
 
 Replay::~Replay() { free(base_); }

@@ -4,6 +4,7 @@
 
 #include "arena.h"
 #include "capture.h"
+#include "guest.h"
 
 namespace memkit::arena {
 namespace {
@@ -84,6 +85,7 @@ std::size_t Arena::largest_free() const {
 Stats Arena::stats() const {
   if (inherited()) return {};
   Lock lock(lock_);
+  settle_recent();
   Stats stats = stats_;
   stats.hits = stats.allocations - misses_;
   stats.free_blocks = heap_.free_blocks();
@@ -123,6 +125,7 @@ void Arena::visit(const std::function<void(const ChunkView&)>& chunk,
                   const std::function<void(const BlockView&)>& block) const {
   if (inherited()) return;
   Lock lock(lock_);
+  settle_recent();
   std::vector<const Chunk*> chunks;
   for (const auto& one : heap_.chunks()) chunks.push_back(one.get());
   std::sort(chunks.begin(), chunks.end(), [](const Chunk* a, const Chunk* b) {
@@ -138,9 +141,16 @@ void Arena::visit(const std::function<void(const ChunkView&)>& chunk,
   }
 }
 
+void Arena::visit_guests(const std::function<void(const BlockView&)>& block) const {
+  if (inherited()) return;
+  Lock lock(lock_);
+  for (const Guest* guest : guests_) guest->visit(block);
+}
+
 std::string Arena::check() const {
   if (inherited()) return "";
   Lock lock(lock_);
+  settle_recent();
   std::size_t blocks = 0, bytes = 0;
   const auto count = [&](const FreeIndex& index) { return index.check(&blocks, &bytes); };
   std::string wrong = count(heap_.clean()->index);

@@ -29,6 +29,7 @@ Allocation Scope::allocate(const Request& request) {
       if (count_ == nodes_) {
         pages_.push_back(std::make_unique<Block[]>(kPage));
         for (std::size_t i = 0; i < kPage; ++i) pages_.back()[i].owner = this;
+        pieces_.emplace_back(pages_.back().get(), kPage);
         nodes_ += kPage;
         continue;
       }

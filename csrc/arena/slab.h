@@ -1,8 +1,14 @@
 // Block nodes, made by the thousand and recycled, so that a steady state does not touch the heap.
 #pragma once
 
+#include <cstdlib>
 #include <memory>
+#include <new>
 #include <vector>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 #include "block.h"
 
@@ -46,22 +52,35 @@ class Slab {
   std::size_t dead() const { return dead_; }
 
  private:
-  static constexpr std::size_t kNodes = 1024;
+  static constexpr std::size_t kNodes = 1024, kHugePage = std::size_t(2) << 20;
 
+  struct Release {
+    void operator()(Block* nodes) const noexcept { std::free(nodes); }
+  };
+
+  // Many nodes stand in huge pages: each touch of a cold one in a small page is a miss of the address translation, too.
   void grow() {
-    slabs_.push_back(std::make_unique<Block[]>(kNodes));
-    Block* nodes = slabs_.back().get();
-    for (std::size_t i = 0; i + 1 < kNodes; ++i) nodes[i].next = &nodes[i + 1];
-    Block* last = &nodes[kNodes - 1];
+    const bool many = made_ * sizeof(Block) >= kHugePage;
+    const std::size_t bytes = many ? kHugePage : kNodes * sizeof(Block), count = bytes / sizeof(Block);
+    void* memory = std::aligned_alloc(many ? kHugePage : alignof(Block), bytes);
+    if (!memory) throw std::bad_alloc();
+#if defined(__linux__)
+    if (many) madvise(memory, bytes, MADV_HUGEPAGE);
+#endif
+    auto* nodes = static_cast<Block*>(memory);
+    slabs_.emplace_back(nodes);
+    std::uninitialized_value_construct_n(nodes, count);
+    for (std::size_t i = 0; i + 1 < count; ++i) nodes[i].next = &nodes[i + 1];
+    Block* last = &nodes[count - 1];
     last->next = head_;  // in front, so that dead ones keep their place in the queue
     if (!head_) tail_ = last;
     head_ = nodes;
-    dead_ += kNodes;
-    made_ += kNodes;
+    dead_ += count;
+    made_ += count;
   }
 
   std::size_t delay_;
-  std::vector<std::unique_ptr<Block[]>> slabs_;
+  std::vector<std::unique_ptr<Block[], Release>> slabs_;
   Block* head_ = nullptr;
   Block* tail_ = nullptr;
   std::size_t made_ = 0, dead_ = 0;

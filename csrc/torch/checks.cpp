@@ -11,6 +11,7 @@
 #include <sstream>
 
 #include "node.h"
+#include "pool_device.h"
 #include "saved_node.h"
 
 namespace memkit {
@@ -85,13 +86,14 @@ bool overlaps_itself(const Tensor& x) {
   return false;
 }
 
-// Whether torch's own allocator made x's memory, and its storage is all that knows it. An array of numpy, a file that is
-// mapped or a buffer of another library has an owner that no reference count shows, and may be read-only.
-bool is_torchs_memory(const Tensor& x) {
+// Whether torch's own allocator or a pool made x's memory, and its storage is all that knows it. An array of numpy, a
+// file that is mapped or a buffer of another library has an owner that no reference count shows, and may be read-only.
+bool is_own_memory(const Tensor& x) {
   const c10::DataPtr& data = x.storage().data_ptr();
   const c10::DeleterFnPtr deleter = data.get_deleter();
   if (x.is_meta() || !data.get()) return true;
   if (x.is_cpu() && deleter == c10::GetDefaultCPUAllocator()->raw_deleter()) return true;
+  if (is_pool_memory(data)) return true;
   const c10::Allocator* allocator = c10::GetAllocator(x.device().type());
   return deleter && allocator && deleter == allocator->raw_deleter();
 }
@@ -173,7 +175,7 @@ std::optional<std::string> inplace_blocker_strict(const Tensor& x, size_t idle_b
   if (!at::GradMode::is_enabled() && x.requires_grad()) return "a tensor that requires grad, under no_grad";
   if (x.is_leaf() && x.requires_grad()) return "a leaf that requires grad";  // a parameter, under no_grad
   if (!x.has_storage()) return "a tensor without storage";
-  if (!is_torchs_memory(x)) return "memory that PyTorch did not allocate";
+  if (!is_own_memory(x)) return "memory that neither PyTorch nor a pool allocated";
   size_t holders = 1;
   if (const auto* view = autograd::impl::get_view_autograd_meta(x); view && view->has_bw_view()) {
     if (view->get_backward_view().base_.use_count() > 1 + idle_base_handles)
@@ -200,7 +202,7 @@ bool is_plain(const Tensor& x) { return !at::isTensorSubclassLike(x); }
 
 bool is_sole_owner(const Tensor& x) {
   return x.use_count() == 1 && x.has_storage() && x.storage().use_count() == 1 && x.is_non_overlapping_and_dense() &&
-         !x.is_view() && is_plain(x) && is_torchs_memory(x);
+         !x.is_view() && is_plain(x) && is_own_memory(x);
 }
 
 }  // namespace memkit

@@ -10,6 +10,7 @@ std::unique_ptr<PoolDevice> make_cuda_device(int) {
   TORCH_CHECK(false, "Pool: expected device 'cpu', got 'cuda' in a memkit that was built without CUDA: ",
               "rebuild with MEMKIT_CUDA=1");
 }
+bool is_cuda_pool_memory(const c10::DataPtr&) { return false; }
 }  // namespace memkit
 
 #else
@@ -271,7 +272,7 @@ void release(void* context) {
 // torch's allocator says nothing of memory that is not its own, and does nothing: so the operator asks us first.
 void record_stream(at::Tensor& self, c10::Stream stream) {
   const c10::DataPtr& data = self.storage().data_ptr();
-  if (data.get_deleter() != &release) {
+  if (!is_cuda_pool_memory(data)) {
     c10::cuda::CUDACachingAllocator::recordStream(data, CUDAStream(stream));
     return;
   }
@@ -383,6 +384,8 @@ class CudaDevice final : public PoolDevice {
 };
 
 }  // namespace
+
+bool is_cuda_pool_memory(const c10::DataPtr& data) { return data.get_deleter() == &release; }
 
 std::unique_ptr<PoolDevice> make_cuda_device(int index) {
   take_over_record_stream();

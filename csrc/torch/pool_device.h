@@ -46,6 +46,10 @@ class PoolDevice {
   virtual void restore(void* memory, std::size_t bytes) = 0;  // gets them again
 };
 
+// Whether the memory is a pool's block, which goes back when its storage dies.
+bool is_pool_memory(const c10::DataPtr& data);
+bool is_cuda_pool_memory(const c10::DataPtr& data);
+
 // At the file's position, which moves on; raise where the file ends, or the disk does.
 void save_bytes(int file, const void* memory, std::size_t bytes);
 void load_bytes(int file, void* memory, std::size_t bytes);

@@ -4,12 +4,14 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/util/Exception.h>
 #include <dlfcn.h>
+#include <pybind11/pybind11.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <cerrno>
 #include <cstring>
+#include <optional>
 
 #include "pool_device.h"
 
@@ -36,10 +38,22 @@ bool populate(void* memory, std::size_t bytes) {
   return true;
 }
 
+// Other Python threads go on while pages are made.
+class WithoutGil {
+ public:
+  WithoutGil() {
+    if (PyGILState_Check()) released_.emplace();
+  }
+
+ private:
+  std::optional<pybind11::gil_scoped_release> released_;
+};
+
 // Anonymous pages, whole huge ones where there are enough; the same address until release().
 class HostUpstream : public arena::Upstream {
  public:
   void* allocate(std::size_t bytes) override {
+    const WithoutGil no_gil;
     const std::size_t align = bytes >= kHugePage ? kHugePage : page_size();
     const std::size_t size = arena::round_up(bytes, page_size()), room = size + align - page_size();
     if (room < bytes) return nullptr;
@@ -76,6 +90,7 @@ const Runtime& runtime() {
 class PinnedUpstream final : public HostUpstream {
  public:
   void* allocate(std::size_t bytes) override {
+    const WithoutGil no_gil;
     void* memory = HostUpstream::allocate(bytes);
     constexpr unsigned kPortable = 1;  // for every context
     if (memory && runtime().lock(memory, bytes, kPortable) != 0) {
@@ -169,16 +184,6 @@ class PinnedDevice final : public CpuDevice {
 
   const char* sleep_blocker() const override { return "its pages are locked for transfers"; }
 
- private:
-  struct Parked {
-    std::atomic<bool> any{false};
-    std::atomic<arena::Ticket> ticket{1};
-  };
-  struct Held {
-    arena::Block* block;
-    std::shared_ptr<Parked> parked;
-  };
-
   static void park(void* context) {
     const std::unique_ptr<Held> held(static_cast<Held*>(context));
     if (c10::memoryProfilingEnabled()) c10::profiledCPUMemoryReporter().Delete(held->block->data());
@@ -191,6 +196,16 @@ class PinnedDevice final : public CpuDevice {
     arena->defer(held->block, held->parked->ticket.load());
     held->parked->any.store(true, std::memory_order_relaxed);
   }
+
+ private:
+  struct Parked {
+    std::atomic<bool> any{false};
+    std::atomic<arena::Ticket> ticket{1};
+  };
+  struct Held {
+    arena::Block* block;
+    std::shared_ptr<Parked> parked;
+  };
 
   std::shared_ptr<Parked> parked_ = std::make_shared<Parked>();
 };
@@ -213,6 +228,12 @@ void save_bytes(int file, const void* memory, std::size_t bytes) {
 }
 void load_bytes(int file, void* memory, std::size_t bytes) {
   transfer(bytes, [&](std::size_t at) { return read(file, static_cast<char*>(memory) + at, bytes - at); });
+}
+
+bool is_pool_memory(const c10::DataPtr& data) {
+  const c10::DeleterFnPtr deleter = data.get_deleter();
+  return deleter == &free_block || deleter == &free_reported || deleter == &PinnedDevice::park ||
+         is_cuda_pool_memory(data);
 }
 
 std::unique_ptr<PoolDevice> make_cpu_device() { return std::make_unique<CpuDevice>(); }

@@ -1,7 +1,8 @@
 // Sleep and wake: contents to a file, memory back to the system, addresses kept.
 #include <unistd.h>
 
-#include <unordered_map>
+#include <set>
+#include <utility>
 
 #include "pool.h"
 
@@ -30,6 +31,12 @@ std::size_t Pool::sleep(Tag tag, int file) {
                   else if (!tag && block.state == State::free)
                     idle.push_back({at, block.size, 0});
                 });
+  // Without a tag the blocks that scopes and replays lie in sleep as wholes.
+  if (tag)
+    arena_->visit_guests([&](const BlockView& block) {
+      if (block.tag == *tag)
+        sleepers.push_back({const_cast<char*>(static_cast<const char*>(block.address)), block.size, block.tag});
+    });
   std::size_t bytes = 0;
   const int copy = dup(file);
   try {
@@ -63,7 +70,7 @@ void Pool::wake() {
   TORCH_CHECK(!arena_->inherited(), "Pool.wake: expected this process's own pool, got one made before a fork()");
   // What was freed meanwhile stays out: its memory may be another tag's by now. Nobody can have got it for the tag that
   // sleeps, so a live block of that tag there is the same block.
-  std::unordered_map<const void*, arena::TagId> alive;
+  std::set<std::pair<const void*, arena::TagId>> alive;
   std::vector<Sleeper> chunks;
   arena_->visit(
       [&](const ChunkView& chunk) {
@@ -72,11 +79,11 @@ void Pool::wake() {
       [&](const BlockView& block) {
         if (block.state == State::live) alive.emplace(block.address, block.tag);
       });
+  if (asleep_tag_) arena_->visit_guests([&](const BlockView& block) { alive.emplace(block.address, block.tag); });
   for (const Sleeper& chunk : chunks) device_->restore(chunk.at, chunk.bytes);
   off_t position = 0;
   for (const Sleeper& one : sleepers_) {
-    const auto found = alive.find(one.at);
-    if (found != alive.end() && found->second == one.tag) {
+    if (alive.count({one.at, one.tag})) {
       TORCH_CHECK(lseek(file_, position, SEEK_SET) == position, "Pool.wake: expected a file, got one closed");
       if (asleep_tag_) device_->restore(one.at, one.bytes);
       device_->load(file_, one.at, one.bytes);

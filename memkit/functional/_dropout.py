@@ -2,10 +2,10 @@
 
 Which elements are dropped follows from the seed and an element's place in memory (Philox4x32-10: Salmon, Moraes, Dror,
 Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011), so backward draws them again. The seed comes from the generator
-of the input's device, so that ``torch.manual_seed``, ``torch.utils.checkpoint`` and CUDA graphs govern it as they do stock
-dropout; under ``checkpoint(..., preserve_rng_state=False)`` the recomputation draws others, as in stock. The same seed drops the
-same elements on the CPU and on CUDA; a CPU ``generator`` may be given for a tensor on either. The elements are not those that
-stock PyTorch drops.
+of the input's device, so that ``torch.manual_seed``, ``torch.utils.checkpoint`` and CUDA graphs govern it as they do
+stock dropout; under ``checkpoint(..., preserve_rng_state=False)`` the recomputation draws others, as in stock. The same
+seed drops the same elements on the CPU and on CUDA; a CPU ``generator`` may be given for a tensor on either. The
+elements are not those that stock PyTorch drops.
 
 ``p``: the probability of an element to be dropped, in [0, 1], exact to 2**-33. A kept element is scaled by 1 / (1 - p). In
 evaluation (``training=False``) and at p = 0 nothing is drawn, and :func:`dropout` returns its input itself.
@@ -155,9 +155,9 @@ def act_dropout(
 ) -> Tensor:
     """dropout(act(input + bias)) in one pass.
 
-    ``act``, ``params`` and ``dim`` as in :func:`bias_act`; ``save`` as in the activations: "output" keeps the dropped output,
-    which the next layer keeps anyway, and one bit an element where the function has a minimum. A dropped element has no
-    gradient, a kept one the slope at output * (1 - p).
+    ``act``, ``params`` and ``dim`` as in :func:`bias_act`; ``save`` as in the activations: "output" keeps the dropped
+    output, which the next layer keeps anyway, and one bit an element where the function has a minimum. A dropped element
+    has no gradient, a kept one the slope at output * (1 - p).
     """
     if not is_compiling():
         given = None if params is None else [float(each) for each in params]
@@ -237,8 +237,9 @@ def drop_path(
     scale_by_keep: bool = True,
     generator: Generator | None = None,
 ) -> Tensor:
-    """Stochastic depth: drops whole samples, the first dimension of the input. ``scale_by_keep``: scales the others by 1 / (1 - p).
+    """Stochastic depth: drops whole samples, the first dimension of the input.
 
+    ``scale_by_keep``: the others are scaled by 1 / (1 - p).
     Huang, Sun, Liu, Sedra, Weinberger, "Deep networks with stochastic depth", 2016.
     """
     scale = 1.0 if scale_by_keep else 1 - p

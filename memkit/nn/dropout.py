@@ -1,6 +1,7 @@
 """Twins of torch.nn's dropout modules, and stochastic depth.
 
-Subclasses of their twins, as the activations are: same constructor, ``state_dict`` and ``repr``. ``inplace`` may be "auto" too.
+Subclasses of their twins, as the activations are: same constructor, ``state_dict`` and ``repr``. ``inplace`` may be
+"auto" too.
 """
 
 from __future__ import annotations

@@ -339,6 +339,62 @@ void test_steady(int operations) {
   CHECK_SOUND(*arena);
 }
 
+// What was freed last waits for a request of its size; for everybody else it is free.
+void test_freed_last() {
+  Options options;
+  options.capacity = options.growth = kMiB;
+  options.max = 2 * kMiB;
+  ArenaPtr arena = Arena::create(options, std::make_shared<TestUpstream>(false));
+  Block* first = arena->allocate({4 * kKiB}).block;
+  Block* rest = arena->allocate({kMiB - 4 * kKiB}).block;
+  CHECK(free(first) == Freed::ok && free(first) == Freed::double_free, "twice");
+  CHECK(arena->serve({4 * kKiB}) == first, "the same block for the same size");
+  free(first);
+  const Stats stats = arena->stats();
+  CHECK(stats.free == 4 * kKiB && stats.largest_free == stats.free && stats.free_blocks == 1, "%zu", stats.free);
+  CHECK_SOUND(*arena);
+  free(rest);
+  free(arena->allocate({4 * kKiB}).block);
+  Block* all = arena->serve({kMiB});
+  CHECK(all && arena->stats().growths == 0, "coalesced for a larger request");
+  free(all);
+  Block* small = arena->serve({64});
+  CHECK(small && small->size == 64, "cut for a smaller request");
+  Block* grown = arena->allocate({kMiB}).block;
+  CHECK(grown && free(grown) == Freed::ok && arena->trim() == kMiB, "its chunk can go");
+  free(small);
+  arena->settle();
+  arena->pin(1, 0);
+  Block* captured = arena->allocate({kMiB}).block;
+  CHECK(captured && arena->stats().growths == 1, "clean after settle()");
+  free(captured);
+  arena->unpin(1);
+  CHECK(arena->stats().largest_free == kMiB, "%zu", arena->stats().largest_free);
+  CHECK_SOUND(*arena);
+}
+
+// Many nodes lie where the system may use huge pages.
+void test_nodes_of_many_blocks() {
+  if (!std::ifstream("/sys/kernel/mm/transparent_hugepage/enabled")) return;
+  Options options;
+  options.capacity = std::size_t(1) << 34;
+  ArenaPtr arena = Arena::create(options, std::make_shared<TestUpstream>(false));
+  std::vector<Block*> blocks(100000);
+  for (Block*& block : blocks) block = arena->allocate({64}).block;
+  const auto last = reinterpret_cast<std::uintptr_t>(blocks.back());
+  std::ifstream maps("/proc/self/smaps");
+  std::string flags;
+  bool inside = false;
+  for (std::string line; std::getline(maps, line);) {
+    std::uintptr_t start = 0, end = 0;
+    if (std::sscanf(line.c_str(), "%zx-%zx", &start, &end) == 2) inside = start <= last && last < end;
+    if (inside && line.rfind("VmFlags:", 0) == 0) flags = line;
+  }
+  CHECK(flags.find(" hg") != std::string::npos, "%s", flags.c_str());
+  for (Block* block : blocks) free(block);
+  CHECK_SOUND(*arena);
+}
+
 }  // namespace
 
 int main(int argc, char**) {
@@ -349,6 +405,8 @@ int main(int argc, char**) {
     test_random(false, debug, 512, operations);
     test_random(true, debug, 64, operations);
   }
+  test_freed_last();
+  test_nodes_of_many_blocks();
   test_growth();
   test_skewed();
   test_debug(false);

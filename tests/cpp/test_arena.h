@@ -1,9 +1,7 @@
-// What the arena's tests share: upstreams that watch, and the counting CHECK.
+// What the arena's tests share: upstreams that watch.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
-#include <cstdio>
 #include <cstdlib>
 #include <functional>
 #include <map>
@@ -12,22 +10,11 @@
 #include <random>
 
 #include "../../csrc/arena/arena.h"
+#include "check.h"
 
 namespace {
 
 using namespace memkit::arena;
-
-std::atomic<int> checks{0}, failures{0};
-
-#define CHECK(CONDITION, ...)                                     \
-  do {                                                            \
-    ++checks;                                                     \
-    if (!(CONDITION) && ++failures <= 20) {                       \
-      std::printf("%s:%d: %s: ", __FILE__, __LINE__, #CONDITION); \
-      std::printf(__VA_ARGS__);                                   \
-      std::puts("");                                              \
-    }                                                             \
-  } while (0)
 
 #define CHECK_SOUND(ARENA)                     \
   do {                                         \
@@ -77,10 +64,5 @@ class TestUpstream final : public Upstream {
   std::map<void*, std::size_t> given_;
   std::mutex mutex_;
 };
-
-inline int finish(const char* name) {
-  std::printf("%s: %d checks, %d failures\n", name, checks.load(), failures.load());
-  return failures != 0;
-}
 
 }  // namespace

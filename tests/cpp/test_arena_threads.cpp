@@ -1,6 +1,7 @@
 // Eight threads that allocate and free across each other, with growth, lanes, scopes and replays; built with the thread
 // sanitizer as well. `test_arena_threads long`: ten times as much.
 #include <array>
+#include <atomic>
 #include <thread>
 #include <vector>
 
@@ -110,6 +111,8 @@ void test_guests(int operations) {
         CHECK(free(other) == Freed::ok, "freed");
       for (Block* block : mine) CHECK(free(block) == Freed::ok, "freed");
       CHECK(scope->release(mark), "released");
+      if (i % 64 == 0)
+        arena->visit_guests([](const BlockView& block) { CHECK(block.state == State::live, "a dead block"); });
     }
   });
   for (auto& slot : exchange)

@@ -12,23 +12,12 @@
 
 #include "../../csrc/cpu/activation.h"
 #include "../../csrc/cuda/activation_pass.cuh"
+#include "check.h"
 
 namespace {
 
 using namespace memkit;
 using cuda::Bfloat, cuda::Call, cuda::Half, cuda::kLanes;
-
-int checks = 0, failures = 0;
-
-#define CHECK(CONDITION, ...)                                     \
-  do {                                                            \
-    ++checks;                                                     \
-    if (!(CONDITION) && ++failures <= 20) {                       \
-      std::printf("%s:%d: %s: ", __FILE__, __LINE__, #CONDITION); \
-      std::printf(__VA_ARGS__);                                   \
-      std::puts("");                                              \
-    }                                                             \
-  } while (0)
 
 template <class S>
 struct Type;
@@ -305,6 +294,5 @@ int main() {
   geometry<cuda::Tile<float, 2>>();
   geometry<cuda::Tile<double, 1>>();
   division();
-  std::printf("cuda_indexing: %d checks, %d failures\n", checks, failures);
-  return failures != 0;
+  return finish("test_cuda_indexing");
 }

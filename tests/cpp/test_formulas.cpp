@@ -10,6 +10,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "check.h"
 #include "formulas/activation.h"
 #include "formulas/random.h"
 
@@ -20,18 +21,6 @@ namespace {
 
 using Real = long double;
 constexpr Real kInf = std::numeric_limits<Real>::infinity();
-
-int failures = 0;
-
-#define CHECK(condition, ...)                            \
-  do {                                                   \
-    if (!(condition)) {                                  \
-      ++failures;                                        \
-      std::printf("FAILED %s:%d: ", __FILE__, __LINE__); \
-      std::printf(__VA_ARGS__);                          \
-      std::printf("\n");                                 \
-    }                                                    \
-  } while (false)
 
 // The definitions, as in the papers and in torch.nn's documentation; not the way the formulas compute them.
 struct Truth {
@@ -249,6 +238,5 @@ int main() {
   };
   std::printf("errors; float16 and bfloat16: of the slope from an output and an input rounded to them\n");
   for (const Case& c : cases) memkit::visit(c.act, CheckOne{}, c.name, c.act, c.params, c.bounds);
-  std::printf(failures ? "%d checks failed\n" : "all formulas within their bounds\n", failures);
-  return failures != 0;
+  return finish("test_formulas");
 }

@@ -5,29 +5,17 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstdio>
 #include <cstdlib>
 #include <vector>
 
 #include "../../csrc/cpu/activation.h"
 #include "../../csrc/cpu/convert.h"
+#include "check.h"
 
 namespace {
 
 using namespace memkit;
 using cpu::Bfloat, cpu::Half;
-
-int checks = 0, failures = 0;
-
-#define CHECK(CONDITION, ...)                                     \
-  do {                                                            \
-    ++checks;                                                     \
-    if (!(CONDITION) && ++failures <= 20) {                       \
-      std::printf("%s:%d: %s: ", __FILE__, __LINE__, #CONDITION); \
-      std::printf(__VA_ARGS__);                                   \
-      std::puts("");                                              \
-    }                                                             \
-  } while (0)
 
 void test_bit_bytes() {
   static_assert(bit_bytes(0) == 0 && bit_bytes(1) == 1 && bit_bytes(8) == 1 && bit_bytes(9) == 2);
@@ -223,6 +211,5 @@ int main() {
   test_large_element_numbers();
   test_half<Half>("float16", 5, 10);
   test_half<Bfloat>("bfloat16", 8, 7);
-  std::printf("test_indexing: %d checks, %d failures\n", checks, failures);
-  return failures != 0;
+  return finish("test_indexing");
 }

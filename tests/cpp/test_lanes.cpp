@@ -1,24 +1,17 @@
 // Conversions and bits of every instruction set this machine has, against the plain loops.
 #include <cmath>
-#include <cstdio>
 #include <limits>
 #include <random>
 #include <vector>
 
+#include "check.h"
 #include "cpu/lanes.h"
 
 using namespace memkit::cpu;
 
 namespace {
 
-int checks = 0, failures = 0;
-
-void check(bool good, const char* lanes, const char* what, long i) {
-  ++checks;
-  if (good) return;
-  ++failures;
-  std::printf("FAILED %s: %s at %ld\n", lanes, what, i);
-}
+void check(bool good, const char* lanes, const char* what, long i) { CHECK(good, "%s: %s at %ld", lanes, what, i); }
 
 std::vector<float> floats() {
   std::vector<float> x;
@@ -97,6 +90,5 @@ int main() {
   if (isa() >= Isa::v3) run<V3Lanes>("v3");
   if (isa() >= Isa::v4) run<V4Lanes>("v4");
 #endif
-  std::printf("test_lanes: %d checks, %d failures\n", checks, failures);
-  return failures != 0;
+  return finish("test_lanes");
 }

@@ -2,7 +2,6 @@
 // and odd input, the budget and the seed are honoured.
 #include <algorithm>
 #include <cstdint>
-#include <cstdio>
 #include <limits>
 #include <random>
 #include <stdexcept>
@@ -11,22 +10,11 @@
 
 #include "../../benchmarks/arena/instances.h"
 #include "../../csrc/arena/solve.h"
+#include "check.h"
 
 namespace {
 
 using namespace memkit::arena;
-
-int checks = 0, failures = 0;
-
-#define CHECK(CONDITION, ...)                                     \
-  do {                                                            \
-    ++checks;                                                     \
-    if (!(CONDITION) && ++failures <= 20) {                       \
-      std::printf("%s:%d: %s: ", __FILE__, __LINE__, #CONDITION); \
-      std::printf(__VA_ARGS__);                                   \
-      std::puts("");                                              \
-    }                                                             \
-  } while (0)
 
 constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max();
 
@@ -180,6 +168,5 @@ int main() {
   test_traces();
   test_hard();
   test_budget_and_seed();
-  std::printf("test_solve: %d checks, %d failures\n", checks, failures);
-  return failures != 0;
+  return finish("test_solve");
 }
