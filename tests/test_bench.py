@@ -129,6 +129,32 @@ def test_tokens_are_cached(job: tuple[Path, dict[str, Any]], monkeypatch: pytest
     assert torch.equal(data.corpus_tokens(400, cache), before)
 
 
+@pytest.mark.parametrize("how", ["use", "plan"])
+def test_steps_in_a_pool(
+    job: tuple[Path, dict[str, Any]], how: str, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    assert bench(f"--variants eager,memkit --pool {how}", tmp_path) == 0
+    result = json.loads((tmp_path / "bench.json").read_text())
+    assert result["options"]["pool"] == how
+    for model, found in result["models"].items():
+        stock, pooled = job[1]["models"][model]["variants"]["memkit"], found["variants"]["memkit"]
+        assert "pool" not in stock
+        assert "pool" not in found["variants"]["eager"]
+        for same in ("losses", "peak_bytes", "saved_bytes", "allocations"):
+            assert pooled[same] == stock[same], same
+        pool = pooled["pool"]
+        assert pool["how"] == how
+        assert pool["reserved_bytes"] >= pooled["peak_bytes"]
+        if how == "plan":
+            assert pool["planned"] * (found["steps"] - options.WARM_STEPS) == pool["served"]
+            assert pool["fell_back"] == pool["gap"] == 0
+            assert pool["height_bytes"] >= pooled["peak_bytes"]
+    text = report.full_text(result)
+    assert text.count(report.POOLED[how]) == 2
+    assert text.count({"use": "under pool.use(), which took", "plan": "100.0% served by it"}[how]) == 2
+    assert not [str(w.message) for w in recwarn if "Pool" in str(w.message)]
+
+
 @pytest.mark.slow
 def test_compile_draws_the_same_masks(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
@@ -171,6 +197,10 @@ def test_precisions(tmp_path: Path, precision: str) -> None:
         ("--variants eager,eager", "variants must name each once, got eager, eager"),
         ("--variants ,", "variants must be of eager, compile, memkit, got nothing"),
         ("--dtype float16", "dtype float16 needs amp"),
+        (
+            "--pool plan --variants eager",
+            "pool plan needs the variant memkit, whose step it serves, got eager",
+        ),
         ("--amp --dtype float32", "amp needs dtype bfloat16 or float16"),
     ],
 )
@@ -185,7 +215,9 @@ def test_options_that_cannot_run(
     assert not out.exists(), "nothing was done"
 
 
-@pytest.mark.parametrize("argv", ["--model vit", "--dtype int8", "--device tpu", "--steps many", "--unknown"])
+@pytest.mark.parametrize(
+    "argv", ["--model vit", "--pool all", "--dtype int8", "--device tpu", "--steps many", "--unknown"]
+)
 def test_options_that_do_not_parse(argv: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         cli.main(["bench", *argv.split()])
@@ -204,6 +236,14 @@ def test_cuda_without_gpu() -> None:
         options.OptionError, match="device cuda needs a CUDA GPU and a CUDA build of torch, got"
     ):
         options.checked(Options(device="cuda"))
+
+
+def test_plans_are_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(options.OptionError, match=r"pool plan needs device cpu, .*, got cuda"):
+        options.checked(Options(device="cuda", pool="plan"))
+    with pytest.raises(options.OptionError, match="pool must be one of none, use, plan, got all"):
+        options.checked(Options(pool="all"))
 
 
 # Its parts
