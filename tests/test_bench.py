@@ -347,9 +347,60 @@ def test_op_benchmark_compiles(scripts: tuple[ModuleType, ModuleType], tmp_path:
     assert all("compiled" in case["ratio"] for case in result["cases"])
 
 
+@pytest.fixture(scope="module")
+def pool(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The results file of a small run of the pool benchmark, without its C++ part."""
+    file = tmp_path_factory.mktemp("pool") / "pool-cpu.json"
+    row = {"bench": "holes", "allocator": "memkit", "n": 4096, "ns": 51.2}
+    core = {"compiler": "none", "rows": [row, row | {"allocator": "list", "ns": 6e3}]}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        import bench_pool
+
+        patch.setattr(
+            bench_pool,
+            "Options",
+            lambda **options: Options(layers=1, d_model=32, heads=2, vocab=400, **options),
+        )
+        patch.setattr(bench_pool, "BATCH", {"gpt": 2, "cnn": 2})
+        patch.setattr(bench_pool, "run_core", lambda: core)
+        patch.setattr(bench_pool, "CASES", {k: (1, v) for k, (_, v) in bench_pool.CASES.items()})
+        assert bench_pool.main(f"--rounds 2 --steps 2 --batch 2 --json {file}".split()) == 0
+    return file
+
+
+def test_pool_benchmark(pool: Path) -> None:
+    result = json.loads(pool.read_text())
+    for case in result["calls"]:
+        assert case["ratio"]["stock"] == 1
+        assert len(case["seconds"]) > 1
+    step = result["step"]
+    assert step["served_by_plan"] == step["allocations"] > 50
+    assert step["live_bytes"] == step["plan_bytes"] <= step["reserved_bytes"]["pool.use()"]
+    names = ["gpt", "gpt_ckpt", "gpt_varlen", "step of gpt", "step of cnn"]
+    assert [plan["name"] for plan in result["plans"]] == names
+    assert all(plan["gap"] == 0 for plan in result["plans"])
+
+
+def test_pool_benchmark_without_a_compiler(
+    scripts: tuple[ModuleType, ModuleType], pool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import bench_pool
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    core = bench_pool.run_core()
+    assert "make did not start" in bench_pool.core_table(core)
+    result = json.loads(pool.read_text()) | {"core": core}
+    with pytest.raises(
+        scripts[0].ReportError, match="expected pool results with every part, got none of core"
+    ):
+        scripts[0].core_table({(result["kind"], "cpu"): result})
+
+
 def test_readme_tables(
     job: tuple[Path, dict[str, Any]],
     ops: Path,
+    pool: Path,
     scripts: tuple[ModuleType, ModuleType],
     tmp_path: Path,
 ) -> None:
@@ -357,6 +408,7 @@ def test_readme_tables(
     results = tmp_path / "results"
     report.write_json(job[1], results / "bench-cpu.json")
     shutil.copy(ops, results)
+    shutil.copy(pool, results)
     file = tmp_path / "README.md"
     file.write_text(
         "".join(f"# {n}\n\n<!-- table:{n} -->\n<!-- /table:{n} -->\n\nend\n" for n in readme.TABLES)
@@ -371,6 +423,9 @@ def test_readme_tables(
     assert readme.main([*argv, "--check"]) == 0
     assert "| gpt | memkit |" in once
     assert "| `gelu` |" in once
+    assert "| pool.replay() |" in once
+    assert "| 4,096 holes | 51 ns |  | 6,000 ns |" in once
+    assert "| step of cnn |" in once
     assert "not yet run on a GPU" in once
     assert once.count("\nend\n") == len(readme.TABLES)
     assert (results / "bench-cpu.png").exists()

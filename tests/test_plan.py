@@ -303,7 +303,13 @@ def cut(family, count, seed):
         if draw.random() < pinwheel and width > 2 and height > 2:
             a, b = left + (first := draw.randint(1, width - 2)), left + draw.randint(first + 1, width - 1)
             c, d = (low := draw.randint(1, height - 2)), draw.randint(low + 1, height - 1)
-            pieces[at : at + 1] = [(left, b, c), (b, right, d), (a, right, height - d), (left, a, height - c), (a, b, d - c)]
+            pieces[at : at + 1] = [
+                (left, b, c),
+                (b, right, d),
+                (a, right, height - d),
+                (left, a, height - c),
+                (a, b, d - c),
+            ]
         elif draw.random() < across:
             if width > 1:
                 t = left + middle(width)

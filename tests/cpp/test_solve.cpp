@@ -153,7 +153,8 @@ void test_hard() {
   for (const Instance& in : hard_instances(1)) {
     const bool small = in.buffers.size() <= 160;
     bool tight = false;  // what touches what is known by its times
-    for (const char* name : {"guillotine", "chains", "tall", "pinwheel", "skinny"}) tight |= in.name.rfind(name, 0) == 0;
+    for (const char* name : {"guillotine", "chains", "tall", "pinwheel", "skinny"})
+      tight |= in.name.rfind(name, 0) == 0;
     if (!small && !tight) continue;
     const Solution s = plan(in.name.c_str(), in.buffers, 1, tight ? 20 : 1);
     CHECK(!tight || s.height == in.height, "%s: %lld", in.name.c_str(), (long long)s.height);
