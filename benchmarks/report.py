@@ -124,7 +124,7 @@ def pool_table(results: Results) -> str:
             f"A training step of the gpt above, batch {step['batch']}: {step['allocations']:,} allocations, at most {live} "
             f"alive at once; {step['served_by_plan']:,} go by the plan when it is replayed. Stock's peak is the growth of "
             "the resident set in a process of its own, with free memory given back before; the pool's is the smallest "
-            "pool that a step gets through."
+            "pool that a step gets through. Ratios are medians of each round's own."
         )
         body = []
         for case in result["calls"]:
