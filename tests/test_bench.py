@@ -364,6 +364,7 @@ def pool(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
         patch.setattr(bench_pool, "BATCH", {"gpt": 2, "cnn": 2})
         patch.setattr(bench_pool, "run_core", lambda: core)
+        patch.setattr(bench_pool, "stock_peak_apart", lambda batch: None)  # a full step, in another process
         patch.setattr(bench_pool, "CASES", {k: (1, v) for k, (_, v) in bench_pool.CASES.items()})
         assert bench_pool.main(f"--rounds 2 --steps 2 --batch 2 --json {file}".split()) == 0
     return file
