@@ -1,8 +1,11 @@
-"""The pool against stock PyTorch on the CPU: what a tensor costs to make and drop, what its first use costs, and what
-a training step takes, in time and in memory.
+"""The pool against stock PyTorch on the CPU: what a tensor costs to make and drop, what its first use costs, what a
+training step takes in time and in memory, how the core's cost grows with holes and live blocks, how good plans are.
 
     python benchmarks/bench_pool.py
     python benchmarks/bench_pool.py --json      # benchmarks/results/pool-cpu.json
+    python benchmarks/bench_pool.py --parts calls,plans
+
+The core is measured by a C++ program, benchmarks/arena/bench_arena.cpp, which needs make and a C++ compiler.
 
 Each row's contenders take turns; ratios are the median of each round's own ratio to stock. The step is one of the GPT
 that `memkit bench` trains. Its memory counts what the step adds to weights and optimizer state: for stock the growth of
@@ -13,9 +16,11 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import statistics
 import subprocess
 import sys
+import time
 import timeit
 from collections.abc import Callable
 from pathlib import Path
@@ -25,13 +30,16 @@ import torch
 
 import memkit
 from memkit.bench import machine, models, train
-from memkit.bench.options import BATCH, Options
+from memkit.bench.options import BATCH, MODELS, Options
 from memkit.bench.report import origin, text_table, write_json
 from memkit.bench.timing import interleave, ratio, seconds
+from memkit.plan import ALIGNMENT, Buffer, Plan, read_trace, trace
 
 KIND = "memkit-pool"
-FORMAT = 2
-RESULTS = Path(__file__).resolve().parent / "results"
+FORMAT = 3
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results"
+PARTS = ("calls", "step", "core", "plans")
 
 CASES = {  # name: (statements a sample, contenders as statements, stock first)
     "make and drop 4 KiB": (
@@ -76,8 +84,8 @@ def timer(statement: str, calls: int, names: dict[str, Any]) -> Callable[[], flo
     return lambda: loop.timeit(calls) / calls
 
 
-def run(rounds: int) -> dict[str, Any]:
-    result: dict[str, Any] = {"kind": KIND, "format": FORMAT, **machine.stamp("cpu"), "cases": []}
+def run_calls(rounds: int) -> list[dict[str, Any]]:
+    cases = []
     pool = memkit.Pool("256MiB")
     names = {
         "torch_empty": torch.empty,
@@ -92,7 +100,7 @@ def run(rounds: int) -> dict[str, Any]:
     for name, (calls, contenders) in CASES.items():
         timers = {each: timer(statement, calls, names) for each, statement in contenders.items()}
         times = interleave(timers, rounds)
-        result["cases"].append(
+        cases.append(
             {
                 "case": name,
                 "rounds": rounds,
@@ -101,7 +109,7 @@ def run(rounds: int) -> dict[str, Any]:
             }
         )
     pool.check()
-    return result
+    return cases
 
 
 # -- a training step
@@ -109,14 +117,18 @@ def run(rounds: int) -> dict[str, Any]:
 PRECISION = 1 << 20  # bytes, of the least memory that a pool gets through a step with
 
 
-def training_step(batch: int) -> Callable[[], None]:
+def training_step(batch: int, model: str = "gpt") -> Callable[[], None]:
     """A step of stock training, warm: its optimizer state exists."""
-    options = Options(models=("gpt",), device="cpu", dtype="float32", batch=batch)
+    options = Options(models=(model,), device="cpu", dtype="float32", batch=batch)
     torch.manual_seed(options.seed)
-    tokens = torch.randint(options.vocab, (batch, options.seq_len + 1))
-    data = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    if model == "gpt":
+        tokens = torch.randint(options.vocab, (batch, options.seq_len + 1))
+        data = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    else:
+        data = (torch.randn(batch, 1, 8, 8), torch.randint(10, (batch,)))
     sizes = (options.vocab, options.layers, options.d_model, options.heads, options.seq_len)
-    task = train.Task("gpt", lambda: models.GPT(*sizes), [data], None, learning_rate=1e-3)
+    build = {"gpt": lambda: models.GPT(*sizes), "cnn": lambda: models.CNN(10)}[model]
+    task = train.Task(model, build, [data], None, learning_rate=1e-3)
     variant = train.Variant("eager", task, options)
 
     def step() -> None:
@@ -210,6 +222,84 @@ def run_step(rounds: int, batch: int) -> dict[str, Any]:
     }
 
 
+# -- the core
+
+
+def run_core() -> dict[str, Any]:
+    """Nanoseconds an allocation and its free take, by bench_arena; without a compiler an "error" instead."""
+    command = ["make", "-s", "-C", str(HERE / "arena"), "run", "ARGS=quick"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        return {"error": f"make did not start: {error.strerror}"}
+    if done.returncode:
+        return {"error": (done.stderr.strip().splitlines() or ["make failed"])[-1]}
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    rows = [line for line in lines if "bench" in line]
+    return {"compiler": lines[0]["compiler"], "rows": rows}
+
+
+CORE = {  # what bench_arena calls it: what a reader does
+    "holes": "holes",
+    "live": "live blocks",
+    "latency, last made": "live blocks, the last made dropped",
+}
+
+
+def core_rows(core: dict[str, Any]) -> list[list[str]]:
+    """A row for each number of holes and of live blocks: nanoseconds of memkit, std::set and a list."""
+    body = []
+    for bench, text in CORE.items():
+        found = {(row["n"], row["allocator"]): row["ns"] for row in core["rows"] if row["bench"] == bench}
+        for n in dict.fromkeys(n for n, _ in found):
+            times = [found.get((n, allocator)) for allocator in ("memkit", "std::set", "list")]
+            body.append([f"{n:,} {text}", *("" if ns is None else f"{ns:,.0f}" for ns in times)])
+    return body
+
+
+# -- plans
+
+TRACES = HERE.parent / "tests" / "traces"
+
+
+def planned(name: str, buffers: list[Buffer], alignment: int, budget: float) -> dict[str, Any]:
+    start = time.perf_counter()
+    plan = Plan.solve(buffers, alignment=alignment, budget=budget)
+    return {
+        "name": name,
+        "buffers": len(buffers),
+        "lower_bound": plan.lower_bound,
+        "height": plan.height,
+        "gap": plan.gap,
+        "seconds": time.perf_counter() - start,
+    }
+
+
+def run_plans(budget: float = 10) -> list[dict[str, Any]]:
+    """Recorded traces, and steps of the main job's models recorded now."""
+    plans = [planned(file.stem, read_trace(file), 512, budget) for file in sorted(TRACES.glob("*.csv"))]
+    for model in MODELS:
+        buffers = trace(training_step(BATCH[model], model))
+        plans.append(planned(f"step of {model}", buffers, ALIGNMENT, budget))
+    return plans
+
+
+def plan_rows(plans: list[dict[str, Any]]) -> list[list[str]]:
+    return [
+        [
+            plan["name"],
+            f"{plan['buffers']:,}",
+            f"{plan['lower_bound'] / 2**20:.1f} MiB",
+            f"{plan['gap']:.2%}",
+            f"{plan['seconds'] * 1e3:.0f} ms",
+        ]
+        for plan in plans
+    ]
+
+
+# -- tables
+
+
 def step_table(step: dict[str, Any]) -> str:
     body = []
     for each, taken in step["seconds"].items():
@@ -221,33 +311,55 @@ def step_table(step: dict[str, Any]) -> str:
     return text_table([title, "ms", "to stock", "peak MiB", "to alive"], body) + "\n" + live
 
 
-def table(result: dict[str, Any]) -> str:
+def calls_table(cases: list[dict[str, Any]]) -> str:
     body = [
         [case["case"] if each == "stock" else "", each, f"{seconds * 1e6:.2f}", f"{case['ratio'][each]:.3f}×"]
-        for case in result["cases"]
+        for case in cases
         for each, seconds in case["seconds"].items()
     ]
     return text_table(["case", "contender", "µs", "to stock"], body)
 
 
+def core_table(core: dict[str, Any]) -> str:
+    if "error" in core:
+        return f"core: not measured, {core['error']}"
+    return text_table(["core, ns an allocation and free", "memkit", "std::set", "list"], core_rows(core))
+
+
+def plans_table(plans: list[dict[str, Any]]) -> str:
+    return text_table(["plan", "buffers", "at least", "above it", "solved in"], plan_rows(plans))
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=21)
-    parser.add_argument("--batch", type=int, default=BATCH["gpt"], help="of the training step")
     parser.add_argument(
-        "--steps", type=int, default=15, metavar="ROUNDS", help="of the training step; 0: none"
+        "--parts", default=",".join(PARTS), metavar="A,B", help=f"of {', '.join(PARTS)} (default: all)"
     )
+    parser.add_argument("--rounds", type=int, default=21, help="of the calls")
+    parser.add_argument("--batch", type=int, default=BATCH["gpt"], help="of the training step")
+    parser.add_argument("--steps", type=int, default=15, metavar="ROUNDS", help="of the training step")
     parser.add_argument("--stock-peak", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--json", nargs="?", const="", metavar="FILE", help="default: results/pool-cpu.json")
     args = parser.parse_args(argv)
     if args.stock_peak:
         print(stock_peak(args.batch))
         return 0
-    result = run(args.rounds)
-    tables = [table(result)]
-    if args.steps:
-        result["step"] = run_step(args.steps, args.batch)
-        tables.append(step_table(result["step"]))
+    chosen = args.parts.split(",")
+    if unknown := set(chosen) - set(PARTS):
+        parser.error(f"--parts: expected some of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
+    parts: dict[str, tuple[Callable[[], Any], Callable[[Any], str]]] = {
+        "calls": (lambda: run_calls(args.rounds), calls_table),
+        "step": (lambda: run_step(args.steps, args.batch), step_table),
+        "core": (run_core, core_table),
+        "plans": (run_plans, plans_table),
+    }
+    result: dict[str, Any] = {"kind": KIND, "format": FORMAT, **machine.stamp("cpu")}
+    tables = []
+    for part in PARTS:
+        if part in chosen:
+            measure, show = parts[part]
+            result[part] = measure()
+            tables.append(show(result[part]))
     print(*tables, origin(result), sep="\n\n")
     if args.json is not None:
         file = Path(args.json) if args.json else RESULTS / "pool-cpu.json"

@@ -111,7 +111,7 @@ if stage build 240 "$OUT/build.log" "$PYTHON" setup.py -q build_ext --inplace; t
   stage kernels 100 "$SCRATCH/kernels.log" "$PYTHON" benchmarks/bench_activation.py --device cuda --json "$OUT/kernels.json"
   stage steps 150 "$SCRATCH/steps.log" "$PYTHON" -m memkit.cli bench --device cuda --json "$OUT/steps.json"
   if [ -f benchmarks/bench_pool.py ]; then
-    stage pool 60 "$SCRATCH/pool.log" "$PYTHON" benchmarks/bench_pool.py --rounds 5 --json "$OUT/pool.json"
+    stage pool 60 "$SCRATCH/pool.log" "$PYTHON" benchmarks/bench_pool.py --parts calls,step --rounds 5 --json "$OUT/pool.json"
   fi
   # Last: what a machine without a GPU has tested already.
   if [ -n "${pytest:-}" ]; then

@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def add_bench(parsers: Parsers) -> None:
-    from .bench.options import BATCH, DTYPES, MODELS, STEPS, VARIANTS, Options
+    from .bench.options import BATCH, DTYPES, MODELS, POOLS, STEPS, VARIANTS, Options
 
     default = Options()
     parser = parsers.add_parser(
@@ -53,6 +53,13 @@ def add_bench(parsers: Parsers) -> None:
     )
     what.add_argument(
         "--inexact", action="store_true", help="memkit.swap(exact=False): in half precision too"
+    )
+    what.add_argument(
+        "--pool",
+        choices=POOLS,
+        default=default.pool,
+        help="memory of memkit's step: stock's (none), under pool.use() (use), or recorded once and replayed (plan, "
+        "CPU only)",
     )
     what.add_argument("--seed", type=int, default=default.seed, help="of weights, data order and dropout")
 
@@ -106,6 +113,7 @@ def run_bench(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         amp=args.amp,
         exact=not args.inexact,
+        pool=args.pool,
         seed=args.seed,
         out=args.out,
         plot=not args.no_plot,

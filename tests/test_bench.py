@@ -129,6 +129,32 @@ def test_tokens_are_cached(job: tuple[Path, dict[str, Any]], monkeypatch: pytest
     assert torch.equal(data.corpus_tokens(400, cache), before)
 
 
+@pytest.mark.parametrize("how", ["use", "plan"])
+def test_steps_in_a_pool(
+    job: tuple[Path, dict[str, Any]], how: str, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    assert bench(f"--variants eager,memkit --pool {how}", tmp_path) == 0
+    result = json.loads((tmp_path / "bench.json").read_text())
+    assert result["options"]["pool"] == how
+    for model, found in result["models"].items():
+        stock, pooled = job[1]["models"][model]["variants"]["memkit"], found["variants"]["memkit"]
+        assert "pool" not in stock
+        assert "pool" not in found["variants"]["eager"]
+        for same in ("losses", "peak_bytes", "saved_bytes", "allocations"):
+            assert pooled[same] == stock[same], same
+        pool = pooled["pool"]
+        assert pool["how"] == how
+        assert pool["reserved_bytes"] >= pooled["peak_bytes"]
+        if how == "plan":
+            assert pool["planned"] * (found["steps"] - options.WARM_STEPS) == pool["served"]
+            assert pool["fell_back"] == pool["gap"] == 0
+            assert pool["height_bytes"] >= pooled["peak_bytes"]
+    text = report.full_text(result)
+    assert text.count(report.POOLED[how]) == 2
+    assert text.count({"use": "under pool.use(), which took", "plan": "100.0% served by it"}[how]) == 2
+    assert not [str(w.message) for w in recwarn if "Pool" in str(w.message)]
+
+
 @pytest.mark.slow
 def test_compile_draws_the_same_masks(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
@@ -171,6 +197,10 @@ def test_precisions(tmp_path: Path, precision: str) -> None:
         ("--variants eager,eager", "variants must name each once, got eager, eager"),
         ("--variants ,", "variants must be of eager, compile, memkit, got nothing"),
         ("--dtype float16", "dtype float16 needs amp"),
+        (
+            "--pool plan --variants eager",
+            "pool plan needs the variant memkit, whose step it serves, got eager",
+        ),
         ("--amp --dtype float32", "amp needs dtype bfloat16 or float16"),
     ],
 )
@@ -185,7 +215,9 @@ def test_options_that_cannot_run(
     assert not out.exists(), "nothing was done"
 
 
-@pytest.mark.parametrize("argv", ["--model vit", "--dtype int8", "--device tpu", "--steps many", "--unknown"])
+@pytest.mark.parametrize(
+    "argv", ["--model vit", "--pool all", "--dtype int8", "--device tpu", "--steps many", "--unknown"]
+)
 def test_options_that_do_not_parse(argv: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         cli.main(["bench", *argv.split()])
@@ -204,6 +236,14 @@ def test_cuda_without_gpu() -> None:
         options.OptionError, match="device cuda needs a CUDA GPU and a CUDA build of torch, got"
     ):
         options.checked(Options(device="cuda"))
+
+
+def test_plans_are_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(options.OptionError, match=r"pool plan needs device cpu, .*, got cuda"):
+        options.checked(Options(device="cuda", pool="plan"))
+    with pytest.raises(options.OptionError, match="pool must be one of none, use, plan, got all"):
+        options.checked(Options(pool="all"))
 
 
 # Its parts
@@ -307,9 +347,61 @@ def test_op_benchmark_compiles(scripts: tuple[ModuleType, ModuleType], tmp_path:
     assert all("compiled" in case["ratio"] for case in result["cases"])
 
 
+@pytest.fixture(scope="module")
+def pool(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The results file of a small run of the pool benchmark, without its C++ part."""
+    file = tmp_path_factory.mktemp("pool") / "pool-cpu.json"
+    row = {"bench": "holes", "allocator": "memkit", "n": 4096, "ns": 51.2}
+    core = {"compiler": "none", "rows": [row, row | {"allocator": "list", "ns": 6e3}]}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        import bench_pool
+
+        patch.setattr(
+            bench_pool,
+            "Options",
+            lambda **options: Options(layers=1, d_model=32, heads=2, vocab=400, **options),
+        )
+        patch.setattr(bench_pool, "BATCH", {"gpt": 2, "cnn": 2})
+        patch.setattr(bench_pool, "run_core", lambda: core)
+        patch.setattr(bench_pool, "stock_peak_apart", lambda batch: None)  # a full step, in another process
+        patch.setattr(bench_pool, "CASES", {k: (1, v) for k, (_, v) in bench_pool.CASES.items()})
+        assert bench_pool.main(f"--rounds 2 --steps 2 --batch 2 --json {file}".split()) == 0
+    return file
+
+
+def test_pool_benchmark(pool: Path) -> None:
+    result = json.loads(pool.read_text())
+    for case in result["calls"]:
+        assert case["ratio"]["stock"] == 1
+        assert len(case["seconds"]) > 1
+    step = result["step"]
+    assert step["served_by_plan"] == step["allocations"] > 50
+    assert step["live_bytes"] == step["plan_bytes"] <= step["reserved_bytes"]["pool.use()"]
+    names = ["gpt", "gpt_ckpt", "gpt_varlen", "step of gpt", "step of cnn"]
+    assert [plan["name"] for plan in result["plans"]] == names
+    assert all(plan["gap"] == 0 for plan in result["plans"])
+
+
+def test_pool_benchmark_without_a_compiler(
+    scripts: tuple[ModuleType, ModuleType], pool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import bench_pool
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    core = bench_pool.run_core()
+    assert "make did not start" in bench_pool.core_table(core)
+    result = json.loads(pool.read_text()) | {"core": core}
+    with pytest.raises(
+        scripts[0].ReportError, match="expected pool results with every part, got none of core"
+    ):
+        scripts[0].core_table({(result["kind"], "cpu"): result})
+
+
 def test_readme_tables(
     job: tuple[Path, dict[str, Any]],
     ops: Path,
+    pool: Path,
     scripts: tuple[ModuleType, ModuleType],
     tmp_path: Path,
 ) -> None:
@@ -317,6 +409,7 @@ def test_readme_tables(
     results = tmp_path / "results"
     report.write_json(job[1], results / "bench-cpu.json")
     shutil.copy(ops, results)
+    shutil.copy(pool, results)
     file = tmp_path / "README.md"
     file.write_text(
         "".join(f"# {n}\n\n<!-- table:{n} -->\n<!-- /table:{n} -->\n\nend\n" for n in readme.TABLES)
@@ -331,6 +424,9 @@ def test_readme_tables(
     assert readme.main([*argv, "--check"]) == 0
     assert "| gpt | memkit |" in once
     assert "| `gelu` |" in once
+    assert "| pool.replay() |" in once
+    assert "| 4,096 holes | 51 ns |  | 6,000 ns |" in once
+    assert "| step of cnn |" in once
     assert "not yet run on a GPU" in once
     assert once.count("\nend\n") == len(readme.TABLES)
     assert (results / "bench-cpu.png").exists()

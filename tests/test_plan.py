@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import threading
 import time
 from pathlib import Path
@@ -262,6 +263,85 @@ def test_traces_reach_the_bound(name):
     got = Plan.solve(read_trace(TRACES / f"{name}.csv"), alignment=512, budget=30)
     assert got.gap == 0
     assert got.optimal
+
+
+# A rectangle of time by memory, cut up without waste: the best height is known.
+GRAIN, ROWS = 1024, 1024  # bytes, and grains
+FAMILIES = {  # name: (instants, rows of it, share of cuts across time, of pinwheels, of pieces dropped, long thin pieces)
+    "guillotine": (1 << 20, ROWS, 0.5, 0, 0, 0),
+    "chains": (1 << 20, ROWS, 0.7, 0, 0, 0),
+    "tall": (1 << 20, ROWS, 0.3, 0, 0, 0),
+    "pinwheel": (1 << 20, ROWS, 0.5, 0.5, 0, 0),
+    "skinny": (1 << 20, ROWS, 0.5, 0.2, 0, 30),
+    "spare": (1 << 20, ROWS, 0.5, 0.2, 0.05, 0),
+    "spare few instants": (32, ROWS, 0.5, 0.2, 0.1, 0),
+    "few instants": (24, ROWS, 0.5, 0.2, 0, 0),
+    "very few instants": (10, ROWS, 0.4, 0.2, 0, 0),
+    "coarse": (64, 48, 0.5, 0.2, 0, 0),
+}
+TIGHT = ("guillotine", "chains", "tall", "pinwheel", "skinny")  # what touches what is known by its times
+
+
+def cut(family, count, seed):
+    """The pieces as buffers, and the best height."""
+    instants, rows, across, pinwheel, drop, skinny = FAMILIES[family]
+    draw = random.Random(f"{family}, {count}, {seed}")
+    pieces = [(0, instants, rows)]  # left, right, rows
+    for _ in range(skinny):
+        thin = draw.randint(1, 3)
+        pieces[0] = (0, instants, pieces[0][2] - thin)
+        pieces.append((0, instants, thin))
+
+    def middle(n):
+        return draw.randint(1, n - 1) if n < 8 else draw.randint(n // 8, n - n // 8)
+
+    while len(pieces) < count:
+        some = draw.sample(range(len(pieces)), min(3, len(pieces)))
+        at = max(some, key=lambda i: pieces[i][2] * (pieces[i][1] - pieces[i][0]))
+        left, right, height = pieces[at]
+        width = right - left
+        if draw.random() < pinwheel and width > 2 and height > 2:
+            a, b = left + (first := draw.randint(1, width - 2)), left + draw.randint(first + 1, width - 1)
+            c, d = (low := draw.randint(1, height - 2)), draw.randint(low + 1, height - 1)
+            pieces[at : at + 1] = [
+                (left, b, c),
+                (b, right, d),
+                (a, right, height - d),
+                (left, a, height - c),
+                (a, b, d - c),
+            ]
+        elif draw.random() < across:
+            if width > 1:
+                t = left + middle(width)
+                pieces[at : at + 1] = [(left, t, height), (t, right, height)]
+        elif height > 1:
+            row = middle(height)
+            pieces[at : at + 1] = [(left, right, row), (left, right, height - row)]
+    full = draw.randrange(instants)  # one instant keeps all of its pieces, and with them the best height
+    kept = [p for p in pieces if draw.random() >= drop or p[0] <= full < p[1]]
+    draw.shuffle(kept)
+    return [(size * GRAIN, lower, upper) for lower, upper, size in kept], rows * GRAIN
+
+
+def check_cut(family, count, seed, budget, most):
+    buffers, best = cut(family, count, seed)
+    got = Plan.solve(buffers, alignment=GRAIN, budget=budget)
+    assert got.lower_bound == best <= got.height
+    assert got.gap <= most, f"{family}, {count} pieces, seed {seed}: {got}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_rectangle_comes_together_again(family):
+    count, budget, most = (500, 20, 0) if family in TIGHT else (150, 1, 0.1)
+    check_cut(family, count, seed=1, budget=budget, most=most)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2, 5))
+@pytest.mark.parametrize("count", [150, 300, 500])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_rectangle_comes_together_again(family, count, seed):
+    check_cut(family, count, seed, budget=10, most=0.1)
 
 
 BUFFERS = st.lists(

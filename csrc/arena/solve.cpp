@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "greedy.h"
+#include "reduce.h"
 #include "search.h"
 
 namespace memkit::arena {
@@ -19,11 +20,14 @@ namespace {
 // problems yield to a lucky start or to a long search, and it does not show which.
 constexpr std::int64_t kPatience = 500;
 constexpr std::int64_t kTouchUp = 100;  // and to one that moves only a part of a plan
+constexpr std::int64_t kTurns = 4;      // at a reduced problem
+constexpr std::size_t kMost = 20000;    // items to reduce
 
 // Items that share no time with those of other parts, above a base that they cannot go below.
 struct Part {
   std::vector<int> members;  // of the problem
-  std::vector<Item> items;
+  std::vector<Item> items;   // in sections of time
+  std::vector<Item> full;    // in all instants of the part
   std::int64_t base = 0, bound = 0, height = 0;
   Offsets offsets;
   const char* method = "";
@@ -62,6 +66,18 @@ std::vector<Item> sections_of(const std::vector<int>& members, const std::vector
     }
     died = !event.birth;
   }
+  return result;
+}
+
+// The instants of some items as their ranks.
+std::vector<Item> ranked(const std::vector<int>& members, const std::vector<Item>& items) {
+  std::vector<int> times;
+  for (int i : members) times.push_back(items[i].first), times.push_back(items[i].last);
+  std::sort(times.begin(), times.end());
+  times.erase(std::unique(times.begin(), times.end()), times.end());
+  const auto rank = [&](int time) { return int(std::lower_bound(times.begin(), times.end(), time) - times.begin()); };
+  std::vector<Item> result;
+  for (int i : members) result.push_back({rank(items[i].first), rank(items[i].last), items[i].size});
   return result;
 }
 
@@ -114,6 +130,7 @@ std::vector<Part> divide(const std::vector<Item>& items, Offsets& offsets) {
         continue;
       }
       piece.items = sections_of(piece.members, items);
+      piece.full = ranked(piece.members, items);
       piece.bound = most_alive(piece.items);
       parts.push_back(std::move(piece));
     }
@@ -139,25 +156,30 @@ bool searchable(const std::vector<Item>& items) {
   return covers < 8000000 && pairs < 8000000;
 }
 
+void place(const Part& part, Offsets& offsets) {
+  for (std::size_t k = 0; k < part.members.size(); ++k) offsets[part.members[k]] = part.base + part.offsets[k];
+}
+
 class Planner {
  public:
-  Planner(std::vector<Part> parts, std::int64_t bound, double budget, std::uint64_t seed)
-      : parts_(std::move(parts)), bound_(bound), seed_(seed), start_(Clock::now()), budget_(budget) {}
+  Planner(std::vector<Part> parts, std::int64_t bound, std::uint64_t seed, const std::function<bool()>& expired)
+      : parts_(std::move(parts)), bound_(bound), seed_(seed), random_(seed), expired_(expired) {}
 
-  std::vector<Part>& run() {
+  // Takes so many turns at most; `reduces`: also at smaller problems.
+  std::vector<Part>& run(std::int64_t turns, bool reduces) {
     for (Part& part : parts_) {
       keep(part, plan_online(part.items), "online");
       greedy(part);
     }
     // Only the highest part matters.
-    while (Part* part = highest()) {
+    for (Part* part = highest(); part && turns > 0; part = highest(), --turns) {
       if (target(*part) >= part->height || expired_()) break;
+      if (reduces && part->round == 0) reduce(*part);
       if (!improve(*part)) break;
     }
     return parts_;
   }
 
-  double seconds() const { return std::chrono::duration<double>(Clock::now() - start_).count(); }
   Part* highest() {
     Part* top = nullptr;
     for (Part& part : parts_)
@@ -166,8 +188,6 @@ class Planner {
   }
 
  private:
-  using Clock = std::chrono::steady_clock;
-
   std::int64_t target(const Part& part) const { return std::max(part.bound, bound_ - part.base); }
 
   void keep(Part& part, Offsets offsets, const char* method) {
@@ -195,6 +215,18 @@ class Planner {
         if (part.height <= target(part) || expired_()) return;
       }
     }
+  }
+
+  // Plans what is left when all is put together that fits without waste.
+  void reduce(Part& part) {
+    if (part.full.size() > kMost) return;
+    const Reduction reduction(part.full, seed_, expired_);
+    const std::vector<Item>& items = reduction.items();
+    if (items.size() == part.full.size()) return;
+    Offsets offsets(items.size(), 0);
+    Planner planner(divide(items, offsets), target(part), seed_, expired_);
+    for (const Part& piece : planner.run(kTurns, false)) place(piece, offsets);
+    keep(part, reduction.expand(offsets), "reduced");
   }
 
   // False where nothing more can be done.
@@ -283,10 +315,8 @@ class Planner {
   std::vector<Part> parts_;
   std::int64_t bound_;
   std::uint64_t seed_;
-  Clock::time_point start_;
-  double budget_;
-  std::mt19937_64 random_{seed_};
-  std::function<bool()> expired_ = [this] { return seconds() > budget_; };
+  std::mt19937_64 random_;
+  const std::function<bool()>& expired_;
 };
 
 // Times become their ranks, sizes units of the alignment.
@@ -329,9 +359,11 @@ Solution solve(const std::vector<Buffer>& buffers, std::int64_t alignment, doubl
   const std::int64_t bound = most_alive(items);
   Offsets offsets(items.size(), 0);
   std::vector<Part> parts = divide(items, offsets);
-  Planner planner(std::move(parts), bound, budget, seed);
-  for (const Part& part : planner.run())
-    for (std::size_t k = 0; k < part.members.size(); ++k) offsets[part.members[k]] = part.base + part.offsets[k];
+  const auto start = std::chrono::steady_clock::now();
+  const auto seconds = [&] { return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(); };
+  const std::function<bool()> expired = [&] { return seconds() > budget; };
+  Planner planner(std::move(parts), bound, seed, expired);
+  for (const Part& part : planner.run(std::numeric_limits<std::int64_t>::max(), true)) place(part, offsets);
   const std::int64_t height = height_of(items, offsets);
   const Part* top = planner.highest();
   solution.method = top ? top->method : "stacked";
@@ -339,7 +371,7 @@ Solution solve(const std::vector<Buffer>& buffers, std::int64_t alignment, doubl
   for (std::size_t k = 0; k < members.size(); ++k) solution.offsets[members[k]] = offsets[k] * alignment;
   solution.height = height * alignment;
   solution.lower_bound = bound * alignment;
-  solution.seconds = planner.seconds();
+  solution.seconds = seconds();
   return solution;
 }
 

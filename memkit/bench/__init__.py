@@ -4,6 +4,7 @@ options.py   what can be asked for, and the checks before any work
 data.py      Python's standard library as BPE tokens; scikit-learn's digits
 models.py    the two networks, plain PyTorch
 train.py     the three variants of a model, side by side
+pooled.py    a step in a pool
 timing.py    contenders in turns, medians of ratios
 machine.py   hardware, versions, commit
 report.py    table, plot, JSON

@@ -11,6 +11,7 @@ import torch
 
 MODELS = ("gpt", "cnn")
 VARIANTS = ("eager", "compile", "memkit")
+POOLS = ("none", "use", "plan")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # Sized so that the whole job, compilation included, stays under five minutes on two CPU cores.
@@ -41,6 +42,7 @@ class Options:
     dtype: str | None = None
     amp: bool = False
     exact: bool = True
+    pool: str = "none"
     seed: int = 0
     out: Path = Path("benchmark-results")
     plot: bool = True
@@ -88,6 +90,7 @@ def checked(options: Options) -> Options:
         )
     if options.out.exists() and not options.out.is_dir():
         raise OptionError(f"bench: out must be a folder, got the file {options.out}")
+    _check_pool(options, device)
     _check_packages(options)
     return replace(options, device=device, dtype=dtype)
 
@@ -144,6 +147,18 @@ def _device(name: str) -> str:
         why = "no GPU in sight" if torch.version.cuda else f"the CPU build of torch ({torch.__version__})"
         raise OptionError(f"bench: device cuda needs a CUDA GPU and a CUDA build of torch, got {why}")
     return name
+
+
+def _check_pool(options: Options, device: str) -> None:
+    if options.pool not in POOLS:
+        raise OptionError(f"bench: pool must be one of {', '.join(POOLS)}, got {options.pool}")
+    if options.pool != "none" and "memkit" not in options.variants:
+        given = ", ".join(options.variants)
+        raise OptionError(
+            f"bench: pool {options.pool} needs the variant memkit, whose step it serves, got {given}"
+        )
+    if options.pool == "plan" and device != "cpu":
+        raise OptionError(f"bench: pool plan needs device cpu, where plans are replayed, got {device}")
 
 
 def _check_packages(options: Options) -> None:

@@ -24,6 +24,7 @@ COLUMNS = (
     "inference time",
 )
 LABELS = {"eager": "stock eager", "compile": "torch.compile", "memkit": "memkit"}
+POOLED = {"use": "memkit in a pool", "plan": "memkit by a plan"}
 COLOURS = {"eager": "#7f7f7f", "compile": "#1f77b4", "memkit": "#d62728"}
 
 
@@ -33,7 +34,7 @@ def rows(result: dict[str, Any]) -> list[list[str]]:
     for model, found in result["models"].items():
         reference = found["variants"]["eager"]
         for name, variant in found["variants"].items():
-            head = [model, LABELS[name]]
+            head = [model, label(name, variant)]
             if "error" in variant:
                 table.append([*head, f"did not run: {variant['error']}", *[""] * (len(COLUMNS) - 3)])
                 continue
@@ -52,6 +53,10 @@ def rows(result: dict[str, Any]) -> list[list[str]]:
                 ]
             )
     return table
+
+
+def label(name: str, variant: dict[str, Any]) -> str:
+    return POOLED[variant["pool"]["how"]] if "pool" in variant else LABELS[name]
 
 
 def text_table(columns: Sequence[str], body: Sequence[Sequence[str]]) -> str:
@@ -97,9 +102,12 @@ def conditions(result: dict[str, Any]) -> str:
         parts.append(
             f"{model}: {found['parameters'] / 1e6:.1f} M parameters, batch {shape}, {found['steps']} steps"
         )
-        swap = found["variants"].get("memkit", {}).get("swap")
+        memkit = found["variants"].get("memkit", {})
+        swap = memkit.get("swap")
         if swap:
             parts[-1] += f", {swap['changed']} of {len(swap['rows'])} activations swapped"
+        if "pool" in memkit:
+            parts[-1] += f", {_pool(memkit['pool'])}"
     precision = f"{options['dtype']}{' autocast' if options['amp'] else ''}"
     return (
         f"{'; '.join(parts)}; {precision}, seed {options['seed']}. Bytes are above the start of the step "
@@ -133,8 +141,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
             length = max(variant["timeline"][-1][0], 1e-9)
             share = [100 * seconds / length for seconds, _ in variant["timeline"]]
             mib = [above / 2**20 for _, above in variant["timeline"]]
-            label = f"{LABELS[name]}, peak {size(variant['peak_bytes'])}"
-            axes.plot(share, mib, label=label, color=COLOURS[name], linewidth=1.4, drawstyle="steps-post")
+            text = f"{label(name, variant)}, peak {size(variant['peak_bytes'])}"
+            axes.plot(share, mib, label=text, color=COLOURS[name], linewidth=1.4, drawstyle="steps-post")
         axes.set_title(model)
         axes.set_xlabel("one training step, % of its time")
         axes.set_ylabel("MiB above its start")
@@ -158,6 +166,16 @@ def size(count: float) -> str:
         if abs(count) >= scale:
             return f"{count / scale:.1f} {unit}"
     return f"{count:.0f} B"
+
+
+def _pool(pool: dict[str, Any]) -> str:
+    if pool["how"] == "use":
+        return f"memkit's steps under pool.use(), which took {size(pool['reserved_bytes'])}"
+    served = pool["served"] / max(1, pool["served"] + pool["fell_back"])
+    return (
+        f"memkit's steps under pool.replay(), a plan of {pool['planned']} allocations in "
+        f"{size(pool['height_bytes'])}, {pool['gap']:.2%} above the lower bound, {served:.1%} served by it"
+    )
 
 
 def _bytes(count: int, reference: int) -> str:

@@ -20,6 +20,7 @@ from memkit import memory
 
 from . import data, models
 from .options import WARM_STEPS, Options
+from .pooled import Pooled
 from .timing import interleave, rotated, seconds, summary
 
 INFERENCE_ROUNDS = 10
@@ -101,9 +102,15 @@ class Variant:
         if name == "compile":
             self.forward = torch.compile(forward, options=COMPILE_OPTIONS)
             self.loss_of = torch.compile(loss_of, options=COMPILE_OPTIONS)
+        self.pooled: Pooled[Tensor] | None = None
+        if name == "memkit" and options.pool != "none":
+            self.pooled = Pooled(self._step, options.pool, options.device)
 
     def step(self, batch: Batch) -> Tensor:
         """One whole training step; it starts and ends without gradients in memory."""
+        return (self.pooled or self._step)(batch)
+
+    def _step(self, batch: Batch) -> Tensor:
         loss = self.loss_of(*batch)
         self.scaler.scale(loss).backward()
         self.scaler.step(self.optimizer)
@@ -184,6 +191,9 @@ def _train(
             "step_seconds": times[name],
             "step": summary(times[name][WARM_STEPS:], times["eager"][WARM_STEPS:]),
         }
+        pooled = running[name].pooled
+        if pooled is not None:
+            results[name]["pool"] = pooled.to_dict()
     return list(running.values())
 
 
