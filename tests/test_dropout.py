@@ -80,9 +80,13 @@ def test_value_and_gradient(dtype: torch.dtype, inplace: Any, device: torch.devi
     y = seeded(lambda: M.dropout(x * 1, 0.3, inplace=inplace))
     kept = y != 0
     factor = kept.double() / 0.7
-    torch.testing.assert_close(y, (x.double() * factor).to(dtype), rtol=1e-6 if dtype.itemsize > 2 else 0, atol=0)
+    torch.testing.assert_close(
+        y, (x.double() * factor).to(dtype), rtol=1e-6 if dtype.itemsize > 2 else 0, atol=0
+    )
     (slope,) = torch.autograd.grad(y, x, grad)
-    torch.testing.assert_close(slope, (grad.double() * factor).to(dtype), rtol=1e-6 if dtype.itemsize > 2 else 0, atol=0)
+    torch.testing.assert_close(
+        slope, (grad.double() * factor).to(dtype), rtol=1e-6 if dtype.itemsize > 2 else 0, atol=0
+    )
 
 
 @pytest.mark.parametrize("mode", ["input", "output", "inplace"])
@@ -138,14 +142,18 @@ def test_errors_against_float64(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("inplace", [False, True])
 def test_bias_dropout_add(inplace: bool, device: torch.device) -> None:
-    leaves = [torch.randn(shape, device=device, requires_grad=True) for shape in ((9, 5, 33), (33,), (9, 5, 33))]
+    leaves = [
+        torch.randn(shape, device=device, requires_grad=True) for shape in ((9, 5, 33), (33,), (9, 5, 33))
+    ]
     x, bias, residual = leaves
     y = seeded(lambda: M.bias_dropout_add(x * 1, bias, residual, 0.5, inplace=inplace))
     factor = seeded(lambda: M.dropout(torch.ones_like(x), 0.5))
     wanted = residual + (x + bias) * factor
     torch.testing.assert_close(y, wanted)
     grad = torch.randn_like(y)
-    for got, want in zip(torch.autograd.grad(y, leaves, grad), torch.autograd.grad(wanted, leaves, grad), strict=True):
+    for got, want in zip(
+        torch.autograd.grad(y, leaves, grad), torch.autograd.grad(wanted, leaves, grad), strict=True
+    ):
         torch.testing.assert_close(got, want)
 
 
@@ -318,7 +326,9 @@ def test_opcheck() -> None:
             args = (x, None, -1, op, (), "auto", residual, seed, drop)
             torch.library.opcheck(torch.ops.memkit._activation.default, args)
     x, grads = torch.randn(9, 14), torch.randn(9, 14)
-    torch.library.opcheck(torch.ops.memkit._dropout_mask.default, ((3, 5), seed, drop), {"dtype": torch.float32})
+    torch.library.opcheck(
+        torch.ops.memkit._dropout_mask.default, ((3, 5), seed, drop), {"dtype": torch.float32}
+    )
     out, bits = torch.ops.memkit._activation_with_bits(x, None, -1, "silu", (), seed, drop)
     backward = (grads, out, None, -1, bits, "silu", (), True, seed, drop)
     torch.library.opcheck(torch.ops.memkit._activation_backward.default, backward)
@@ -387,12 +397,16 @@ def test_drop_path_without_scaling() -> None:
     assert set(y.unique().tolist()) == {0.0, 1.0}
 
 
-@pytest.mark.parametrize("name", ["Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "AlphaDropout", "FeatureAlphaDropout"])
+@pytest.mark.parametrize(
+    "name", ["Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "AlphaDropout", "FeatureAlphaDropout"]
+)
 def test_modules_are_their_twins(name: str) -> None:
     ours, stock = getattr(memkit.nn, name)(0.3), getattr(nn, name)(0.3)
     assert isinstance(ours, type(stock))
     assert (repr(ours), ours.state_dict()) == (repr(stock), {})
-    x = torch.randn(16, 16, 4, 4, 4)[(slice(None),) * 2 + (0,) * {"Dropout1d": 2, "Dropout2d": 1}.get(name, 0)]
+    x = torch.randn(16, 16, 4, 4, 4)[
+        (slice(None),) * 2 + (0,) * {"Dropout1d": 2, "Dropout2d": 1}.get(name, 0)
+    ]
     assert not torch.equal(ours(x), x)
     assert torch.equal(ours.eval()(x), x)
     with pytest.raises(ValueError, match="between 0 and 1"):
@@ -405,7 +419,9 @@ def test_bad_input() -> None:
         for function in (M.dropout, M.dropout1d, M.drop_path, M.act_dropout):
             with pytest.raises(ValueError, match="expected a probability p in"):
                 function(x, p=p)
-    with pytest.raises(TypeError, match="dropout: expected float32, float64, float16 or bfloat16, got torch.int64"):
+    with pytest.raises(
+        TypeError, match=r"dropout: expected float32, float64, float16 or bfloat16, got torch\.int64"
+    ):
         M.dropout(torch.ones(3, dtype=torch.long))
     with pytest.raises(ValueError, match="dropout: expected inplace True, False or 'auto', got 1"):
         M.dropout(x, inplace=1)

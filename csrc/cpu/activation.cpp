@@ -255,8 +255,7 @@ struct Engine {
 
   // What dropout kept is the activation's output times `scale`.
   void backward_from_output(int64_t first, int64_t n) const {
-    if (!args.drop.seed)
-      return loops.slope_from_output(args.params, x(first), bits(first), grad(first), out(first), n);
+    if (!args.drop.seed) return loops.slope_from_output(args.params, x(first), bits(first), grad(first), out(first), n);
     T block[kBlock], grads[kBlock];
     engine.widen(grad(first), grads, n);
     engine.drop_gradient(args.drop, first, grads, n);

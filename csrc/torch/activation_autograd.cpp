@@ -134,11 +134,11 @@ autograd::variable_list ActivationBackward::backward(autograd::variable_list&& g
     const Tensor ordered = has_bits || seed ? restride(*kept, strides) : *kept;
     // The incoming gradient's memory serves for the outgoing one where no one else can see it.
     if (is_sole_owner(grad) && is_plain(ordered)) {
-      grad_input = ops::activation_backward_(grad, ordered, kept_bias, dim, kept_bits, op, params, saved_output, seed,
-                                             drop);
+      grad_input =
+          ops::activation_backward_(grad, ordered, kept_bias, dim, kept_bits, op, params, saved_output, seed, drop);
     } else {
-      grad_input = ops::activation_backward(grad, ordered, kept_bias, dim, kept_bits, op, params, saved_output, seed,
-                                            drop);
+      grad_input =
+          ops::activation_backward(grad, ordered, kept_bias, dim, kept_bits, op, params, saved_output, seed, drop);
     }
   }
   if (has_bias && task_should_compute_output(1)) result[1] = bias_gradient(grad_input, dim);
@@ -291,9 +291,8 @@ auto bump_and_run(c10::string_view op, Tensor& x, Operator&& run) -> decltype(ru
 Tensor& activation_bumping(Tensor& x, const OptionalTensor& bias, int64_t dim, c10::string_view op, Params params,
                            c10::string_view save, const OptionalTensor& residual, const OptionalTensor& seed,
                            Params drop) {
-  return bump_and_run(op, x, [&]() -> Tensor& {
-    return ops::activation_(x, bias, dim, op, params, save, residual, seed, drop);
-  });
+  return bump_and_run(
+      op, x, [&]() -> Tensor& { return ops::activation_(x, bias, dim, op, params, save, residual, seed, drop); });
 }
 
 Tensor activation_with_bits_bumping(Tensor& x, const OptionalTensor& bias, int64_t dim, c10::string_view op,
@@ -344,8 +343,7 @@ Tensor& activation_functional_(Tensor& x, const OptionalTensor& bias, int64_t di
 Tensor& activation_backward_functional_(Tensor& grad, const Tensor& saved, const OptionalTensor& bias, int64_t dim,
                                         const OptionalTensor& bits, c10::string_view op, Params params,
                                         bool from_output, const OptionalTensor& seed, Params drop) {
-  return grad.copy_(
-      ops::activation_backward(grad, saved, bias, dim, bits, op, params, from_output, seed, drop));
+  return grad.copy_(ops::activation_backward(grad, saved, bias, dim, bits, op, params, from_output, seed, drop));
 }
 
 }  // namespace

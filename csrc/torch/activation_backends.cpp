@@ -54,8 +54,9 @@ void check_residual(const Tensor& x, const OptionalTensor& residual) {
   check_float_tensor("dropout_add", *residual);
   TORCH_CHECK_VALUE(residual->sym_sizes() == x.sym_sizes(), "dropout_add: expected a residual of the input's shape ",
                     x.sym_sizes(), ", got ", residual->sym_sizes());
-  TORCH_CHECK_TYPE(residual->scalar_type() == x.scalar_type(), "dropout_add: expected input and residual of one dtype, got ",
-                   describe(x), " and ", describe(*residual));
+  TORCH_CHECK_TYPE(residual->scalar_type() == x.scalar_type(),
+                   "dropout_add: expected input and residual of one dtype, got ", describe(x), " and ",
+                   describe(*residual));
   TORCH_CHECK(residual->device() == x.device(), "dropout_add: expected input and residual on one device, got ",
               x.device(), " and ", residual->device());
 }
@@ -130,8 +131,8 @@ Tensor& activation_(Tensor& input, const OptionalTensor& bias, int64_t dim, c10:
   return input;
 }
 
-Tensor activation_with_bits_(Tensor& input, const OptionalTensor& bias, int64_t dim, c10::string_view op,
-                             Params params, const OptionalTensor& seed, Params drop) {
+Tensor activation_with_bits_(Tensor& input, const OptionalTensor& bias, int64_t dim, c10::string_view op, Params params,
+                             const OptionalTensor& seed, Params drop) {
   const ActivationSpec spec(op, params);
   check_overwriting(spec, input, bias, dim);
   const Drop dropout = drop_of(spec, input, seed, drop);

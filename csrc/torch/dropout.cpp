@@ -27,7 +27,8 @@ Tensor draw_seed(const Tensor& input, const OptionalGenerator& generator) {
   const auto device = given ? generator->device() : input.device();
   TORCH_CHECK(!given || device == input.device() || device.is_cpu(), "dropout: expected a generator on ",
               input.device(), " or the CPU, got one on ", device);
-  const Tensor seed = at::randint(Limits::min(), Limits::max(), {}, generator, input.options().dtype(at::kLong).device(device));
+  const Tensor seed =
+      at::randint(Limits::min(), Limits::max(), {}, generator, input.options().dtype(at::kLong).device(device));
   return device == input.device() ? seed : seed.to(input.device(), /*non_blocking=*/true);
 }
 
@@ -53,8 +54,7 @@ struct Dropout {
   bool does_nothing(const Tensor& input) const { return act == "identity" && !bias && !residual && !drops(input); }
   // Another shape or dtype follows the rules of +.
   bool adds_apart(const Tensor& input) const {
-    return residual &&
-           (residual->scalar_type() != input.scalar_type() || residual->sym_sizes() != input.sym_sizes());
+    return residual && (residual->scalar_type() != input.scalar_type() || residual->sym_sizes() != input.sym_sizes());
   }
 
   // [p, scale, kept, dropped] of memkit::_activation. Alpha dropout keeps mean 0 and variance 1: Klambauer, Unterthiner,
@@ -150,29 +150,29 @@ void register_dropout(torch::Library& m) {
   m.impl("dropout_add", [](const Tensor& x, const Tensor& residual, double p, bool training, OptionalGenerator g) {
     return dropout_add(residual, p, training, g).run(x);
   });
-  m.impl("dropout_add_", [](Tensor& x, const Tensor& residual, double p, bool training, OptionalGenerator g) -> Tensor& {
-    return dropout_add(residual, p, training, g).run_(x);
-  });
+  m.impl("dropout_add_",
+         [](Tensor& x, const Tensor& residual, double p, bool training, OptionalGenerator g) -> Tensor& {
+           return dropout_add(residual, p, training, g).run_(x);
+         });
   m.impl("bias_dropout_add", [](const Tensor& x, const Tensor& bias, const OptionalTensor& residual, double p,
                                 bool training, OptionalGenerator g, int64_t dim) {
     return bias_dropout_add(bias, residual, p, training, g, dim, x).run(x);
   });
-  m.impl("bias_dropout_add_", [](Tensor& x, const Tensor& bias, const OptionalTensor& residual, double p, bool training,
-                                 OptionalGenerator g, int64_t dim) -> Tensor& {
-    return bias_dropout_add(bias, residual, p, training, g, dim, x).run_(x);
-  });
+  m.impl("bias_dropout_add_",
+         [](Tensor& x, const Tensor& bias, const OptionalTensor& residual, double p, bool training, OptionalGenerator g,
+            int64_t dim) -> Tensor& { return bias_dropout_add(bias, residual, p, training, g, dim, x).run_(x); });
   m.impl("act_dropout", [](const Tensor& x, Text act, double p, bool training, OptionalGenerator g,
-                           const OptionalTensor& bias, int64_t dim, OptionalParams params, Text save) {
-    return act_dropout(act, p, training, g, bias, dim, params, save, x).run(x);
-  });
-  m.impl("act_dropout_", [](Tensor& x, Text act, double p, bool training, OptionalGenerator g,
-                            const OptionalTensor& bias, int64_t dim, OptionalParams params, Text save) -> Tensor& {
-    return act_dropout(act, p, training, g, bias, dim, params, save, x).run_(x);
-  });
+                           const OptionalTensor& bias, int64_t dim, OptionalParams params,
+                           Text save) { return act_dropout(act, p, training, g, bias, dim, params, save, x).run(x); });
+  m.impl("act_dropout_",
+         [](Tensor& x, Text act, double p, bool training, OptionalGenerator g, const OptionalTensor& bias, int64_t dim,
+            OptionalParams params,
+            Text save) -> Tensor& { return act_dropout(act, p, training, g, bias, dim, params, save, x).run_(x); });
 }
 
 // The eager entries: the operators' arguments by position, with inplace before the generator.
-Tensor dropout_entry(const Tensor& x, double p, bool training, Inplace inplace, const OptionalGenerator& g, bool alpha) {
+Tensor dropout_entry(const Tensor& x, double p, bool training, Inplace inplace, const OptionalGenerator& g,
+                     bool alpha) {
   return Dropout{alpha ? "alpha_dropout" : "dropout", p, training, g, alpha}.run(x, inplace);
 }
 Tensor dropout_add_entry(const Tensor& x, const Tensor& residual, double p, bool training, Inplace inplace,

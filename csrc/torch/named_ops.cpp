@@ -1,8 +1,8 @@
 // The named operators: each hands its arguments to memkit::_activation.
+#include "named_ops.h"
+
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
-
-#include "named_ops.h"
 
 #include "activation_ops.h"
 #include "spec.h"

@@ -42,17 +42,16 @@ TORCH_LIBRARY(memkit, m) {
       "-> "
       "Tensor(a!)");
 
-#define MEMKIT_DROPOUT(NAME, TENSORS, REST)                                                                       \
-  m.def(NAME "(Tensor input, " TENSORS "float p=0.5, bool training=True, *, Generator? generator=None" REST         \
-             ") -> Tensor");                                                                                       \
-  m.def(NAME "_(Tensor(a!) input, " TENSORS "float p=0.5, bool training=True, *, Generator? generator=None" REST    \
+#define MEMKIT_DROPOUT(NAME, TENSORS, REST)                                                                      \
+  m.def(NAME "(Tensor input, " TENSORS "float p=0.5, bool training=True, *, Generator? generator=None" REST      \
+             ") -> Tensor");                                                                                     \
+  m.def(NAME "_(Tensor(a!) input, " TENSORS "float p=0.5, bool training=True, *, Generator? generator=None" REST \
              ") -> Tensor(a!)");
   MEMKIT_DROPOUT("dropout", "", "")
   MEMKIT_DROPOUT("alpha_dropout", "", "")
   MEMKIT_DROPOUT("dropout_add", "Tensor residual, ", "")
   MEMKIT_DROPOUT("bias_dropout_add", "Tensor bias, Tensor? residual, ", ", int dim=-1")
-  MEMKIT_DROPOUT("act_dropout", "str act, ",
-                 ", Tensor? bias=None, int dim=-1, float[]? params=None, str save='auto'")
+  MEMKIT_DROPOUT("act_dropout", "str act, ", ", Tensor? bias=None, int dim=-1, float[]? params=None, str save='auto'")
 #undef MEMKIT_DROPOUT
 
   // y = residual + drop(act(input + bias)).

@@ -43,7 +43,9 @@ __all__ = [
 ]
 
 
-def _dispatched(op: Callable[..., Tensor], input: Tensor, inplace: Inplace, *args: Any, **kwargs: Any) -> Tensor:
+def _dispatched(
+    op: Callable[..., Tensor], input: Tensor, inplace: Inplace, *args: Any, **kwargs: Any
+) -> Tensor:
     """Through torch.ops: what a compiler traces and tensor subclasses intercept. Functional, with a copy in place."""
     if inplace not in (True, False, "auto"):
         raise ValueError(f"dropout: expected inplace True, False or 'auto', got {inplace!r}")
@@ -264,7 +266,9 @@ def _drop_features(
     if input.dim() < dims:
         raise ValueError(f"{name}: expected an input of at least {dims} dimensions, got {input.dim()}")
     # All that backward keeps of the product is this mask.
-    mask = dropout(input.new_ones((*input.shape[:dims], *(1 for _ in input.shape[dims:]))), p, generator=generator)
+    mask = dropout(
+        input.new_ones((*input.shape[:dims], *(1 for _ in input.shape[dims:]))), p, generator=generator
+    )
     mask = mask if scale == 1 else mask * scale
     return input.mul_(mask) if inplace is True else input * mask
 
@@ -283,12 +287,17 @@ def feature_alpha_dropout(
     if not training or p == 0 or input.numel() == 0:
         return input
     if input.dim() < 2:
-        raise ValueError(f"feature_alpha_dropout: expected an input of at least 2 dimensions, got {input.dim()}")
+        raise ValueError(
+            f"feature_alpha_dropout: expected an input of at least 2 dimensions, got {input.dim()}"
+        )
     if p == 1:
         return input.mul_(0) if inplace is True else input * 0
     limit = 1.7580993408473766  # selu's scale times alpha
     a = ((limit**2 * p + 1) * (1 - p)) ** -0.5
-    kept = dropout(input.new_ones((*input.shape[:2], *(1 for _ in input.shape[2:]))), p, generator=generator) != 0
+    kept = (
+        dropout(input.new_ones((*input.shape[:2], *(1 for _ in input.shape[2:]))), p, generator=generator)
+        != 0
+    )
     scale = kept * a
     shift = (kept.to(input.dtype) - (1 - p)) * (limit * a)
     return input.mul_(scale).add_(shift) if inplace is True else input * scale + shift

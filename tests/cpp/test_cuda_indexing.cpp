@@ -171,8 +171,7 @@ void compare(Act act, const Case& c, int64_t begin = 0, int64_t end = -1) {
     static char text[200];
     std::snprintf(text, sizeof(text),
                   "dtype %d act %d numel %lld shift %lld in place %d bias %lld/%lld+%lld drop %d element %lld",
-                  int(args.dtype),
-                  int(act), (long long)c.numel, (long long)c.shift, c.in_place, (long long)c.bias_size,
+                  int(args.dtype), int(act), (long long)c.numel, (long long)c.shift, c.in_place, (long long)c.bias_size,
                   (long long)c.bias_inner, (long long)c.bias_shift, c.drop, (long long)i);
     return text;
   };
