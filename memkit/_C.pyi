@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Generator, Tensor
 
 # csrc/bindings.cpp
 
@@ -22,6 +22,42 @@ def activation(
     save: str,
 ) -> Tensor | None:
     """An activation in eager mode; None where the call has to go through torch.ops."""
+
+# csrc/torch/dropout.cpp: in eager mode; None as above.
+
+def dropout(
+    input: Tensor, p: float, training: bool, inplace: bool | str, generator: Generator | None, alpha: bool
+) -> Tensor | None: ...
+def dropout_add(
+    input: Tensor,
+    residual: Tensor,
+    p: float,
+    training: bool,
+    inplace: bool | str,
+    generator: Generator | None,
+) -> Tensor | None: ...
+def bias_dropout_add(
+    input: Tensor,
+    bias: Tensor,
+    residual: Tensor | None,
+    p: float,
+    training: bool,
+    inplace: bool | str,
+    generator: Generator | None,
+    dim: int,
+) -> Tensor | None: ...
+def act_dropout(
+    input: Tensor,
+    act: str,
+    p: float,
+    training: bool,
+    inplace: bool | str,
+    generator: Generator | None,
+    bias: Tensor | None,
+    dim: int,
+    params: list[float] | None,
+    save: str,
+) -> Tensor | None: ...
 
 # csrc/torch/tap.cpp
 
