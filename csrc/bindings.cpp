@@ -3,6 +3,7 @@
 
 #include "cpu/isa.h"
 #include "torch/fast_call.h"
+#include "torch/lean.h"
 #include "torch/named_ops.h"
 #include "torch/planning.h"
 #include "torch/pool_python.h"
@@ -13,6 +14,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("cpu_isa", [] { return memkit::cpu::name(memkit::cpu::isa()); });
   memkit::bind_fast_call(m);
   memkit::bind_dropout(m);
+  memkit::bind_glu(m);
+  memkit::bind_lean(m);
   memkit::bind_tap(m);
   memkit::bind_pool(m);
   memkit::bind_planning(m);

@@ -59,6 +59,18 @@ def act_dropout(
     save: str,
 ) -> Tensor | None: ...
 
+# csrc/torch/glu.cpp
+
+def glu(gate: Tensor, up: Tensor | None, act: str, packing: str) -> Tensor | None: ...
+
+# csrc/torch/lean.cpp
+
+class Recipe:
+    """How to compute a saved tensor again."""
+
+def pack(tensor: Tensor) -> Recipe | None: ...
+def unpack(recipe: Recipe) -> Tensor: ...
+
 # csrc/torch/tap.cpp
 
 class Tap:

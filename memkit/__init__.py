@@ -29,6 +29,7 @@ _PUBLIC = {
     "Plan": "plan",
     "Plans": "plan",
     "SwapReport": "swap",
+    "lean": "_lean",
     "unswap": "swap",
 }
 

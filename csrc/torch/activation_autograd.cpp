@@ -10,6 +10,7 @@
 #include "layout.h"
 #include "spec.h"
 #include "stock.h"
+#include "transforms.h"
 
 namespace memkit {
 namespace ops {
@@ -145,12 +146,16 @@ autograd::variable_list ActivationBackward::backward(autograd::variable_list&& g
   return result;
 }
 
+Tensor ActivationBackward::recompute() {
+  size_t next = 0;
+  const Tensor input = unpack(next++);
+  const OptionalTensor kept_bias = has_bias ? OptionalTensor(unpack(next++)) : std::nullopt;
+  const OptionalTensor seed = has_seed ? OptionalTensor(unpack(next++)) : std::nullopt;
+  const Tensor ordered = has_seed ? restride(input, strides) : input;
+  return ops::activation(ordered, kept_bias, dim, op, params, "auto", std::nullopt, seed, drop);
+}
+
 namespace {
-
-constexpr c10::DispatchKeySet kTransforms({c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::FuncTorchBatched});
-
-// Function transforms and forward-mode derivatives see ATen's operators, whose rules they know.
-bool needs_stock(const Tensor& x) { return x.key_set().has_any(kTransforms) || autograd::isFwGradDefined(x); }
 
 // What is asked of _activation beside its input.
 struct Request {
@@ -171,8 +176,7 @@ struct Request {
   }
 
   bool needs_stock(const Tensor& x) const {
-    const auto any = [](const OptionalTensor& t) { return t && memkit::needs_stock(*t); };
-    return memkit::needs_stock(x) || any(bias) || any(residual);
+    return memkit::needs_stock(x) || memkit::needs_stock(bias) || memkit::needs_stock(residual);
   }
 };
 

@@ -27,10 +27,12 @@ struct ActivationBackward : SavedNode {
   bool has_seed = false;
   bool has_residual = false;
 
+  bool can_rebuild() const override { return !identity && !saved_output && !has_residual; }
   std::string name() const override { return "memkit::" + op + "_backward"; }
 
  protected:
   torch::autograd::variable_list backward(torch::autograd::variable_list&& grads) override;
+  at::Tensor recompute() override;
 };
 
 }  // namespace memkit

@@ -43,7 +43,8 @@ void check_inplace(std::string_view op, const at::Tensor& x, const std::optional
 // Whether the tensor is an ordinary one: no subclass, no function transform, no tracing mode around.
 bool is_plain(const at::Tensor& x);
 
-// Whether nothing but this handle can reach the tensor's memory, so that it may be overwritten.
-bool is_sole_owner(const at::Tensor& x);
+// Whether nothing but this handle can reach the tensor's memory, so that it may be overwritten. idle_handles: how many
+// others are known to be out of everyone's reach.
+bool is_sole_owner(const at::Tensor& x, size_t idle_handles = 0);
 
 }  // namespace memkit

@@ -10,11 +10,11 @@ namespace {
 using at::Tensor;
 
 // A tensor that Python once held keeps its Python object, and that object a handle, for as long as C++ keeps the tensor.
-// 1 where the base of the view x has such an object and no Python code can reach it any more, else 0.
-size_t idle_base_handles(const Tensor& x) {
-  if (!x.is_view() || x._base().use_count() != 2) return 0;
-  const auto object = pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(x._base()));
-  return x._base().use_count() == 2 && object.ref_count() == 2;  // the tensor's own reference and this one
+// 1 where x, of which C++ has one handle beside, has such an object and no Python code can reach it any more, else 0.
+size_t idle_handles(const at::TensorBase& x) {
+  if (x.use_count() != 2) return 0;
+  const auto object = pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(x));
+  return x.use_count() == 2 && object.ref_count() == 2;  // the tensor's own reference and this one
 }
 
 }  // namespace
@@ -47,7 +47,14 @@ bool stands_for_tensor(PyObject* object, std::string_view op, const char* argume
   return true;
 }
 
-bool may_overwrite(const Tensor& x) { return !inplace_blocker_strict(x, idle_base_handles(x)); }
+bool may_overwrite(const Tensor& x) { return !inplace_blocker_strict(x, x.is_view() ? idle_handles(x._base()) : 0); }
+
+bool is_dead(const Tensor& x) {
+  if (is_sole_owner(x)) return true;
+  if (!is_sole_owner(x, 1)) return false;
+  const pybind11::gil_scoped_acquire gil;
+  return idle_handles(x) == 1;
+}
 
 bool resolve_inplace(Inplace inplace, std::string_view op, const Tensor& x) {
   if (inplace == Inplace::automatic) return may_overwrite(x) && !is_recorded_view(x);

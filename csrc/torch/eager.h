@@ -34,6 +34,9 @@ bool is_recorded_view(const at::Tensor& x);
 // Whether reference counts prove that nobody can read what is overwritten; x is the caller's own handle.
 bool may_overwrite(const at::Tensor& x);
 
+// is_sole_owner for a tensor that may have been Python's: its object keeps a handle although no code can reach it.
+bool is_dead(const at::Tensor& x);
+
 // Whether to work in place. Forced: refuses what reference counts show would corrupt a gradient. Automatic: where that is
 // proven safe and autograd does not record x as a view, of whose base it would keep a copy.
 bool resolve_inplace(Inplace inplace, std::string_view op, const at::Tensor& x);

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "../cpu/activation.h"
+#include "../cpu/glu.h"
 
 #ifdef MEMKIT_WITH_CUDA
 #include <c10/cuda/CUDAException.h>
@@ -12,6 +13,7 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include "../cuda/activation.h"
+#include "../cuda/glu.h"
 #endif
 
 namespace memkit {
@@ -22,14 +24,34 @@ constexpr int64_t kUnit = 512;
 // Below this many elements one thread is faster than waking a second (ATen's own grain size).
 constexpr int64_t kGrain = 32768;
 
-void run_on_cpu(Pass pass, const ActivationArgs& args) {
-  const auto kernel = pass == Pass::forward               ? cpu::activation_forward
-                      : pass == Pass::backward_from_input ? cpu::activation_backward_from_input
-                                                          : cpu::activation_backward_from_output;
-  const int64_t units = args.numel / kUnit + (args.numel % kUnit != 0);
+// kernel(begin, end) over all elements, on torch's threads.
+template <class Kernel>
+void on_threads(int64_t numel, const Kernel& kernel) {
+  const int64_t units = numel / kUnit + (numel % kUnit != 0);
   at::parallel_for(0, units, kGrain / kUnit,
-                   [&](int64_t begin, int64_t end) { kernel(args, begin * kUnit, std::min(end * kUnit, args.numel)); });
+                   [&](int64_t begin, int64_t end) { kernel(begin * kUnit, std::min(end * kUnit, numel)); });
 }
+
+#ifdef MEMKIT_WITH_CUDA
+// kernel(stream) on the device's current stream.
+template <class Kernel>
+void on_stream(c10::Device device, const Kernel& kernel) {
+  const c10::cuda::CUDAGuard guard(device);
+  C10_CUDA_CHECK(static_cast<cudaError_t>(kernel(c10::cuda::getCurrentCUDAStream().stream())));
+}
+#else
+template <class Kernel>
+void on_stream(c10::Device device, const Kernel&) {
+  TORCH_CHECK(false, "memkit: expected a CPU tensor, got one on ", device,
+              "; this memkit was built without CUDA: rebuild with MEMKIT_CUDA=1");
+}
+#endif
+
+#ifdef MEMKIT_WITH_CUDA
+#define MEMKIT_ON_STREAM(DEVICE, KERNEL, ARGS) on_stream(DEVICE, [&](auto stream) { return KERNEL(ARGS, stream); })
+#else
+#define MEMKIT_ON_STREAM(DEVICE, KERNEL, ARGS) on_stream(DEVICE, 0)
+#endif
 
 }  // namespace
 
@@ -45,17 +67,27 @@ Dtype dtype_of(const at::Tensor& x) {
 
 void run_activation(Pass pass, const ActivationArgs& args, c10::Device device) {
   if (args.numel == 0) return;
-  if (device.is_cpu()) return run_on_cpu(pass, args);
-#ifdef MEMKIT_WITH_CUDA
-  const c10::cuda::CUDAGuard guard(device);
-  const auto kernel = pass == Pass::forward               ? cuda::activation_forward
-                      : pass == Pass::backward_from_input ? cuda::activation_backward_from_input
-                                                          : cuda::activation_backward_from_output;
-  C10_CUDA_CHECK(static_cast<cudaError_t>(kernel(args, c10::cuda::getCurrentCUDAStream().stream())));
-#else
-  TORCH_CHECK(false, "memkit: expected a CPU tensor, got one on ", device,
-              "; this memkit was built without CUDA: rebuild with MEMKIT_CUDA=1");
-#endif
+  if (device.is_cpu()) {
+    const auto kernel = pass == Pass::forward               ? cpu::activation_forward
+                        : pass == Pass::backward_from_input ? cpu::activation_backward_from_input
+                                                            : cpu::activation_backward_from_output;
+    return on_threads(args.numel, [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+  }
+  switch (pass) {
+    case Pass::forward: return MEMKIT_ON_STREAM(device, cuda::activation_forward, args);
+    case Pass::backward_from_input: return MEMKIT_ON_STREAM(device, cuda::activation_backward_from_input, args);
+    case Pass::backward_from_output: return MEMKIT_ON_STREAM(device, cuda::activation_backward_from_output, args);
+  }
+}
+
+void run_glu(const GluArgs& args, bool backward, c10::Device device) {
+  if (args.rows * args.width == 0) return;
+  if (device.is_cpu()) {
+    const auto kernel = backward ? cpu::glu_backward : cpu::glu_forward;
+    return on_threads(args.rows * args.width, [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+  }
+  if (backward) return MEMKIT_ON_STREAM(device, cuda::glu_backward, args);
+  MEMKIT_ON_STREAM(device, cuda::glu_forward, args);
 }
 
 }  // namespace memkit

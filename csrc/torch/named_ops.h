@@ -17,7 +17,8 @@ at::Tensor cast_for_autocast(const at::Tensor& bias, const at::Tensor& input);
 // An activation's parameters where none are given, as in torch.nn.functional.
 c10::ArrayRef<double> default_params(std::string_view act);
 
-// Adds the eager entries of the dropout operators to the module.
+// Add the eager entries of the families to the module.
 void bind_dropout(pybind11::module_& m);
+void bind_glu(pybind11::module_& m);
 
 }  // namespace memkit

@@ -1,6 +1,7 @@
 // What every autograd node of memkit has: saved tensors that hooks see, released with the graph, under a lock.
 #pragma once
 
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
 #include <string>
@@ -21,15 +22,27 @@ struct SavedNode : torch::autograd::Node {
   // Whether backward needs a result of the operator as it was.
   bool keeps_output() const { return keeps_output_; }
 
+  // Whether the result can be computed again, to the bit, from what is saved; see lean.cpp.
+  virtual bool can_rebuild() const { return false; }
+  at::Tensor rebuild() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    TORCH_CHECK(!released_, torch::autograd::ERR_BACKWARD_TWICE);
+    unpacked_.resize(saved_.size());
+    return recompute();
+  }
+
   torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
     const std::lock_guard<std::mutex> lock(mutex_);
     TORCH_CHECK(!released_, torch::autograd::ERR_BACKWARD_TWICE);
-    return backward(std::move(grads));
+    torch::autograd::variable_list result = backward(std::move(grads));
+    unpacked_.clear();
+    return result;
   }
 
   void release_variables() override {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (torch::autograd::SavedVariable& each : saved_) each.reset_data();
+    unpacked_.clear();
     released_ = true;
   }
 
@@ -37,11 +50,29 @@ struct SavedNode : torch::autograd::Node {
   // One gradient an input edge, undefined where none is asked for or none arrived.
   virtual torch::autograd::variable_list backward(torch::autograd::variable_list&& grads) = 0;
 
+  // The result again; called where can_rebuild, without autograd.
+  virtual at::Tensor recompute() { return {}; }
+
   // What was saved i-th.
-  at::Tensor unpack(size_t i) { return saved_[i].unpack(getptr()); }
+  at::Tensor unpack(size_t i) {
+    if (i >= unpacked_.size()) return saved_[i].unpack(getptr());
+    if (!unpacked_[i].defined()) unpacked_[i] = saved_[i].unpack(getptr());
+    return unpacked_[i];
+  }
+
+  // As unpack; where the graph is not kept, the node lets go of it, so that the result may be its memory's sole owner.
+  at::Tensor take(size_t i) {
+    at::Tensor x = unpack(i);
+    if (torch::autograd::get_current_graph_task_keep_graph()) return x;
+    saved_[i].reset_data();
+    if (i < unpacked_.size()) unpacked_[i].reset();
+    return x;
+  }
 
  private:
   std::vector<torch::autograd::SavedVariable> saved_;
+  // From a rebuild to the backward that follows it: hooks may cost, and a checkpoint's allow one unpacking only.
+  std::vector<at::Tensor> unpacked_;
   bool keeps_output_ = false;
   bool released_ = false;
 };

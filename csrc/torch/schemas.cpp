@@ -54,6 +54,12 @@ TORCH_LIBRARY(memkit, m) {
   MEMKIT_DROPOUT("act_dropout", "str act, ", ", Tensor? bias=None, int dim=-1, float[]? params=None, str save='auto'")
 #undef MEMKIT_DROPOUT
 
+  // act(gate) * up. Without `up`, gate holds both along its last dimension: "gate_up" or "up_gate" halves, or "interleaved".
+  m.def("glu(Tensor gate, Tensor? up=None, str act='silu', str packing='gate_up') -> Tensor");
+  m.def("_glu(Tensor gate, Tensor? up, str act, str packing) -> Tensor");
+  m.def("_glu_backward(Tensor grad, Tensor gate, Tensor? up, str act, str packing) -> (Tensor, Tensor)");
+  m.def("_glu_backward_(Tensor grad, Tensor(a!) gate, Tensor(b!)? up, str act, str packing) -> ()");
+
   // y = residual + drop(act(input + bias)).
 #define MEMKIT_INPUT "Tensor? bias, int dim, str op, float[] params"
 #define MEMKIT_DROP "Tensor? seed=None, float[] drop=[]"

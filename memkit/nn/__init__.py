@@ -20,6 +20,7 @@ from .activation import (
     Tanh,
 )
 from .dropout import AlphaDropout, Dropout, Dropout1d, Dropout2d, Dropout3d, DropPath, FeatureAlphaDropout
+from .glu import GeGLU, ReGLU, SwiGLU
 
 __all__ = [
     "CELU",
@@ -33,17 +34,20 @@ __all__ = [
     "Dropout2d",
     "Dropout3d",
     "FeatureAlphaDropout",
+    "GeGLU",
     "Hardsigmoid",
     "Hardswish",
     "Hardtanh",
     "LeakyReLU",
     "Mish",
     "QuickGELU",
+    "ReGLU",
     "ReLU",
     "ReLU6",
     "ReLUSquared",
     "SiLU",
     "Sigmoid",
     "Softplus",
+    "SwiGLU",
     "Tanh",
 ]

@@ -1,0 +1,104 @@
+// What a thread does with one word of products, without CUDA's runtime: a test plays the threads on the CPU.
+#pragma once
+
+#include "../formulas/glu.h"
+#include "bias.cuh"
+
+namespace memkit::cuda {
+
+// A call as the kernels want it. Where every operand's words are aligned and rows hold whole words, a thread moves 16
+// bytes of each at a time; else one element.
+struct GluCall {
+  GluArgs args;
+  Divisor width;
+  int64_t items = 0;  // words or elements
+  bool wide = false;
+
+  template <class S>
+  static GluCall of(const GluArgs& args) {
+    constexpr int word = sizeof(Word) / sizeof(S);
+    const auto address = [](auto... p) { return (reinterpret_cast<uintptr_t>(p) | ...); };
+    const auto places = address(args.gate, args.up, args.grad, args.out, args.grad_gate, args.grad_up);
+    GluCall call;
+    call.args = args;
+    call.width = Divisor(args.width);
+    // Interleaved operands overlap: a word of each would be half the other's.
+    call.wide = args.step == 1 && places % sizeof(Word) == 0 && args.width % word == 0 && args.row % word == 0;
+    call.items = args.rows * args.width / (call.wide ? word : 1);
+    return call;
+  }
+
+  // Of product i.
+  MEMKIT_FN int64_t place(int64_t i) const {
+    const int64_t row = width.divide(i);
+    return row * args.row + (i - row * width.value) * args.step;
+  }
+};
+
+template <class S, int n, class T>
+MEMKIT_FN void read(const void* x, int64_t at, T (&values)[n]) {
+  const S* source = static_cast<const S*>(x) + at;
+  S raw[n];
+  if constexpr (n == 1) {
+    raw[0] = *source;
+  } else {
+    const Word word = *reinterpret_cast<const Word*>(source);
+    std::memcpy(raw, &word, sizeof(word));
+  }
+  MEMKIT_UNROLL
+  for (int k = 0; k < n; ++k) values[k] = widen(raw[k]);
+}
+
+template <class S, int n, class T>
+MEMKIT_FN void write(const T (&values)[n], void* x, int64_t at) {
+  S* target = static_cast<S*>(x) + at;
+  S raw[n == 1 ? 2 : n];
+  if constexpr (n == 1) {
+    narrow(values[0], T(0), raw);
+    *target = raw[0];
+  } else {
+    MEMKIT_UNROLL
+    for (int k = 0; k < n; k += 2) narrow(values[k], values[k + 1], raw + k);
+    Word word;
+    std::memcpy(&word, raw, sizeof(word));
+    store_word(word, target);
+  }
+}
+
+template <class Op, class S>
+struct GluForward {
+  using T = typename ComputeType<S>::type;
+  template <int n>
+  MEMKIT_FN static void run(const GluCall& call, const Op& op, int64_t item) {
+    const int64_t i = item * n, place = call.place(i);
+    T gate[n], up[n];
+    read<S>(call.args.gate, place, gate);
+    read<S>(call.args.up, place, up);
+    MEMKIT_UNROLL
+    for (int k = 0; k < n; ++k) up[k] = glu_value(op, gate[k], up[k]);
+    write<S>(up, call.args.out, i);
+  }
+};
+
+template <class Op, class S>
+struct GluBackward {
+  using T = typename ComputeType<S>::type;
+  template <int n>
+  MEMKIT_FN static void run(const GluCall& call, const Op& op, int64_t item) {
+    const int64_t i = item * n, place = call.place(i);
+    T gate[n], up[n], grad[n];
+    read<S>(call.args.gate, place, gate);
+    read<S>(call.args.up, place, up);
+    read<S>(call.args.grad, i, grad);
+    MEMKIT_UNROLL
+    for (int k = 0; k < n; ++k) {
+      const GluGradients<T> both = glu_gradients(op, grad[k], gate[k], up[k]);
+      gate[k] = both.gate;
+      up[k] = both.up;
+    }
+    write<S>(gate, call.args.grad_gate, place);
+    write<S>(up, call.args.grad_up, place);
+  }
+};
+
+}  // namespace memkit::cuda

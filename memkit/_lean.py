@@ -1,0 +1,85 @@
+"""`lean`: results of cheap operators are dropped after their consumer's forward and computed again in backward."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.compiler import is_compiling
+
+from . import _C
+
+
+class lean:  # noqa: N801  a context, named as torch.no_grad is
+    """Inside, a tensor that autograd saves is dropped where one of memkit's cheap operators made it from what is kept.
+
+    ``Linear(gelu(Linear(x)))`` keeps both the input of gelu, for its slope, and its output, for the second Linear. Inside
+    ``lean()`` the output goes with its last reference, and backward computes it again, to the bit, when the second
+    Linear asks for it: 2 bytes an element instead of 4 in bfloat16, for one more pass over memory.
+
+    What is rebuilt: results of memkit's activations and of :func:`memkit.functional.act_dropout` that keep their input
+    (``save="input"``, the default out of place of those with a minimum); views of them too. All else is saved as it would
+    be outside, by the saved-tensor hooks around the context if there are any: inside ``torch.autograd.graph.save_on_cpu``
+    or a checkpoint the two work together. Hooks entered inside ``lean()`` take its place, as hooks do. Has no effect in
+    compiled code, where the compiler chooses what to recompute. Under ``no_grad`` nothing is saved anyway.
+
+    A result that is changed in place afterwards is kept. Under autograd's rules for saved tensors all the same: changing
+    the kept input in place raises in backward.
+
+    Example:
+        >>> with memkit.lean():
+        ...     loss = model(batch).square().mean()
+        >>> loss.backward()
+    """
+
+    def __init__(self) -> None:
+        self._entered: list[saved_tensors_hooks | None] = []
+
+    def __enter__(self) -> lean:
+        self._entered.append(None if is_compiling() else self._hooks())
+        hooks = self._entered[-1]
+        if hooks is not None:
+            hooks.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        hooks = self._entered.pop()
+        if hooks is not None:
+            hooks.__exit__(kind, error, trace)
+
+    @staticmethod
+    def _hooks() -> saved_tensors_hooks:
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        keep, give_back = outer or (_Kept, _Kept.tensor)
+
+        def pack(tensor: Tensor) -> Any:
+            return _C.pack(tensor) or keep(tensor)
+
+        def unpack(packed: Any) -> Tensor:
+            return _C.unpack(packed) if type(packed) is _C.Recipe else give_back(packed)
+
+        return saved_tensors_hooks(pack, unpack)
+
+
+class _Kept:
+    """A tensor as autograd keeps it without hooks: raises where it was changed since."""
+
+    __slots__ = ("value", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.value = tensor.detach()  # the tensor itself would hold the graph that holds it
+        self.version = tensor._version
+
+    def tensor(self) -> Tensor:
+        if self.value._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"expected {self.value.dtype} {list(self.value.shape)} at version {self.version}, "
+                f"got version {self.value._version}"
+            )
+        return self.value
