@@ -1,8 +1,7 @@
-#include "glu.h"
-
 #include <cuda_runtime.h>
 
 #include "activation_launch.cuh"
+#include "glu.h"
 #include "glu_pass.cuh"
 
 namespace memkit::cuda {

@@ -30,8 +30,8 @@ Tensor call_glu(const Tensor& gate, const OptionalTensor& up, Text act, Text pac
 }
 std::tuple<Tensor, Tensor> call_backward(const Tensor& grad, const Tensor& gate, const OptionalTensor& up, Text act,
                                          Text packing) {
-  return MEMKIT_CALL("memkit::_glu_backward", std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&,
-                                                                         const OptionalTensor&, Text, Text))(
+  return MEMKIT_CALL("memkit::_glu_backward",
+                     std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const OptionalTensor&, Text, Text))(
       grad, gate, up, act, packing);
 }
 void call_backward_(const Tensor& grad, Tensor& gate, const OptionalTensor& up, Text act, Text packing) {
@@ -133,8 +133,8 @@ struct Operands {
       a.width = a.row / 2;
       a.rows = a.row == 0 ? 0 : gate.numel() / a.row;
     }
-    std::tie(a.gate, a.up) = places(const_cast<void*>(gate.const_data_ptr()),
-                                    up ? const_cast<void*>(up->const_data_ptr()) : nullptr);
+    std::tie(a.gate, a.up) =
+        places(const_cast<void*>(gate.const_data_ptr()), up ? const_cast<void*>(up->const_data_ptr()) : nullptr);
     return a;
   }
 

@@ -9,7 +9,8 @@
 namespace memkit {
 
 inline bool needs_stock(const at::Tensor& x) {
-  constexpr c10::DispatchKeySet transforms({c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::FuncTorchBatched});
+  constexpr c10::DispatchKeySet transforms(
+      {c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::FuncTorchBatched});
   return x.key_set().has_any(transforms) || torch::autograd::isFwGradDefined(x);
 }
 inline bool needs_stock(const std::optional<at::Tensor>& x) { return x && needs_stock(*x); }

@@ -35,7 +35,10 @@ def gated(
     *,
     packing: Packing = "gate_up",
 ) -> Tensor:
-    """act(gate) * up; "identity" is the bilinear unit, "sigmoid" with ``packing="up_gate"`` is ``torch.nn.functional.glu``."""
+    """act(gate) * up; "identity": the bilinear unit.
+
+    "sigmoid" with ``packing="up_gate"`` is ``torch.nn.functional.glu``.
+    """
     if not is_compiling():
         out = _C.glu(gate, up, act, packing)
         if out is not None:
