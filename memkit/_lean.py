@@ -54,8 +54,8 @@ class lean:  # noqa: N801  a context, named as torch.no_grad is
 
     @staticmethod
     def _hooks() -> saved_tensors_hooks:
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        keep, give_back = outer or (_Kept, _Kept.tensor)
+        hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)  # None without
+        keep, give_back = hooks or (_Kept, _Kept.tensor)
 
         def pack(tensor: Tensor) -> Any:
             return _C.pack(tensor) or keep(tensor)
