@@ -20,6 +20,7 @@ from memkit.memory import measure
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 ACTS = [name for name in ACTIVATIONS if name != "gelu"] + ["gelu", "gelu_tanh"]
+JUMPS = ["relu6", "hardtanh", "hardsigmoid", "hardswish"]
 SEED = -0x123456789ABCDEF
 
 
@@ -98,6 +99,10 @@ def test_act_dropout_is_the_composition(act: str, mode: str) -> None:
     bias = torch.randn(3, dtype=torch.float64, requires_grad=True)
     grad = torch.randn(515, 3, dtype=torch.float64)
     keep = {"inplace": True} if mode == "inplace" else {"save": mode}
+    if act in JUMPS and mode != "input":
+        with pytest.raises(ValueError, match="whose scaling blurs where the slope jumps"):
+            M.act_dropout(x * 1, act, 0.4, **keep)
+        return
     for b in (None, bias):
         leaves = (x,) if b is None else (x, b)
         h = x.clone() if mode == "inplace" else x
@@ -109,6 +114,20 @@ def test_act_dropout_is_the_composition(act: str, mode: str) -> None:
             torch.autograd.grad(y, leaves, grad), torch.autograd.grad(wanted, leaves, grad), strict=True
         ):
             torch.testing.assert_close(got, want, rtol=near_minimum, atol=near_minimum)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("act", JUMPS)
+def test_bounds_stay_flat(act: str, dtype: torch.dtype) -> None:
+    """Where the scaled bound rounds: no gradient passes beyond it, whatever the probability."""
+    x = torch.tensor([20.0, 3.0, -20.0] * 50, dtype=dtype, requires_grad=True)
+    stock = ACTIVATIONS[act].stock
+    for p in (0.1, 0.3, 0.37, 0.77):
+        for inplace in (False, "auto"):
+            y = seeded(lambda p=p, inplace=inplace: M.act_dropout(x * 1, act, p, inplace=inplace))
+            wanted = stock(x) * mask((150,), p).to(dtype)
+            slopes = [torch.autograd.grad(each.sum(), x)[0] for each in (y, wanted)]
+            torch.testing.assert_close(*slopes)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -413,8 +432,36 @@ def test_modules_are_their_twins(name: str) -> None:
         getattr(memkit.nn, name)(1.5)
 
 
+def test_automatic_falls_back() -> None:
+    x = torch.randn(6)
+    for kwargs in ({"save": "input"}, {"act": "leaky_relu", "params": [-0.1]}, {"act": "relu6"}):
+        leaf = x.clone().requires_grad_()
+        y = seeded(lambda leaf=leaf, kwargs=kwargs: M.act_dropout(leaf * 1, p=0.5, inplace="auto", **kwargs))
+        wanted = seeded(lambda leaf=leaf, kwargs=kwargs: M.act_dropout(leaf * 1, p=0.5, **kwargs))
+        assert torch.equal(y, wanted)
+
+
 def test_bad_input() -> None:
     x = torch.randn(4, 6)
+    state = torch.get_rng_state()
+    for args, kwargs, message in (
+        ((0.5, 1), {}, "dropout: expected a bool, got int"),
+        ((0.5, np.True_), {}, "dropout: expected a bool, got numpy.bool"),
+        (("x",), {}, "dropout: expected a number, got str"),
+        ((0.5,), {"generator": 42}, "dropout: expected a torch.Generator or None, got int"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            M.dropout(x, *args, **kwargs)
+    with pytest.raises(ValueError, match="drop_path: expected inplace"):
+        M.drop_path(x, 0.5, inplace="yes")
+    for function in (M.dropout_add, lambda x, y, **kw: M.bias_dropout_add(x, x[0], y, **kw)):
+        with pytest.raises(
+            RuntimeError, match="dropout_add: expected, in place, a residual in memory of its own"
+        ):
+            function(x, x.view(4, 6), inplace=True)
+    with pytest.raises(RuntimeError, match="dropout_add: expected a dense"):
+        M.dropout_add(x, x.to_sparse())
+    assert torch.equal(state, torch.get_rng_state())
     for p in (-0.1, 1.1, math.nan):
         for function in (M.dropout, M.dropout1d, M.drop_path, M.act_dropout):
             with pytest.raises(ValueError, match="expected a probability p in"):

@@ -216,7 +216,7 @@ auto new_node(const Tensor& x, const Request& r, Save save) {
 Tensor activation(const Tensor& x, const OptionalTensor& bias, int64_t dim, c10::string_view op, Params params,
                   c10::string_view save_name, const OptionalTensor& residual, const OptionalTensor& seed, Params drop) {
   const Request request(bias, dim, op, params, residual, seed, drop);
-  const Save save = resolve_save(request.spec, save_name, false);
+  const Save save = resolve_save(request.spec, save_name, false, seed.has_value());
   check_arguments(request.spec.name, x, bias, dim);
   if (request.needs_stock(x)) return by_stock(x, request);
   if (!autograd::compute_requires_grad(x, bias, residual)) {
@@ -249,7 +249,7 @@ Tensor& activation_(Tensor& x, const OptionalTensor& bias, int64_t dim, c10::str
                     c10::string_view save_name, const OptionalTensor& residual, const OptionalTensor& seed,
                     Params drop) {
   const Request request(bias, dim, op, params, residual, seed, drop);
-  const Save save = resolve_save(request.spec, save_name, true);
+  const Save save = resolve_save(request.spec, save_name, true, seed.has_value());
   check_arguments(request.spec.name, x, bias, dim);
   check_inplace(request.spec.name, x, inplace_blocker(x));
   if (request.needs_stock(x)) return by_stock_(x, request);

@@ -82,7 +82,7 @@ Tensor empty_bits(const Tensor& x) { return at::empty_symint({sym_bit_bytes(x)},
 Tensor activation(const Tensor& input, const OptionalTensor& bias, int64_t dim, c10::string_view op, Params params,
                   c10::string_view save, const OptionalTensor& residual, const OptionalTensor& seed, Params drop) {
   const ActivationSpec spec(op, params);
-  resolve_save(spec, save, false);
+  resolve_save(spec, save, false, seed.has_value());
   check_arguments(spec.name, input, bias, dim);
   check_residual(input, residual);
   const Drop dropout = drop_of(spec, input, seed, drop);
@@ -122,7 +122,7 @@ void check_overwriting(const ActivationSpec& spec, const Tensor& input, const Op
 Tensor& activation_(Tensor& input, const OptionalTensor& bias, int64_t dim, c10::string_view op, Params params,
                     c10::string_view save, const OptionalTensor& residual, const OptionalTensor& seed, Params drop) {
   const ActivationSpec spec(op, params);
-  resolve_save(spec, save, true);
+  resolve_save(spec, save, true, seed.has_value());
   check_overwriting(spec, input, bias, dim, residual);
   const Drop dropout = drop_of(spec, input, seed, drop);
   const Tensor x = flat(input, bias.has_value(), dim);

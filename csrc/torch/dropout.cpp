@@ -10,6 +10,7 @@
 #include "checks.h"
 #include "eager.h"
 #include "named_ops.h"
+#include "spec.h"
 
 namespace memkit {
 namespace {
@@ -48,6 +49,10 @@ struct Dropout {
   void check(const Tensor& input) const {
     TORCH_CHECK_VALUE(p >= 0 && p <= 1, name, ": expected a probability p in [0, 1], got ", p);
     check_arguments(name, input, bias, dim);
+    if (!residual) return;
+    check_float_tensor(name, *residual);
+    TORCH_CHECK(residual->device() == input.device(), name, ": expected input and residual on one device, got ",
+                input.device(), " and ", residual->device());
   }
 
   bool drops(const Tensor& input) const { return training && p > 0 && input.sym_numel() != 0; }
@@ -82,6 +87,8 @@ struct Dropout {
     TORCH_CHECK_VALUE(!adds_apart(input), name, ": expected, in place, a residual of the input's shape and dtype, ",
                       describe(input), ", got ", describe(*residual));
     check_inplace(name, input, inplace_blocker(input));
+    TORCH_CHECK(!residual || !residual->has_storage() || !residual->is_alias_of(input), name,
+                ": expected, in place, a residual in memory of its own, got one that shares the input's storage");
     const std::array<double, 4> drop = parameters();
     if (!drops(input)) return ops::activation_(input, bias, dim, act, params, save, residual);
     return ops::activation_(input, bias, dim, act, params, save, residual, draw_seed(input, generator), drop);
@@ -94,15 +101,20 @@ struct Dropout {
   }
 
   // For Python: overwrites the input where that is asked for and safe.
-  Tensor run(const Tensor& input, Inplace inplace) const {
-    bool overwrite = false;
+  Tensor run(const Tensor& input, Inplace inplace) {
+    eager::Way way = eager::Way::fresh;
     if (inplace != Inplace::never) {
       check(input);
-      overwrite = !does_nothing(input) && !(inplace == Inplace::automatic && adds_apart(input)) &&
-                  eager::resolve_inplace(inplace, name, input);
+      const ActivationSpec spec(act, params);
+      const bool elementwise = spec.act == Act::identity;
+      const bool possible = !does_nothing(input) && !adds_apart(input) &&
+                            (elementwise || (save != "input" && spec.invertible(drops(input))));
+      if (inplace == Inplace::automatic || !does_nothing(input))
+        way = eager::resolve_inplace(inplace, name, input, possible);
+      if (way == eager::Way::fresh_keeping_output && !elementwise) save = "output";
     }
     const pybind11::gil_scoped_release no_gil;
-    if (!overwrite) return run(input);
+    if (way != eager::Way::overwrite) return run(input);
     Tensor self = input;
     return run_(self);
   }

@@ -17,6 +17,13 @@ size_t idle_handles(const at::TensorBase& x) {
   return x.use_count() == 2 && object.ref_count() == 2;  // the tensor's own reference and this one
 }
 
+// Whether autograd records that x is a view, and what is done to it.
+bool is_recorded_view(const Tensor& x) {
+  if (!at::GradMode::is_enabled() || !x.requires_grad()) return false;
+  const auto* view = torch::autograd::impl::get_view_autograd_meta(x);
+  return view && view->has_bw_view();
+}
+
 }  // namespace
 
 std::string_view text(PyObject* object) {
@@ -34,10 +41,9 @@ Inplace inplace_of(PyObject* object, std::string_view op) {
   return Inplace::automatic;
 }
 
-bool is_recorded_view(const Tensor& x) {
-  if (!at::GradMode::is_enabled() || !x.requires_grad()) return false;
-  const auto* view = torch::autograd::impl::get_view_autograd_meta(x);
-  return view && view->has_bw_view();
+std::string taken(PyObject* object) {
+  PyErr_Clear();
+  return Py_TYPE(object)->tp_name;
 }
 
 bool stands_for_tensor(PyObject* object, std::string_view op, const char* argument) {
@@ -47,8 +53,6 @@ bool stands_for_tensor(PyObject* object, std::string_view op, const char* argume
   return true;
 }
 
-bool may_overwrite(const Tensor& x) { return !inplace_blocker_strict(x, x.is_view() ? idle_handles(x._base()) : 0); }
-
 bool is_dead(const Tensor& x) {
   if (is_sole_owner(x)) return true;
   if (!is_sole_owner(x, 1)) return false;
@@ -56,10 +60,14 @@ bool is_dead(const Tensor& x) {
   return idle_handles(x) == 1;
 }
 
-bool resolve_inplace(Inplace inplace, std::string_view op, const Tensor& x) {
-  if (inplace == Inplace::automatic) return may_overwrite(x) && !is_recorded_view(x);
-  if (inplace == Inplace::forced) check_inplace(op, x, saver_blocker(x));
-  return inplace == Inplace::forced;
+Way resolve_inplace(Inplace inplace, std::string_view op, const Tensor& x, bool possible) {
+  if (inplace == Inplace::forced) {
+    check_inplace(op, x, saver_blocker(x));
+    return Way::overwrite;
+  }
+  if (inplace == Inplace::never || !possible) return Way::fresh;
+  if (inplace_blocker_strict(x, x.is_view() ? idle_handles(x._base()) : 0)) return Way::fresh;
+  return is_recorded_view(x) ? Way::fresh_keeping_output : Way::overwrite;
 }
 
 }  // namespace memkit::eager

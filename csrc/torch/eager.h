@@ -11,6 +11,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <optional>
+#include <string>
 #include <string_view>
 #include <tuple>
 #include <utility>
@@ -23,23 +24,25 @@ namespace eager {
 
 std::string_view text(PyObject* object);
 
+// The object's type, in the place of Python's own error.
+std::string taken(PyObject* object);
+
 // Whether the object is no tensor but takes tensors' functions over, as torch.fx.Proxy does. Raises for anything else.
 bool stands_for_tensor(PyObject* object, std::string_view op, const char* argument);
 
 Inplace inplace_of(PyObject* object, std::string_view op);
 
-// Whether autograd records that x is a view, and what is done to it.
-bool is_recorded_view(const at::Tensor& x);
-
-// Whether reference counts prove that nobody can read what is overwritten; x is the caller's own handle.
-bool may_overwrite(const at::Tensor& x);
-
 // is_sole_owner for a tensor that may have been Python's: its object keeps a handle although no code can reach it.
 bool is_dead(const at::Tensor& x);
 
-// Whether to work in place. Forced: refuses what reference counts show would corrupt a gradient. Automatic: where that is
-// proven safe and autograd does not record x as a view, of whose base it would keep a copy.
-bool resolve_inplace(Inplace inplace, std::string_view op, const at::Tensor& x);
+// Where a result goes. Out of place keeping the output: in place autograd would record a copy into the base of a view, whose
+// backward takes two more tensors of its size; this way a layer's result is as short-lived as in place (Linear makes such
+// views).
+enum class Way { fresh, fresh_keeping_output, overwrite };
+
+// x is the caller's own handle. Forced: refuses what reference counts show would corrupt a gradient. Automatic: overwrites
+// where that is `possible` and reference counts prove that nobody can read what is overwritten.
+Way resolve_inplace(Inplace inplace, std::string_view op, const at::Tensor& x, bool possible = true);
 
 // An argument of an entry: `listens` where a tensor subclass wants the call for itself.
 template <class T>
@@ -59,12 +62,23 @@ struct Argument {
     } else if constexpr (std::is_same_v<T, std::optional<at::Tensor>>) {
       return object == Py_None ? T() : T(THPVariable_Unpack(object));
     } else if constexpr (std::is_same_v<T, bool>) {
+      TORCH_CHECK_TYPE(PyBool_Check(object), op, ": expected a bool, got ", Py_TYPE(object)->tp_name);
       return object == Py_True;
+    } else if constexpr (std::is_same_v<T, double>) {
+      const double value = PyFloat_AsDouble(object);
+      TORCH_CHECK_TYPE(value != -1 || !PyErr_Occurred(), op, ": expected a number, got ", taken(object));
+      return value;
+    } else if constexpr (std::is_same_v<T, int64_t>) {
+      const int64_t value = PyLong_AsLongLong(object);
+      TORCH_CHECK_TYPE(value != -1 || !PyErr_Occurred(), op, ": expected an int, got ", taken(object));
+      return value;
     } else if constexpr (std::is_same_v<T, std::string_view>) {
       return text(object);
     } else if constexpr (std::is_same_v<T, Inplace>) {
       return inplace_of(object, op);
     } else if constexpr (std::is_same_v<T, std::optional<at::Generator>>) {
+      TORCH_CHECK_TYPE(object == Py_None || THPGenerator_Check(object), op,
+                       ": expected a torch.Generator or None, got ", Py_TYPE(object)->tp_name);
       return object == Py_None ? T() : T(reinterpret_cast<THPGenerator*>(object)->cdata);
     } else {
       return pybind11::cast<T>(pybind11::handle(object));

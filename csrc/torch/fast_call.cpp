@@ -34,21 +34,15 @@ PyObject* activation(PyObject*, PyObject* const* args, Py_ssize_t count) {
     params.push_back(PyFloat_AsDouble(PyTuple_GET_ITEM(args[4], i)));
     if (PyErr_Occurred()) throw python_error();
   }
-  Inplace inplace = inplace_of(args[5], op);
-  if (inplace != Inplace::never) check_arguments(op, input, bias, dim);  // a sparse tensor has no strides to look at
-  if (inplace == Inplace::automatic) {
-    const bool possible = save != "input" && ActivationSpec(op, params).invertible() && may_overwrite(input);
-    inplace = possible ? Inplace::forced : Inplace::never;
-    // Autograd would record a copy into the base, whose backward takes two more tensors of its size and time for both.
-    // Out of place, keeping the output, the layer's result is as short-lived as in place (Linear makes such views).
-    if (possible && is_recorded_view(input)) {
-      inplace = Inplace::never;
-      save = "output";
-    }
-  } else if (inplace == Inplace::forced) {
-    check_inplace(op, input, saver_blocker(input));
+  const Inplace inplace = inplace_of(args[5], op);
+  Way way = Way::fresh;
+  if (inplace != Inplace::never) {
+    check_arguments(op, input, bias, dim);  // a sparse tensor has no strides to look at
+    const bool possible = inplace == Inplace::automatic && save != "input" && ActivationSpec(op, params).invertible();
+    way = resolve_inplace(inplace, op, input, possible);
   }
-  if (inplace == Inplace::forced) {
+  if (way == Way::fresh_keeping_output) save = "output";
+  if (way == Way::overwrite) {
     Tensor self = input;
     {
       const pybind11::gil_scoped_release no_gil;

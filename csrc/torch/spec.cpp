@@ -70,7 +70,7 @@ ActParams parameters(const Known& known, c10::ArrayRef<double> given) {
 
 ActivationSpec::ActivationSpec(std::string_view name_, c10::ArrayRef<double> given) {
   const Known& known = find(name_);
-  name = known.name;
+  name = known.act == Act::identity ? "dropout" : known.name;
   act = known.act;
   params = parameters(known, given);
 }
@@ -88,7 +88,8 @@ ActParams ActivationSpec::params_of_output(at::ScalarType dtype) const {
   return {stored(params.a), stored(params.b), params.c};
 }
 
-bool ActivationSpec::invertible() const {
+bool ActivationSpec::invertible(bool dropped) const {
+  if (dropped && (act == Act::hardtanh || act == Act::hardsigmoid || act == Act::hardswish)) return false;
   switch (act) {
     case Act::leaky_relu: return params.a >= 0;
     case Act::elu: return params.a >= 0 && params.b > 0 && params.c > 0;
@@ -105,12 +106,18 @@ std::string_view gelu_name(std::string_view approximate) {
   return approximate == "none" ? "gelu" : "gelu_tanh";
 }
 
-Save resolve_save(const ActivationSpec& spec, std::string_view save, bool inplace) {
+Save resolve_save(const ActivationSpec& spec, std::string_view save, bool inplace, bool dropped) {
   TORCH_CHECK_VALUE(save == "auto" || save == "input" || save == "output", spec.name,
                     ": expected save 'auto', 'input' or 'output', got '", save, "'");
   TORCH_CHECK_VALUE(!(inplace && save == "input"), spec.name,
                     ": expected save 'auto' or 'output' in place, got 'input', which is overwritten");
-  const bool output = save == "output" || (save == "auto" && (inplace || (!spec.has_branch() && spec.invertible())));
+  const bool output =
+      save == "output" || (save == "auto" && (inplace || (!spec.has_branch() && spec.invertible(dropped))));
+  TORCH_CHECK_VALUE(
+      !output || !dropped || spec.invertible(true) || !spec.invertible(), spec.name,
+      ": expected save 'auto' or 'input', out of place, beside dropout, whose scaling blurs where the slope "
+      "jumps, got '",
+      save, inplace ? "' in place" : "'");
   TORCH_CHECK_VALUE(!output || spec.invertible(), spec.name,
                     ": expected parameters with one slope for each output (negative_slope >= 0, alpha >= 0, beta > 0, "
                     "threshold >= 20) "

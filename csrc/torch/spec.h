@@ -21,8 +21,9 @@ struct ActivationSpec {
   bool has_branch() const { return act >= Act::gelu; }
   // As an output of this dtype shows them: hardtanh's bounds as they are stored.
   ActParams params_of_output(at::ScalarType dtype) const;
-  // Whether the slope is a function of the output (and the branch) at these parameters.
-  bool invertible() const;
+  // Whether the slope is a function of the output (and the branch) at these parameters. `dropped`: of the output that
+  // dropout scaled, whose rounding blurs where the slope jumps at an output other than 0.
+  bool invertible(bool dropped = false) const;
 };
 
 // "gelu" or "gelu_tanh".
@@ -31,6 +32,6 @@ std::string_view gelu_name(std::string_view approximate);
 enum class Save { input, output };
 
 // What `save` means for this call.
-Save resolve_save(const ActivationSpec& spec, std::string_view save, bool inplace);
+Save resolve_save(const ActivationSpec& spec, std::string_view save, bool inplace, bool dropped = false);
 
 }  // namespace memkit

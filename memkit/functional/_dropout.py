@@ -159,7 +159,8 @@ def act_dropout(
 
     ``act``, ``params`` and ``dim`` as in :func:`bias_act`; ``save`` as in the activations: "output" keeps the dropped
     output, which the next layer keeps anyway, and one bit an element where the function has a minimum. A dropped element
-    has no gradient, a kept one the slope at output * (1 - p).
+    has no gradient, a kept one the slope at output * (1 - p). relu6, hardtanh, hardsigmoid and hardswish, whose slope
+    jumps at an output that this scaling blurs, keep their input ("auto") and are refused in place.
     """
     if not is_compiling():
         given = None if params is None else [float(each) for each in params]
@@ -260,6 +261,8 @@ def _drop_features(
 ) -> Tensor:
     if not 0 <= p <= 1:
         raise ValueError(f"{name}: expected a probability p in [0, 1], got {p}")
+    if inplace not in (True, False, "auto"):
+        raise ValueError(f"{name}: expected inplace True, False or 'auto', got {inplace!r}")
     if not training or p == 0 or input.numel() == 0:
         return input
 
