@@ -11,6 +11,7 @@ PYBIND11_MODULE(_C, m) {
   m.doc() = "memkit's compiled core; use memkit.functional, memkit.nn, memkit.memory";
   m.def("cpu_isa", [] { return memkit::cpu::name(memkit::cpu::isa()); });
   memkit::bind_fast_call(m);
+  memkit::bind_losses(m);
   memkit::bind_tap(m);
   memkit::bind_pool(m);
   memkit::bind_planning(m);

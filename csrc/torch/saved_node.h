@@ -1,6 +1,7 @@
 // What every autograd node of memkit has: saved tensors that hooks see, released with the graph, under a lock.
 #pragma once
 
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
 #include <string>
@@ -39,6 +40,13 @@ struct SavedNode : torch::autograd::Node {
 
   // What was saved i-th.
   at::Tensor unpack(size_t i) { return saved_[i].unpack(getptr()); }
+
+  // As unpack; where the graph is not kept, the node lets go of it, so that the result may be its memory's sole owner.
+  at::Tensor take(size_t i) {
+    at::Tensor x = unpack(i);
+    if (!torch::autograd::get_current_graph_task_keep_graph()) saved_[i].reset_data();
+    return x;
+  }
 
  private:
   std::vector<torch::autograd::SavedVariable> saved_;

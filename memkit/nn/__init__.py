@@ -1,4 +1,4 @@
-"""Activation modules: each is its ``torch.nn`` twin, with the same arguments and state, over :mod:`memkit.functional`."""
+"""Modules: each is its ``torch.nn`` twin, with the same arguments and state, over :mod:`memkit.functional`."""
 
 from .activation import (
     CELU,
@@ -19,16 +19,19 @@ from .activation import (
     Softplus,
     Tanh,
 )
+from .loss import CrossEntropyLoss, LinearCrossEntropyLoss
 
 __all__ = [
     "CELU",
     "ELU",
     "GELU",
     "SELU",
+    "CrossEntropyLoss",
     "Hardsigmoid",
     "Hardswish",
     "Hardtanh",
     "LeakyReLU",
+    "LinearCrossEntropyLoss",
     "Mish",
     "QuickGELU",
     "ReLU",
