@@ -111,7 +111,7 @@ struct Chunks {
     const Tensor scratch = at::empty({std::min(step, rows), classes}, x.options()), transposed = weight.t();
     std::optional<WeightGradient> grad_weight;
     if (wanted[1]) grad_weight.emplace(linear_weight, x.scalar_type(), (rows + step - 1) / step);
-    Tensor grad_input = at::empty({0}, input.options()), grad_bias = grad_input;
+    Tensor grad_input = at::empty({0}, input.options()), grad_bias = at::empty({0}, input.options());
     if (wanted[0]) grad_input = at::empty_like(input, at::MemoryFormat::Contiguous);
     if (wanted[2]) grad_bias = at::zeros({classes}, x.options().dtype(wide_dtype(x.scalar_type())));
     for (int64_t first = 0; first < rows; first += step) {
@@ -268,7 +268,7 @@ struct LinearCrossEntropyBackward : SavedNode {
     }
     const Tensor factor = factor_of(grad);
     for (int i = 0; i < 3; ++i)
-      if (wanted[i]) result[i] = factor.defined() ? times(take(i), factor) : take(i);
+      if (wanted[i]) result[i] = times(take(i), factor);
     return result;
   }
 
@@ -295,7 +295,9 @@ struct LinearCrossEntropyBackward : SavedNode {
     return readable && grad.item<double>() == 1 ? Tensor() : grad;
   }
 
+  // Never the node's own tensor while the graph is kept: whoever gets it may write to it.
   static Tensor times(Tensor kept, const Tensor& factor) {
+    if (!factor.defined()) return autograd::get_current_graph_task_keep_graph() ? kept.clone() : kept;
     return is_sole_owner(kept) ? kept.mul_(factor) : kept * factor;
   }
 };

@@ -201,7 +201,7 @@ void run_loss(LossPass pass, const LossArgs& args, c10::Device device) {
 
 Tensor reduce_loss(const Tensor& losses, const Tensor& total, int64_t reduction, at::ScalarType dtype) {
   if (reduction == at::Reduction::None) return losses.to(dtype);
-  const Tensor sum = losses.sum();
+  const Tensor sum = losses.sum(at::kDouble);  // or the sum's rounding would outweigh that of the rows
   return (reduction == at::Reduction::Mean ? sum.div(total) : sum).to(dtype);
 }
 
