@@ -90,7 +90,7 @@ def assert_as_good(mine: Tensor, theirs: Tensor, want: Tensor, name: str = "") -
     torch.testing.assert_close(mine.double()[odd], want[odd], equal_nan=True)
     assert mine[finite].isfinite().all(), name
     if not finite.any():
-        return
+        return None
     if mine.dtype == torch.float64:  # the truth is as good as stock
         return torch.testing.assert_close(
             mine[finite], want[finite], rtol=1e-12, atol=1e-14 * want[finite].abs().max().item()
