@@ -3,9 +3,9 @@
     python benchmarks/bench_loss.py --quick
     python benchmarks/bench_loss.py --json            # benchmarks/results/loss-cpu.json
 
-`linear`: hidden states [2048, 512] to classes, loss and gradients of both, in turns; memory is the most bytes alive at a time
-above the start, by memkit.memory. The bar: beside the gradients at most 5% of what the layer and the loss apart take, at no
-more than their time. `cross_entropy`: logits made by another op, loss alone and with backward. Ratios are medians of each
+`linear`: hidden states [2048, 512] to classes, loss and gradients of both, in turns; memory is the most bytes alive at
+a time above the start, by memkit.memory. The bar: beside the gradients at most 5% of what the layer and the loss apart
+take, at no more than their time. `cross_entropy`: logits made by another op, loss alone and with backward. Ratios are medians of each
 round's own ratio to stock eager. PyTorch's chunked form runs last and least often: in bfloat16 on a CPU it takes ten times
 as long as the rest.
 """
@@ -242,7 +242,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--parts", default="linear,cross_entropy")
     parser.add_argument("--classes", default=",".join(map(str, CLASSES)), help="of the linear part")
     parser.add_argument("--rounds", type=int, default=5, help="of stock and memkit in the linear part")
-    parser.add_argument("--others", type=int, default=1, help="rounds of stock compiled and PyTorch's chunked form, at the fewest classes")
+    parser.add_argument("--others", type=int, default=1, help="rounds of the slow contenders, at the fewest classes")
     parser.add_argument("--quick", action="store_true", help="few sizes, few rounds, no others")
     parser.add_argument("--json", nargs="?", const="", metavar="FILE", help="default: results/loss-DEVICE.json")
     parser.add_argument("--add", action="store_true", help="keep the file's cases that this run does not measure")

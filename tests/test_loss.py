@@ -1,4 +1,4 @@
-"""cross_entropy: values and gradients against float64 and stock, shapes, dtypes, edges, derivatives, errors, what is saved."""
+"""cross_entropy: values and gradients against float64 and stock, shapes, edges, derivatives, errors, what is saved."""
 
 from __future__ import annotations
 
@@ -218,8 +218,8 @@ def test_inplace_gives_the_same_gradient() -> None:
         leaf.grad = None
         h = leaf + one
         address = h.data_ptr()
-        h.register_hook(lambda g: seen.append(g.data_ptr()))
         seen: list[int] = []
+        h.register_hook(lambda g, seen=seen: seen.append(g.data_ptr()))
         loss = M.cross_entropy(h, target, inplace=inplace) * 3
         del h
         loss.backward()
@@ -272,7 +272,7 @@ def test_inplace_refused() -> None:
     leaf, one, target = made()
     with pytest.raises(RuntimeError, match="a leaf that requires grad"):
         M.cross_entropy(leaf, target, inplace=True)
-    with pytest.raises(RuntimeError, match="SigmoidBackward.*which keeps it"):
+    with pytest.raises(RuntimeError, match=r"SigmoidBackward.*which keeps it"):
         M.cross_entropy(leaf.sigmoid(), target, inplace=True)
     h = leaf + one
     other = h.square().mean()
