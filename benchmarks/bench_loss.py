@@ -5,9 +5,9 @@
 
 `linear`: hidden states [2048, 512] to classes, loss and gradients of both, in turns; memory is the most bytes alive at
 a time above the start, by memkit.memory. The bar: beside the gradients at most 5% of what the layer and the loss apart
-take, at no more than their time. `cross_entropy`: logits made by another op, loss alone and with backward. Ratios are medians of each
-round's own ratio to stock eager. PyTorch's chunked form runs last and least often: in bfloat16 on a CPU it takes ten times
-as long as the rest.
+take, at no more than their time. `cross_entropy`: logits made by another op, loss alone and with backward. Ratios are
+medians of each round's own ratio to stock eager. PyTorch's chunked form runs last and least often: in bfloat16 on a CPU
+it takes ten times as long as the rest.
 """
 
 from __future__ import annotations
@@ -186,7 +186,14 @@ def slower(result: dict[str, Any]) -> list[str]:
 
 def tables(result: dict[str, Any]) -> str:
     names = ("compiled", "chunked", "memkit")
-    columns = ["linear", "classes", "stock s", *(LABELS[n] for n in names), "stock MiB", *(LABELS[n] for n in names)]
+    columns = [
+        "linear",
+        "classes",
+        "stock s",
+        *(LABELS[n] for n in names),
+        "stock MiB",
+        *(LABELS[n] for n in names),
+    ]
     columns += ["gradients", "beside"]
     body = []
     for case in result["linear"]:
@@ -199,8 +206,15 @@ def tables(result: dict[str, Any]) -> str:
     columns = ["cross_entropy", "logits", "mode", "stock µs", "memkit", "memkit in place"]
     body = []
     for case in result["cross_entropy"]:
-        row = [case["dtype"], "×".join(map(str, case["shape"])), case["mode"], f"{case['seconds']['stock'] * 1e6:.1f}"]
-        body.append(row + [f"{case['ratio'][n]:.2f}×" if n in case["ratio"] else "" for n in ("memkit", "auto")])
+        row = [
+            case["dtype"],
+            "×".join(map(str, case["shape"])),
+            case["mode"],
+            f"{case['seconds']['stock'] * 1e6:.1f}",
+        ]
+        body.append(
+            row + [f"{case['ratio'][n]:.2f}×" if n in case["ratio"] else "" for n in ("memkit", "auto")]
+        )
     return first + "\n\n" + text_table(columns, body)
 
 
@@ -209,9 +223,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     result |= {"linear": [], "cross_entropy": []}
     if "linear" in args.parts:
         result["linear"] = [
-            linear_case(
-                dtype, classes, args.device, args.rounds, args.others if classes == CLASSES[0] else 0
-            )
+            linear_case(dtype, classes, args.device, args.rounds, args.others if classes == CLASSES[0] else 0)
             for dtype in args.dtypes
             for classes in args.classes
         ]
@@ -242,10 +254,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--parts", default="linear,cross_entropy")
     parser.add_argument("--classes", default=",".join(map(str, CLASSES)), help="of the linear part")
     parser.add_argument("--rounds", type=int, default=5, help="of stock and memkit in the linear part")
-    parser.add_argument("--others", type=int, default=1, help="rounds of the slow contenders, at the fewest classes")
+    parser.add_argument(
+        "--others", type=int, default=1, help="rounds of the slow contenders, at the fewest classes"
+    )
     parser.add_argument("--quick", action="store_true", help="few sizes, few rounds, no others")
-    parser.add_argument("--json", nargs="?", const="", metavar="FILE", help="default: results/loss-DEVICE.json")
-    parser.add_argument("--add", action="store_true", help="keep the file's cases that this run does not measure")
+    parser.add_argument(
+        "--json", nargs="?", const="", metavar="FILE", help="default: results/loss-DEVICE.json"
+    )
+    parser.add_argument(
+        "--add", action="store_true", help="keep the file's cases that this run does not measure"
+    )
     args = parser.parse_args(argv)
     args.dtypes, args.parts = args.dtypes.split(","), args.parts.split(",")
     args.classes = [int(each) for each in args.classes.split(",")]
@@ -257,7 +275,9 @@ def main(argv: list[str] | None = None) -> int:
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     result = run(args)
     print(tables(result), origin(result), sep="\n\n")
-    print(f"\nslower than stock by more than {SLOWER - 1:.0%}, or short of the bar: {len(result['slower']) or 'nowhere'}")
+    print(
+        f"\nslower than stock by more than {SLOWER - 1:.0%}, or short of the bar: {len(result['slower']) or 'nowhere'}"
+    )
     for line in result["slower"]:
         print(f"  {line}")
     if args.json is not None:

@@ -52,9 +52,7 @@ def test_linear_cross_entropy(variant: str, dtype: torch.dtype, reduction: str) 
     mine = gradients(lambda x, w: M.linear_cross_entropy(x, w, target.cuda(), **more), x, w)
     theirs = gradients(lambda x, w: stock_linear(x, w, target.cuda(), **more), x, w)
     exact = on_gpu(wide) | {"reduction": reduction}
-    want = gradients(
-        lambda x, w: stock_linear(x, w, wide_target.cuda(), **exact), x.double(), w.double()
-    )
+    want = gradients(lambda x, w: stock_linear(x, w, wide_target.cuda(), **exact), x.double(), w.double())
     for three in zip(mine, theirs, want, strict=True):
         assert_as_good(*three)
 

@@ -70,9 +70,7 @@ def test_small_gradients_survive_float16() -> None:
     n, classes, scale = 2048, 512, 2.0**14
     x, w, _ = tensors(torch.float16, n, 16, classes)
     target = target_of((n, classes))
-    mine = gradients(
-        lambda x, w: M.linear_cross_entropy(x, w, target).float() * scale, x, w
-    )
+    mine = gradients(lambda x, w: M.linear_cross_entropy(x, w, target).float() * scale, x, w)
     want = gradients(lambda x, w: stock_linear(x, w, target) * scale, x.double(), w.double())
     for a, b in zip(mine[1:], want[1:], strict=True):
         assert (a.double() - b).abs().max() <= 4e-3 * b.abs().max()
@@ -299,9 +297,7 @@ def test_module() -> None:
     twin.load_state_dict(mine.state_dict())
     x, target = tensors(torch.float32)[0], target_of((N, C))
     torch.testing.assert_close(mine(x, target), stock(twin(x), target, z_loss=0.1, softcap=5.0))
-    torch.testing.assert_close(
-        M.cross_entropy(mine.logits(x), target, z_loss=0.1), mine(x, target)
-    )
+    torch.testing.assert_close(M.cross_entropy(mine.logits(x), target, z_loss=0.1), mine(x, target))
     torch.manual_seed(0)
     first = memkit.nn.LinearCrossEntropyLoss(D, C, class_weight=torch.rand(C)).weight
     torch.manual_seed(0)
@@ -352,7 +348,9 @@ def test_compile(which: str, reduction: str) -> None:
             return M.linear_cross_entropy(
                 x * 2, w, target, linear_bias=b, reduction=reduction, z_loss=0.1, label_smoothing=0.1
             )
-        return M.cross_entropy(F.linear(x * 2, w, b), target, reduction=reduction, softcap=9.0, inplace="auto")
+        return M.cross_entropy(
+            F.linear(x * 2, w, b), target, reduction=reduction, softcap=9.0, inplace="auto"
+        )
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)
     for n in (N, 31):
@@ -385,7 +383,9 @@ def test_opcheck(reduction: str) -> None:
             {"linear_bias": b, "reduction": reduction, "z_loss": 0.1, "chunk": 6},
         )
         torch.library.opcheck(
-            ops.cross_entropy.default, (x, target_of((20, 6), soft, dtype=torch.float32)), {"reduction": reduction}
+            ops.cross_entropy.default,
+            (x, target_of((20, 6), soft, dtype=torch.float32)),
+            {"reduction": reduction},
         )
 
 

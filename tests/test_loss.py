@@ -50,6 +50,7 @@ def test_against_float64(variant: str, dtype: torch.dtype, kind: str) -> None:
                 assert_as_good(*three, name=f"{shape} {reduction} {name}")
 
 
+@pytest.mark.usefixtures("repeatable")
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -138,6 +139,7 @@ def test_legacy_reduction() -> None:
         )
 
 
+@pytest.mark.usefixtures("repeatable")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gradcheck(variant: str) -> None:
     for shape in ((3, 5), (2, 4, 3)):

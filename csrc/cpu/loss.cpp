@@ -8,7 +8,7 @@
 namespace memkit::cpu {
 namespace {
 
-constexpr int kSums = 32;        // partial sums: GCC does not reorder floating-point additions, so the order is vectorisable
+constexpr int kSums = 32;  // partial sums: GCC does not reorder floating-point additions, so the order is vectorisable
 constexpr int64_t kBeside = 256;  // rows worked on side by side
 
 // What rows and columns share: reading logits and targets.
@@ -142,8 +142,7 @@ struct Rows : Reader<Lanes, S> {
       if (this->one_class()) continue;
       shares(c, first + c, b, n);
       accumulate(dots, n, [&](int64_t k) __attribute__((always_inline)) { return b[k] * (x[k] - largest); });
-      if (args.probabilities)
-        accumulate(masses, n, [&](int64_t k) __attribute__((always_inline)) { return b[k]; });
+      if (args.probabilities) accumulate(masses, n, [&](int64_t k) __attribute__((always_inline)) { return b[k]; });
     }
     const T sum = total_of(sums), log_sum = std::log(sum);
     T mass = total_of(masses), dot = total_of(dots);

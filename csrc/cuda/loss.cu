@@ -1,8 +1,7 @@
 // Cross entropy: a warp or a block a row where its classes are neighbours, else a thread a row.
-#include "loss.h"
-
 #include <algorithm>
 
+#include "loss.h"
 #include "loss_row.cuh"
 
 namespace memkit::cuda {
@@ -39,7 +38,8 @@ __device__ LossState<T> merged(LossState<T> state) {
 }
 
 __device__ void check_index(const LossArgs& args, int64_t row) {
-  if (args.index && args.index[row] != args.ignore_index && uint64_t(args.index[row]) >= uint64_t(args.classes)) __trap();
+  if (args.index && args.index[row] != args.ignore_index && uint64_t(args.index[row]) >= uint64_t(args.classes))
+    __trap();
 }
 
 template <class S, bool forward, bool backward>

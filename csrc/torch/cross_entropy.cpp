@@ -149,7 +149,7 @@ Tensor& backward_meta_(Tensor& input, const Tensor&, const Tensor&, const Option
 
 // -- autograd
 
-#define MEMKIT_BACKWARD(NAME, RESULT, INPUT)                                                                        \
+#define MEMKIT_BACKWARD(NAME, RESULT, INPUT)                                                                         \
   MEMKIT_CALL(NAME, RESULT(INPUT, const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&, const Tensor&, \
                            int64_t, int64_t, double, double, double))
 
@@ -231,10 +231,10 @@ Tensor recorded(const Tensor& input, const Tensor& target, const OptionalTensor&
   Tensor loss, stats, total;
   {
     const at::AutoDispatchBelowADInplaceOrView below;
-    std::tie(loss, stats, total) =
-        MEMKIT_CALL("memkit::_cross_entropy_forward", Results(const Tensor&, const Tensor&, const OptionalTensor&,
-                                                              int64_t, int64_t, double, double, double, at::ScalarType))(
-            input, target, weight, reduction, ignore_index, smoothing, z, cap, dtype);
+    std::tie(loss, stats, total) = MEMKIT_CALL(
+        "memkit::_cross_entropy_forward", Results(const Tensor&, const Tensor&, const OptionalTensor&, int64_t, int64_t,
+                                                  double, double, double, at::ScalarType))(
+        input, target, weight, reduction, ignore_index, smoothing, z, cap, dtype);
   }
   autograd::set_history(loss, node);
   node->save(node->detached ? input.tensor_data() : input);
@@ -256,8 +256,8 @@ Tensor& bumping_(Tensor& input, const Tensor& grad, const Tensor& target, const 
   {
     const at::AutoDispatchBelowADInplaceOrView below;
     MEMKIT_CALL("memkit::_cross_entropy_backward_",
-                Tensor&(Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&, const Tensor&,
-                        int64_t, int64_t, double, double, double))
+                Tensor & (Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&, const Tensor&,
+                          int64_t, int64_t, double, double, double))
     (input, grad, target, weight, stats, total, reduction, ignore_index, smoothing, z, cap);
   }
   autograd::impl::bump_version(input);  // afterwards: where the kernel raises, nothing was written
@@ -267,11 +267,10 @@ Tensor& bumping_(Tensor& input, const Tensor& grad, const Tensor& target, const 
 Tensor& functional_(Tensor& input, const Tensor& grad, const Tensor& target, const OptionalTensor& weight,
                     const Tensor& stats, const Tensor& total, int64_t reduction, int64_t ignore_index, double smoothing,
                     double z, double cap) {
-  return input.copy_(
-      MEMKIT_CALL("memkit::_cross_entropy_backward",
-                  Tensor(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&,
-                         const Tensor&, int64_t, int64_t, double, double, double))(
-          input, grad, target, weight, stats, total, reduction, ignore_index, smoothing, z, cap));
+  return input.copy_(MEMKIT_CALL("memkit::_cross_entropy_backward",
+                                 Tensor(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
+                                        const Tensor&, const Tensor&, int64_t, int64_t, double, double, double))(
+      input, grad, target, weight, stats, total, reduction, ignore_index, smoothing, z, cap));
 }
 
 // -- the named operator and the eager entry
@@ -282,8 +281,9 @@ Tensor named(const Tensor& input, const Tensor& target, const OptionalTensor& we
   return call_forward(input, target, weight, options, loss_dtype(input), Inplace::never);
 }
 
-Tensor cross_entropy(const Tensor& input, const Tensor& target, const OptionalTensor& weight, std::string_view reduction,
-                     int64_t ignore_index, double smoothing, double z, double softcap, Inplace inplace) {
+Tensor cross_entropy(const Tensor& input, const Tensor& target, const OptionalTensor& weight,
+                     std::string_view reduction, int64_t ignore_index, double smoothing, double z, double softcap,
+                     Inplace inplace) {
   const LossOptions options{reduction_of(kOp, reduction), ignore_index, smoothing, z, softcap};
   if (inplace == Inplace::forced && at::GradMode::is_enabled() && input.requires_grad()) {
     check_float_tensor(kOp, input);  // a sparse tensor has no strides to look at
@@ -309,12 +309,12 @@ TORCH_LIBRARY_IMPL(memkit, FuncTorchBatched, m) {
   m.impl("_cross_entropy", batched);
 }
 
-#define MEMKIT_BACKEND(KEY)                         \
-  TORCH_LIBRARY_IMPL(memkit, KEY, m) {              \
-    m.impl("_cross_entropy", loss_alone);           \
-    m.impl("_cross_entropy_forward", forward);      \
-    m.impl("_cross_entropy_backward", backward);    \
-    m.impl("_cross_entropy_backward_", backward_);  \
+#define MEMKIT_BACKEND(KEY)                        \
+  TORCH_LIBRARY_IMPL(memkit, KEY, m) {             \
+    m.impl("_cross_entropy", loss_alone);          \
+    m.impl("_cross_entropy_forward", forward);     \
+    m.impl("_cross_entropy_backward", backward);   \
+    m.impl("_cross_entropy_backward_", backward_); \
   }
 MEMKIT_BACKEND(CPU)
 MEMKIT_BACKEND(CUDA)

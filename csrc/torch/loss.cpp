@@ -191,8 +191,7 @@ void run_loss(LossPass pass, const LossArgs& args, c10::Device device) {
   }
 #ifdef MEMKIT_WITH_CUDA
   const c10::cuda::CUDAGuard guard(device);
-  C10_CUDA_CHECK(
-      static_cast<cudaError_t>(cuda::cross_entropy(pass, args, c10::cuda::getCurrentCUDAStream().stream())));
+  C10_CUDA_CHECK(static_cast<cudaError_t>(cuda::cross_entropy(pass, args, c10::cuda::getCurrentCUDAStream().stream())));
 #else
   TORCH_CHECK(false, "memkit: expected a CPU tensor, got one on ", device,
               "; this memkit was built without CUDA: rebuild with MEMKIT_CUDA=1");

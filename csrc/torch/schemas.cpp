@@ -77,10 +77,12 @@ TORCH_LIBRARY(memkit, m) {
         ", ScalarType dtype, int inplace) -> Tensor");
   m.def("_cross_entropy_forward(Tensor input, Tensor target, Tensor? weight, " MEMKIT_LOSS
         ", ScalarType dtype) -> (Tensor loss, Tensor stats, Tensor total)");
-  m.def("_cross_entropy_backward(Tensor input, Tensor grad, Tensor target, Tensor? weight, Tensor stats, Tensor total, "
-        MEMKIT_LOSS ") -> Tensor");
-  m.def("_cross_entropy_backward_(Tensor(a!) input, Tensor grad, Tensor target, Tensor? weight, Tensor stats, "
-        "Tensor total, " MEMKIT_LOSS ") -> Tensor(a!)");
+  m.def(
+      "_cross_entropy_backward(Tensor input, Tensor grad, Tensor target, Tensor? weight, Tensor stats, Tensor "
+      "total, " MEMKIT_LOSS ") -> Tensor");
+  m.def(
+      "_cross_entropy_backward_(Tensor(a!) input, Tensor grad, Tensor target, Tensor? weight, Tensor stats, "
+      "Tensor total, " MEMKIT_LOSS ") -> Tensor(a!)");
   m.def("_linear_cross_entropy(" MEMKIT_LINEAR MEMKIT_LOSS
         ", ScalarType compute, ScalarType dtype, int chunk) -> Tensor");
   m.def("_linear_cross_entropy_forward(" MEMKIT_LINEAR MEMKIT_LOSS

@@ -131,7 +131,16 @@ def linear_cross_entropy(
     ignored = -100 if ignore_index is None else ignore_index
     if linear_weight.dim() > 2:
         return _many_dimensions(
-            input, linear_weight, target, linear_bias, weight, reduction, ignored, label_smoothing, z_loss, softcap
+            input,
+            linear_weight,
+            target,
+            linear_bias,
+            weight,
+            reduction,
+            ignored,
+            label_smoothing,
+            z_loss,
+            softcap,
         )
     result: Tensor = torch.ops.memkit.linear_cross_entropy(
         input,

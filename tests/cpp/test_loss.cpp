@@ -208,8 +208,17 @@ void all() {
         for (int options = 0; options < 8; ++options) {
           const int64_t rows = inner == 1 ? 3 + options % 2 : 2 * inner;
           if (rows * classes > 5000 && options % 4 != 3) continue;
-          const Case c{rows, classes, inner, soft, (options & 1) != 0, true, options & 2 ? 0.1 : 0, options & 4 ? 0.01 : 0,
-                       options & 4 ? 30.0 : 0, (options & 1) != 0, options % 4};
+          const Case c{rows,
+                       classes,
+                       inner,
+                       soft,
+                       (options & 1) != 0,
+                       true,
+                       options & 2 ? 0.1 : 0,
+                       options & 4 ? 0.01 : 0,
+                       options & 4 ? 30.0 : 0,
+                       (options & 1) != 0,
+                       options % 4};
           compare<S>(c, false);
           compare<S>(c, true);
         }
