@@ -16,6 +16,7 @@ PYBIND11_MODULE(_C, m) {
   memkit::bind_dropout(m);
   memkit::bind_glu(m);
   memkit::bind_lean(m);
+  memkit::bind_losses(m);
   memkit::bind_tap(m);
   memkit::bind_pool(m);
   memkit::bind_planning(m);

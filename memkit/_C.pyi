@@ -71,6 +71,21 @@ class Recipe:
 def pack(tensor: Tensor) -> Recipe | None: ...
 def unpack(recipe: Recipe) -> Tensor: ...
 
+# csrc/torch/cross_entropy.cpp
+
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: str,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    inplace: bool | str,
+) -> Tensor | None:
+    """Cross entropy in eager mode, softcap 0 for none; None where the call has to go through torch.ops."""
+
 # csrc/torch/tap.cpp
 
 class Tap:

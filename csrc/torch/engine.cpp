@@ -55,8 +55,8 @@ void on_stream(c10::Device device, const Kernel&) {
 
 }  // namespace
 
-Dtype dtype_of(const at::Tensor& x) {
-  switch (x.scalar_type()) {
+Dtype dtype_of(at::ScalarType dtype) {
+  switch (dtype) {
     case at::kFloat: return Dtype::float32;
     case at::kDouble: return Dtype::float64;
     case at::kHalf: return Dtype::float16;

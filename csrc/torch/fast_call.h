@@ -10,4 +10,7 @@ namespace memkit {
 // eager tensor call; the caller takes torch.ops instead.
 void bind_fast_call(pybind11::module_& m);
 
+// Adds cross_entropy(input, target, weight, reduction, ignore_index, label_smoothing, z_loss, softcap, inplace).
+void bind_losses(pybind11::module_& m);
+
 }  // namespace memkit

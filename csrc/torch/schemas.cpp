@@ -81,6 +81,41 @@ TORCH_LIBRARY(memkit, m) {
 #undef MEMKIT_DROP
 #undef MEMKIT_BACKWARD
 
+  // Losses. The named ones take what torch.nn.functional's take; "_" ones are their parts:
+  //   reduction  at::Reduction: 0 none, 1 mean, 2 sum;  softcap  0: none
+  //   stats      [2, rows]: each row's largest logit, and what e^(x - largest) is multiplied by in the gradient
+  //   total      what the losses' sum is divided by, []; [0] where by nothing
+  //   dtype      of the loss;  compute  of the matrix products
+  //   inplace    0 never, 1 forced, 2 where proven: backward writes the gradient into the logits' memory
+#define MEMKIT_LOSS "int reduction, int ignore_index, float label_smoothing, float z_loss, float softcap"
+#define MEMKIT_LINEAR "Tensor input, Tensor linear_weight, Tensor? linear_bias, Tensor target, Tensor? weight, "
+  m.def(
+      "cross_entropy(Tensor input, Tensor target, Tensor? weight=None, str reduction='mean', int ignore_index=-100, "
+      "float label_smoothing=0.0, *, float z_loss=0.0, float? softcap=None) -> Tensor");
+  m.def(
+      "linear_cross_entropy(Tensor input, Tensor linear_weight, Tensor target, *, Tensor? linear_bias=None, "
+      "Tensor? weight=None, str reduction='mean', int ignore_index=-100, float label_smoothing=0.0, float z_loss=0.0, "
+      "float? softcap=None, int? chunk=None) -> Tensor");
+  m.def("_cross_entropy(Tensor input, Tensor target, Tensor? weight, " MEMKIT_LOSS
+        ", ScalarType dtype, int inplace) -> Tensor");
+  m.def("_cross_entropy_forward(Tensor input, Tensor target, Tensor? weight, " MEMKIT_LOSS
+        ", ScalarType dtype) -> (Tensor loss, Tensor stats, Tensor total)");
+  m.def(
+      "_cross_entropy_backward(Tensor input, Tensor grad, Tensor target, Tensor? weight, Tensor stats, Tensor "
+      "total, " MEMKIT_LOSS ") -> Tensor");
+  m.def(
+      "_cross_entropy_backward_(Tensor(a!) input, Tensor grad, Tensor target, Tensor? weight, Tensor stats, "
+      "Tensor total, " MEMKIT_LOSS ") -> Tensor(a!)");
+  m.def("_linear_cross_entropy(" MEMKIT_LINEAR MEMKIT_LOSS
+        ", ScalarType compute, ScalarType dtype, int chunk) -> Tensor");
+  m.def("_linear_cross_entropy_forward(" MEMKIT_LINEAR MEMKIT_LOSS
+        ", ScalarType compute, ScalarType dtype, int chunk, bool[3] grads) -> "
+        "(Tensor loss, Tensor stats, Tensor total, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+  m.def("_linear_cross_entropy_backward(Tensor grad, " MEMKIT_LINEAR "Tensor stats, " MEMKIT_LOSS
+        ", ScalarType compute, int chunk, bool[3] grads) -> (Tensor, Tensor, Tensor)");
+#undef MEMKIT_LOSS
+#undef MEMKIT_LINEAR
+
   // Scratch tensors of a memkit.Pool, by its id. The tag keeps a compiler from making one of two equal calls.
   const std::vector<at::Tag> fresh{at::Tag::nondeterministic_seeded};
   m.def(

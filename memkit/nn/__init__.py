@@ -21,6 +21,7 @@ from .activation import (
 )
 from .dropout import AlphaDropout, Dropout, Dropout1d, Dropout2d, Dropout3d, DropPath, FeatureAlphaDropout
 from .glu import GeGLU, ReGLU, SwiGLU
+from .loss import CrossEntropyLoss, LinearCrossEntropyLoss
 
 __all__ = [
     "CELU",
@@ -28,6 +29,7 @@ __all__ = [
     "GELU",
     "SELU",
     "AlphaDropout",
+    "CrossEntropyLoss",
     "DropPath",
     "Dropout",
     "Dropout1d",
@@ -39,6 +41,7 @@ __all__ = [
     "Hardswish",
     "Hardtanh",
     "LeakyReLU",
+    "LinearCrossEntropyLoss",
     "Mish",
     "QuickGELU",
     "ReGLU",

@@ -1,0 +1,425 @@
+// memkit::linear_cross_entropy: the logits exist a chunk of rows at a time.
+//
+// A chunk is one matrix product into a scratch buffer, one kernel that takes the losses and turns logits into their
+// gradients where they lie, and the two products of the gradients: the three products of the layer and the loss apart, and
+// no pass over memory more. So reduced losses have their gradients made in the forward, up to the factor that arrives in
+// backward. Losses one by one meet a factor a row, and make the logits anew in backward.
+#include <ATen/ATen.h>
+#include <ATen/autocast_mode.h>
+#include <torch/csrc/autograd/VariableTypeUtils.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <array>
+
+#include "checks.h"
+#include "loss.h"
+#include "operators.h"
+#include "saved_node.h"
+#include "transforms.h"
+
+namespace memkit {
+namespace {
+
+namespace autograd = torch::autograd;
+using at::Tensor;
+
+constexpr std::string_view kOp = "linear_cross_entropy";
+
+using Wanted = std::array<bool, 3>;  // gradients of input, weight, bias
+using Grads = std::tuple<Tensor, Tensor, Tensor>;
+using Results = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;  // loss, stats, total, gradients
+
+// Gradients of logits in float16 are made this much larger and not divided by the number of rows, or most were subnormal:
+// a loss scale arrives in backward only. A weight's gradient overflows where 2047 rows agree.
+constexpr double kHalfScale = 32;
+double scale_of(at::ScalarType compute) { return compute == at::kHalf ? kHalfScale : 1; }
+
+// Rows a chunk: an eighth of all, so that the scratch is a 24th of what logits, softmax and gradient take together; more
+// where the products would be too thin to be efficient, less where the scratch would be large and remains efficient.
+int64_t rows_a_chunk(int64_t asked, int64_t rows, int64_t classes, int64_t element) {
+  constexpr int64_t kLeast = 64, kMany = 1024, kScratch = int64_t(512) << 20;
+  if (asked > 0) return std::min(asked, std::max<int64_t>(rows, 1));
+  const int64_t fitting = std::max(kMany, kScratch / std::max<int64_t>(1, classes * element));
+  return std::clamp<int64_t>(std::min((rows + 7) / 8, fitting), std::min(kLeast, std::max<int64_t>(rows, 1)),
+                             std::max<int64_t>(rows, 1));
+}
+
+// More sums than this are not rounded to two bytes one after the other.
+constexpr int64_t kShortSums = 16;
+
+// The gradient of the weight as it adds up over the chunks.
+class WeightGradient {
+ public:
+  WeightGradient(const Tensor& weight, at::ScalarType compute, int64_t chunks)
+      : grad_(at::empty_like(weight, at::MemoryFormat::Contiguous)),
+        direct_(weight.scalar_type() == compute && (compute == wide_dtype(compute) || chunks <= kShortSums)),
+        sum_(direct_ || weight.scalar_type() == wide_dtype(compute) ? grad_
+                                                                    : at::empty_like(grad_, wide_dtype(compute))) {}
+
+  void add(const Tensor& logits_grad, const Tensor& x) {
+    if (direct_) {
+      if (first_) {
+        at::mm_out(sum_, logits_grad.t(), x);
+      } else {
+        at::addmm_out(sum_, sum_, logits_grad.t(), x);
+      }
+    } else {  // a product in the dtype of the logits, and the sum wider: some classes at a time
+      const int64_t step = std::max<int64_t>(256, logits_grad.numel() / (8 * std::max<int64_t>(1, x.size(1))));
+      for (int64_t c = 0; c < sum_.size(0); c += step) {
+        const int64_t n = std::min(step, sum_.size(0) - c);
+        if (!product_.defined()) product_ = at::empty({n, x.size(1)}, x.options());
+        Tensor part = product_.narrow(0, 0, n), into = sum_.narrow(0, c, n);
+        at::mm_out(part, logits_grad.narrow(1, c, n).t(), x);
+        first_ ? into.copy_(part) : into.add_(part);
+      }
+    }
+    first_ = false;
+  }
+  Tensor result() {
+    if (first_) return grad_.zero_();  // no rows
+    return sum_.is_same(grad_) ? grad_ : grad_.copy_(sum_);
+  }
+
+ private:
+  Tensor grad_;
+  bool direct_;
+  Tensor sum_, product_;
+  bool first_ = true;
+};
+
+// The matrices in the dtype of the products, and the walk over the chunks.
+struct Chunks {
+  Tensor x, weight;
+  OptionalTensor bias;
+  int64_t rows, classes, step;
+
+  Chunks(const Tensor& input, const Tensor& linear_weight, const OptionalTensor& linear_bias, at::ScalarType compute,
+         int64_t asked)
+      : x(input.to(compute)),
+        weight(linear_weight.to(compute)),
+        bias(linear_bias ? OptionalTensor(linear_bias->to(compute)) : std::nullopt),
+        rows(x.size(0)),
+        classes(weight.size(0)),
+        step(rows_a_chunk(asked, rows, classes, int64_t(x.element_size()))) {}
+
+  LossCall call(const Tensor& target, const OptionalTensor& weights, const LossOptions& options) const {
+    return LossCall(kOp, target, weights, options, x.scalar_type(), rows, classes, 1, false);
+  }
+
+  Grads run(LossPass pass, const LossCall& call, const Tensor& input, const Tensor& linear_weight,
+            const OptionalTensor& linear_bias, const Wanted& wanted) const {
+    const Tensor scratch = at::empty({std::min(step, rows), classes}, x.options()), transposed = weight.t();
+    std::optional<WeightGradient> grad_weight;
+    if (wanted[1]) grad_weight.emplace(linear_weight, x.scalar_type(), (rows + step - 1) / step);
+    Tensor grad_input = at::empty({0}, input.options()), grad_bias = at::empty({0}, input.options());
+    if (wanted[0]) grad_input = at::empty_like(input, at::MemoryFormat::Contiguous);
+    if (wanted[2]) grad_bias = at::zeros({classes}, x.options().dtype(wide_dtype(x.scalar_type())));
+    for (int64_t first = 0; first < rows; first += step) {
+      const int64_t n = std::min(step, rows - first);
+      Tensor logits = scratch.narrow(0, 0, n);
+      const Tensor part = x.narrow(0, first, n);
+      bias ? at::addmm_out(logits, *bias, part, transposed) : at::mm_out(logits, part, transposed);
+      LossArgs args = call.rows(first, n);
+      args.x = args.out = logits.mutable_data_ptr();
+      run_loss(pass, args, x.device());
+      if (wanted[0]) {
+        Tensor into = grad_input.narrow(0, first, n);
+        if (input.scalar_type() == x.scalar_type()) {
+          at::mm_out(into, logits, weight);
+        } else {
+          Tensor product = at::empty_like(part);
+          into.copy_(at::mm_out(product, logits, weight));
+        }
+      }
+      if (wanted[1]) grad_weight->add(logits, part);
+      if (wanted[2]) grad_bias.add_(logits.sum({0}, false, grad_bias.scalar_type()));
+    }
+    return {grad_input, wanted[1] ? grad_weight->result() : at::empty({0}, linear_weight.options()),
+            wanted[2] ? grad_bias.to(linear_bias->scalar_type()) : grad_bias};
+  }
+};
+
+void check(const Tensor& input, const Tensor& linear_weight, const OptionalTensor& linear_bias, const Tensor& target,
+           const OptionalTensor& weight, const LossOptions& options, at::ScalarType compute) {
+  check_float_tensor(kOp, input);
+  check_float_tensor(kOp, linear_weight);
+  TORCH_CHECK_VALUE(input.dim() == 2 && linear_weight.dim() == 2 && input.sym_size(1) == linear_weight.sym_size(1), kOp,
+                    ": expected an input of [..., in_features] and a weight of [classes, in_features], got ",
+                    input.sym_sizes(), " and ", linear_weight.sym_sizes());
+  TORCH_CHECK(linear_weight.device() == input.device(), kOp, ": expected input and weight on one device, got ",
+              input.device(), " and ", linear_weight.device());
+  if (linear_bias) {
+    check_float_tensor(kOp, *linear_bias);
+    TORCH_CHECK_VALUE(linear_bias->dim() == 1 && linear_bias->sym_size(0) == linear_weight.sym_size(0), kOp,
+                      ": expected a bias of shape [", linear_weight.sym_size(0), "], got ", linear_bias->sym_sizes());
+    TORCH_CHECK(linear_bias->device() == input.device(), kOp, ": expected input and bias on one device, got ",
+                input.device(), " and ", linear_bias->device());
+  }
+  TORCH_CHECK_TYPE(compute == at::kFloat || compute == at::kDouble || compute == at::kHalf || compute == at::kBFloat16,
+                   kOp, ": expected to compute in float32, float64, float16 or bfloat16, got ", compute);
+  const c10::SymInt logits[] = {input.sym_size(0), linear_weight.sym_size(0)};
+  check_loss(kOp, logits, input.device(), target, weight, options);
+}
+
+// -- backends
+
+Results forward(const Tensor& input, const Tensor& linear_weight, const OptionalTensor& linear_bias,
+                const Tensor& target, const OptionalTensor& weight, int64_t reduction, int64_t ignore_index,
+                double smoothing, double z, double cap, at::ScalarType compute, at::ScalarType dtype, int64_t chunk,
+                Wanted grads) {
+  const LossOptions options{reduction, ignore_index, smoothing, z, cap};
+  check(input, linear_weight, linear_bias, target, weight, options, compute);
+  TORCH_CHECK_VALUE(linear_weight.size(0) > 0, kOp, ": expected at least 1 class, got weight ", linear_weight.sizes());
+  const Chunks chunks(input, linear_weight, linear_bias, compute, chunk);
+  LossCall call = chunks.call(target, weight, options);
+  const Tensor total = call.total();
+  const auto wide = chunks.x.options().dtype(wide_dtype(compute));
+  const Tensor losses = at::empty({chunks.rows}, wide), stats = at::empty({2, chunks.rows}, wide);
+  call.set_results(losses, stats);
+  const bool any = grads[0] || grads[1] || grads[2];
+  const double scale = scale_of(compute);
+  if (any) call.set_grad(at::full({}, scale, wide), scale == 1 ? total : at::empty({0}, wide));
+  const auto [grad_input, grad_weight, grad_bias] =
+      chunks.run(any ? LossPass::both : LossPass::forward, call, input, linear_weight, linear_bias, grads);
+  return {reduce_loss(losses, total, reduction, dtype), stats, total, grad_input, grad_weight, grad_bias};
+}
+
+Grads empty_grads(const Tensor& input, const Tensor& linear_weight, const OptionalTensor& linear_bias,
+                  const Wanted& wanted) {
+  const auto like = [](bool wanted, const Tensor& x) {
+    return wanted ? at::empty_like(x, at::MemoryFormat::Contiguous) : at::empty({0}, x.options());
+  };
+  return {like(wanted[0], input), like(wanted[1], linear_weight), like(wanted[2], linear_bias.value_or(input))};
+}
+
+Results forward_meta(const Tensor& input, const Tensor& linear_weight, const OptionalTensor& linear_bias,
+                     const Tensor& target, const OptionalTensor& weight, int64_t reduction, int64_t ignore_index,
+                     double smoothing, double z, double cap, at::ScalarType compute, at::ScalarType dtype, int64_t,
+                     Wanted grads) {
+  check(input, linear_weight, linear_bias, target, weight, {reduction, ignore_index, smoothing, z, cap}, compute);
+  const auto rows = input.sym_size(0);
+  const auto wide = input.options().dtype(wide_dtype(compute)), narrow = input.options().dtype(dtype);
+  const auto [grad_input, grad_weight, grad_bias] = empty_grads(input, linear_weight, linear_bias, grads);
+  return {reduction == at::Reduction::None ? at::empty_symint({rows}, narrow) : at::empty({}, narrow),
+          at::empty_symint({2, rows}, wide),
+          reduction == at::Reduction::Mean ? at::empty({}, wide) : at::empty({0}, wide),
+          grad_input,
+          grad_weight,
+          grad_bias};
+}
+
+// Of losses that were not reduced.
+Grads backward(const Tensor& grad, const Tensor& input, const Tensor& linear_weight, const OptionalTensor& linear_bias,
+               const Tensor& target, const OptionalTensor& weight, const Tensor& stats, int64_t reduction,
+               int64_t ignore_index, double smoothing, double z, double cap, at::ScalarType compute, int64_t chunk,
+               Wanted grads) {
+  const Chunks chunks(input, linear_weight, linear_bias, compute, chunk);
+  LossCall call = chunks.call(target, weight, {reduction, ignore_index, smoothing, z, cap});
+  call.set_results(Tensor(), stats.contiguous());
+  call.set_grad(grad, at::empty({0}, stats.options()));
+  return chunks.run(LossPass::backward, call, input, linear_weight, linear_bias, grads);
+}
+
+Grads backward_meta(const Tensor&, const Tensor& input, const Tensor& linear_weight, const OptionalTensor& linear_bias,
+                    const Tensor&, const OptionalTensor&, const Tensor&, int64_t, int64_t, double, double, double,
+                    at::ScalarType, int64_t, Wanted grads) {
+  return empty_grads(input, linear_weight, linear_bias, grads);
+}
+
+Tensor loss_alone(const Tensor& input, const Tensor& linear_weight, const OptionalTensor& linear_bias,
+                  const Tensor& target, const OptionalTensor& weight, int64_t reduction, int64_t ignore_index,
+                  double smoothing, double z, double cap, at::ScalarType compute, at::ScalarType dtype, int64_t chunk) {
+  return std::get<0>(forward(input, linear_weight, linear_bias, target, weight, reduction, ignore_index, smoothing, z,
+                             cap, compute, dtype, chunk, {}));
+}
+Tensor loss_alone_meta(const Tensor& input, const Tensor& linear_weight, const OptionalTensor& linear_bias,
+                       const Tensor& target, const OptionalTensor& weight, int64_t reduction, int64_t ignore_index,
+                       double smoothing, double z, double cap, at::ScalarType compute, at::ScalarType dtype,
+                       int64_t chunk) {
+  return std::get<0>(forward_meta(input, linear_weight, linear_bias, target, weight, reduction, ignore_index, smoothing,
+                                  z, cap, compute, dtype, chunk, {}));
+}
+
+// -- autograd
+
+struct LinearCrossEntropyBackward : SavedNode {
+  LossOptions options;
+  at::ScalarType compute = at::kFloat;
+  int64_t chunk = 0;
+  Wanted wanted{};
+  bool has_bias = false, has_weight = false;
+
+  // Saved: reduced, the three gradients and the total; else what the forward was given, and stats.
+  std::string name() const override { return "memkit::linear_cross_entropy_backward"; }
+
+ protected:
+  autograd::variable_list backward(autograd::variable_list&& grads) override {
+    autograd::variable_list result(3);
+    const Tensor& grad = grads[0];
+    if (!grad.defined()) return result;
+    TORCH_CHECK_NOT_IMPLEMENTED(!at::GradMode::is_enabled(), kOp,
+                                ": expected a first derivative, got create_graph=True; for higher ones take "
+                                "cross_entropy(linear(input, linear_weight), target)");
+    if (options.reduction == at::Reduction::None) {
+      std::tie(result[0], result[1], result[2]) = recomputed(grad);
+      for (int i = 0; i < 3; ++i)
+        if (!wanted[i]) result[i].reset();
+      return result;
+    }
+    const Tensor factor = factor_of(grad);
+    for (int i = 0; i < 3; ++i)
+      if (wanted[i]) result[i] = times(take(i), factor);
+    return result;
+  }
+
+ private:
+  Grads recomputed(const Tensor& grad) {
+    const OptionalTensor bias = has_bias ? OptionalTensor(unpack(4)) : std::nullopt;
+    const OptionalTensor weight = has_weight ? OptionalTensor(unpack(5)) : std::nullopt;
+    return MEMKIT_CALL(
+        "memkit::_linear_cross_entropy_backward",
+        Grads(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&, const OptionalTensor&,
+              const Tensor&, int64_t, int64_t, double, double, double, at::ScalarType, int64_t, Wanted))(
+        grad, unpack(0), unpack(1), bias, unpack(2), weight, unpack(3), options.reduction, options.ignore_index,
+        options.smoothing, options.z, options.cap, compute, chunk, wanted);
+  }
+
+  // What the gradients of the forward are multiplied by; undefined where that is known to be 1.
+  Tensor factor_of(const Tensor& grad) {
+    const double scale = scale_of(compute);
+    if (scale != 1) {
+      Tensor factor = grad.to(at::kFloat) / scale;
+      return options.reduction == at::Reduction::Mean ? factor / unpack(3) : factor;
+    }
+    const bool readable = is_plain(grad) && grad.is_cpu();  // without waiting for a device
+    return readable && grad.item<double>() == 1 ? Tensor() : grad;
+  }
+
+  // Never the node's own tensor while the graph is kept: whoever gets it may write to it.
+  static Tensor times(Tensor kept, const Tensor& factor) {
+    if (!factor.defined()) return autograd::get_current_graph_task_keep_graph() ? kept.clone() : kept;
+    return is_sole_owner(kept) ? kept.mul_(factor) : kept * factor;
+  }
+};
+
+Tensor by_stock(const Tensor& input, const Tensor& linear_weight, const OptionalTensor& linear_bias,
+                const Tensor& target, const OptionalTensor& weight, const LossOptions& options, at::ScalarType compute,
+                at::ScalarType dtype) {
+  const OptionalTensor bias = linear_bias ? OptionalTensor(linear_bias->to(compute)) : std::nullopt;
+  const Tensor logits = at::linear(input.to(compute), linear_weight.to(compute), bias);
+  return stock_cross_entropy(logits.to(wide_dtype(compute)), target, weight, options).to(dtype);
+}
+
+Tensor recorded(const Tensor& input, const Tensor& linear_weight, const OptionalTensor& linear_bias,
+                const Tensor& target, const OptionalTensor& weight, int64_t reduction, int64_t ignore_index,
+                double smoothing, double z, double cap, at::ScalarType compute, at::ScalarType dtype, int64_t chunk) {
+  const LossOptions options{reduction, ignore_index, smoothing, z, cap};
+  check(input, linear_weight, linear_bias, target, weight, options, compute);
+  if (needs_stock(input) || needs_stock(linear_weight) || needs_stock(target) || (weight && needs_stock(*weight)) ||
+      (linear_bias && needs_stock(*linear_bias)) || autograd::compute_requires_grad(target, weight)) {
+    return by_stock(input, linear_weight, linear_bias, target, weight, options, compute, dtype);
+  }
+  const bool records = autograd::compute_requires_grad(input, linear_weight, linear_bias);
+  const Wanted wanted{records && input.requires_grad(), records && linear_weight.requires_grad(),
+                      records && linear_bias && linear_bias->requires_grad()};
+  const bool in_forward = options.reduction != at::Reduction::None;
+  Tensor loss, stats, total, grad_input, grad_weight, grad_bias;
+  {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    std::tie(loss, stats, total, grad_input, grad_weight, grad_bias) =
+        MEMKIT_CALL("memkit::_linear_cross_entropy_forward",
+                    Results(const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&, const OptionalTensor&,
+                            int64_t, int64_t, double, double, double, at::ScalarType, at::ScalarType, int64_t, Wanted))(
+            input, linear_weight, linear_bias, target, weight, reduction, ignore_index, smoothing, z, cap, compute,
+            dtype, chunk, in_forward ? wanted : Wanted{});
+  }
+  if (!records) return loss;
+  auto node = make_node<LinearCrossEntropyBackward>();
+  node->set_next_edges(autograd::collect_next_edges(input, linear_weight, linear_bias.value_or(Tensor())));
+  node->options = options;
+  node->compute = compute;
+  node->chunk = chunk;
+  node->wanted = wanted;
+  node->has_bias = linear_bias.has_value();
+  node->has_weight = weight.has_value();
+  autograd::set_history(loss, node);
+  if (in_forward) {
+    for (const Tensor& each : {grad_input, grad_weight, grad_bias, total}) node->save(each);
+  } else {
+    for (const Tensor& each : {input, linear_weight, target, stats}) node->save(each);
+    node->save(linear_bias);
+    node->save(weight);
+  }
+  return loss;
+}
+
+Tensor batched(const Tensor& input, const Tensor& linear_weight, const OptionalTensor& linear_bias,
+               const Tensor& target, const OptionalTensor& weight, int64_t reduction, int64_t ignore_index,
+               double smoothing, double z, double cap, at::ScalarType compute, at::ScalarType dtype, int64_t) {
+  return by_stock(input, linear_weight, linear_bias, target, weight, {reduction, ignore_index, smoothing, z, cap},
+                  compute, dtype);
+}
+
+// -- the named operator
+
+Tensor named(const Tensor& input, const Tensor& linear_weight, const Tensor& target, const OptionalTensor& linear_bias,
+             const OptionalTensor& weight, c10::string_view reduction, int64_t ignore_index, double smoothing, double z,
+             std::optional<double> softcap, std::optional<int64_t> chunk) {
+  TORCH_CHECK_VALUE(input.dim() > 0, kOp, ": expected an input of shape [..., in_features], got []");
+  TORCH_CHECK_VALUE(!chunk || *chunk > 0, kOp, ": expected chunk None or above 0, got ", *chunk);
+  const at::DeviceType device = input.device().type();
+  at::ScalarType compute = input.scalar_type();
+  if (at::autocast::is_autocast_enabled(device) && compute != at::kDouble) {
+    compute = at::autocast::get_autocast_dtype(device);
+  } else {
+    for (const Tensor& each : {linear_weight, linear_bias.value_or(linear_weight)})
+      TORCH_CHECK_TYPE(each.scalar_type() == compute, kOp, ": expected input, weight and bias of one dtype, got ",
+                       describe(input), " and ", describe(each));
+  }
+  const int64_t reduced = reduction_of(kOp, reduction);
+  // Any leading dimensions, and none, are rows.
+  const Tensor x = input.dim() == 2 ? input : input.reshape_symint({-1, input.sym_size(-1)});
+  Tensor t = target;
+  if (input.dim() != 2) {
+    c10::SymDimVector rows(input.sym_sizes().begin(), input.sym_sizes().end() - 1);
+    const bool probabilities = target.is_floating_point();
+    if (probabilities) rows.push_back(linear_weight.sym_size(0));
+    TORCH_CHECK_VALUE(target.sym_sizes() == c10::SymIntArrayRef(rows), kOp, ": expected a target of shape ",
+                      c10::SymIntArrayRef(rows), " for input ", input.sym_sizes(), ", got ", target.sym_sizes());
+    t = probabilities ? target.reshape_symint({-1, linear_weight.sym_size(0)}) : target.reshape({-1});
+  }
+  const Tensor loss =
+      MEMKIT_CALL("memkit::_linear_cross_entropy",
+                  Tensor(const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&, const OptionalTensor&,
+                         int64_t, int64_t, double, double, double, at::ScalarType, at::ScalarType, int64_t))(
+          x, linear_weight, linear_bias, t, weight, reduced, ignore_index, smoothing, z, softcap_of(kOp, softcap),
+          compute, loss_dtype(input), chunk.value_or(0));
+  if (reduced != at::Reduction::None || input.dim() == 2) return loss;
+  return loss.reshape_symint(input.sym_sizes().slice(0, input.dim() - 1));
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(memkit, CompositeImplicitAutograd, m) { m.impl("linear_cross_entropy", named); }
+TORCH_LIBRARY_IMPL(memkit, Autograd, m) { m.impl("_linear_cross_entropy", recorded); }
+TORCH_LIBRARY_IMPL(memkit, FuncTorchBatched, m) {
+  m.impl("linear_cross_entropy", named);
+  m.impl("_linear_cross_entropy", batched);
+}
+
+#define MEMKIT_BACKEND(KEY)                             \
+  TORCH_LIBRARY_IMPL(memkit, KEY, m) {                  \
+    m.impl("_linear_cross_entropy", loss_alone);        \
+    m.impl("_linear_cross_entropy_forward", forward);   \
+    m.impl("_linear_cross_entropy_backward", backward); \
+  }
+MEMKIT_BACKEND(CPU)
+MEMKIT_BACKEND(CUDA)
+TORCH_LIBRARY_IMPL(memkit, Meta, m) {
+  m.impl("_linear_cross_entropy", loss_alone_meta);
+  m.impl("_linear_cross_entropy_forward", forward_meta);
+  m.impl("_linear_cross_entropy_backward", backward_meta);
+}
+
+}  // namespace memkit
