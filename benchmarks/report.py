@@ -42,6 +42,10 @@ CONTENDERS = {
 # benchmark that runs it on a GPU.
 FEATURES = (
     ("activations and `bias_act`", "tests/test_activation.py", "csrc/cuda/activation_forward.cu", ACTIVATION),
+    ("dropout", "tests/test_dropout.py", "csrc/cuda/activation_forward.cu", None),
+    ("gated units", "tests/test_glu.py", "csrc/cuda/glu.cu", None),
+    ("losses", "tests/test_loss.py", "csrc/cuda/loss.cu", None),
+    ("`memkit.lean`", "tests/test_glu.py", None, None),
     ("`memkit.nn`, `memkit.swap`", "tests/test_swap.py", None, BENCH),
     ("`memkit.Pool`", "tests/test_pool.py", "csrc/torch/pool_cuda.cpp", POOL),
     ("`memkit.memory`", "tests/test_memory.py", None, BENCH),

@@ -24,8 +24,8 @@ struct ActivationArgs {
   ActParams params;
   Dtype dtype;
   int64_t numel = 0;
-  Bias bias;
-  Drop drop;
+  Bias bias = {};
+  Drop drop = {};
   const void* residual = nullptr;  // forward; added where there is one
   const void* x = nullptr;         // forward: the input; backward: the saved input or the saved output
   const void* grad = nullptr;      // backward: the gradient of the output
