@@ -3,6 +3,7 @@
 
 #include "cpu/isa.h"
 #include "torch/fast_call.h"
+#include "torch/norm_call.h"
 #include "torch/planning.h"
 #include "torch/pool_python.h"
 #include "torch/tap.h"
@@ -11,6 +12,7 @@ PYBIND11_MODULE(_C, m) {
   m.doc() = "memkit's compiled core; use memkit.functional, memkit.nn, memkit.memory";
   m.def("cpu_isa", [] { return memkit::cpu::name(memkit::cpu::isa()); });
   memkit::bind_fast_call(m);
+  memkit::bind_norms(m);
   memkit::bind_tap(m);
   memkit::bind_pool(m);
   memkit::bind_planning(m);

@@ -33,8 +33,8 @@ void run_on_cpu(Pass pass, const ActivationArgs& args) {
 
 }  // namespace
 
-Dtype dtype_of(const at::Tensor& x) {
-  switch (x.scalar_type()) {
+Dtype dtype_of(at::ScalarType dtype) {
+  switch (dtype) {
     case at::kFloat: return Dtype::float32;
     case at::kDouble: return Dtype::float64;
     case at::kHalf: return Dtype::float16;

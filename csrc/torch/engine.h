@@ -7,7 +7,8 @@
 
 namespace memkit {
 
-Dtype dtype_of(const at::Tensor& x);
+Dtype dtype_of(at::ScalarType dtype);
+inline Dtype dtype_of(const at::Tensor& x) { return dtype_of(x.scalar_type()); }
 
 enum class Pass { forward, backward_from_input, backward_from_output };
 
