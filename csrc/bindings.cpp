@@ -13,6 +13,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("cpu_isa", [] { return memkit::cpu::name(memkit::cpu::isa()); });
   memkit::bind_fast_call(m);
   memkit::bind_norms(m);
+  memkit::bind_channel_norms(m);
   memkit::bind_tap(m);
   memkit::bind_pool(m);
   memkit::bind_planning(m);

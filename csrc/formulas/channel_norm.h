@@ -63,17 +63,62 @@ struct TermArrays {
   }
 };
 
-// Terms of a forward pass, from statistics.
+// What lies between the passes over the tensor: statistics from the moments of parts of it, terms from statistics, and
+// gradients from sums over parts. A part is a plane; in the layout of columns, a channel over some rows.
 template <class T>
-MEMKIT_FN ChannelTerms<T> channel_terms(T mean, T rstd, T weight, T bias) {
-  return {mean, rstd * weight, bias, T(0), T(0)};
-}
+struct ChannelStatistics {
+  // Statistic s is made of the parts s * step + j * stride, j < count, which have `size` elements together.
+  int64_t statistics = 0, step = 1, stride = 1, count = 1, size = 0;
+  // Batch norm has a set for each statistic; group norm for each of the `channels` of a sample, which make `groups`.
+  int64_t channels = 0, groups = 0;
+  T eps = 0;
+  const T* weight = nullptr;  // of the channels; null: 1
+  const T* bias = nullptr;    // null: 0
+  T* mean = nullptr;
+  T* variance = nullptr;
 
-// Those of a backward pass, with c1 and c2 as above.
-template <class T>
-MEMKIT_FN void set_gradient_terms(ChannelTerms<T>& terms, T rstd, T c1, T c2) {
-  terms.offset = -rstd * c1;
-  terms.slope = -rstd * rstd * c2;
-}
+  MEMKIT_FN int64_t part(int64_t s, int64_t j) const { return s * step + j * stride; }
+  MEMKIT_FN T part_size(int64_t j) const { return T(size * (j + 1) / count - size * j / count); }
+  MEMKIT_FN T weight_of(int64_t channel) const { return weight ? weight[channel] : T(1); }
+  MEMKIT_FN T rstd(int64_t s) const { return reciprocal_root(variance[s], eps); }
+  MEMKIT_FN int64_t statistic_of(int64_t set) const { return groups == 0 ? set : set / (channels / groups); }
+
+  MEMKIT_FN void finish_moments(int64_t s, const T* means, const T* m2) const {
+    Moments<T> all;
+    for (int64_t j = 0; j < count; ++j) all.add({part_size(j), means[part(s, j)], m2[part(s, j)]});
+    mean[s] = all.mean;
+    variance[s] = all.m2 / T(size);
+  }
+
+  // c1 and c2, one a statistic, where backward needs them.
+  MEMKIT_FN ChannelTerms<T> terms(int64_t set, const T* c1, const T* c2) const {
+    const int64_t s = statistic_of(set), channel = set % channels;
+    const T root = rstd(s);
+    ChannelTerms<T> made{mean[s], root * weight_of(channel), bias ? bias[channel] : T(0), T(0), T(0)};
+    if (c1) made.offset = -root * c1[s], made.slope = -root * root * c2[s];
+    return made;
+  }
+
+  // Sums of dz and dz (x - mean) over the parts, into c1 and c2 of a statistic.
+  MEMKIT_FN void finish_sums(int64_t s, const T* dz, const T* dz_distance, T* c1, T* c2) const {
+    T a = 0, b = 0;
+    for (int64_t j = 0; j < count; ++j) {
+      const int64_t k = part(s, j);
+      const T w = weight_of(k % channels);
+      a += w * dz[k], b += w * dz_distance[k];
+    }
+    c1[s] = a / T(size), c2[s] = b * rstd(s) / T(size);
+  }
+
+  // The gradients of a channel's weight and bias, from all `parts` of them.
+  MEMKIT_FN void finish_parameters(int64_t channel, int64_t parts, const T* dz, const T* dz_distance, T* sum_dz,
+                                   T* sum_dz_x_hat) const {
+    T a = 0, b = 0;
+    for (int64_t k = channel; k < parts; k += channels) {
+      a += dz[k], b += dz_distance[k] * rstd(groups == 0 ? channel : statistic_of(k));
+    }
+    sum_dz[channel] = a, sum_dz_x_hat[channel] = b;
+  }
+};
 
 }  // namespace memkit

@@ -6,5 +6,6 @@
 namespace memkit {
 
 void bind_norms(pybind11::module_& m);
+void bind_channel_norms(pybind11::module_& m);
 
 }  // namespace memkit

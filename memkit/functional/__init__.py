@@ -4,10 +4,11 @@ What each family keeps for backward, when it works in place and how exact it is 
 ``help(memkit.functional.gelu.__module__)`` names it.
 """
 
-from . import _activation, _norm
+from . import _activation, _channel_norm, _norm
 from ._activation import *  # noqa: F403
 from ._activation import Inplace as Inplace
 from ._activation import Save as Save
+from ._channel_norm import *  # noqa: F403
 from ._norm import *  # noqa: F403
 
-__all__ = [*_activation.__all__, *_norm.__all__]
+__all__ = [*_activation.__all__, *_channel_norm.__all__, *_norm.__all__]

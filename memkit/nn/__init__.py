@@ -1,4 +1,4 @@
-"""Activation modules: each is its ``torch.nn`` twin, with the same arguments and state, over :mod:`memkit.functional`."""
+"""Modules: each is its ``torch.nn`` twin, with the same arguments and state, over :mod:`memkit.functional`."""
 
 from .activation import (
     CELU,
@@ -19,21 +19,28 @@ from .activation import (
     Softplus,
     Tanh,
 )
+from .norm import BatchNorm1d, BatchNorm2d, BatchNorm3d, GroupNorm, LayerNorm, RMSNorm
 
 __all__ = [
+    "BatchNorm1d",
+    "BatchNorm2d",
+    "BatchNorm3d",
     "CELU",
     "ELU",
     "GELU",
-    "SELU",
+    "GroupNorm",
     "Hardsigmoid",
     "Hardswish",
     "Hardtanh",
+    "LayerNorm",
     "LeakyReLU",
     "Mish",
     "QuickGELU",
+    "RMSNorm",
     "ReLU",
     "ReLU6",
     "ReLUSquared",
+    "SELU",
     "SiLU",
     "Sigmoid",
     "Softplus",
