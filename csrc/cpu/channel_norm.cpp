@@ -2,6 +2,8 @@
 // the activation in one go, all in the first-level cache.
 #include "channel_norm.h"
 
+#include <memory>
+
 #include "activation.h"
 #include "chunks.h"
 #include "moments.h"
@@ -11,6 +13,7 @@ namespace {
 
 constexpr int64_t kBlockRows = 16;     // of a matrix of columns, whose moments are taken together
 constexpr int64_t kBlockColumns = 256;
+constexpr int64_t kFlushRows = 8;      // that are summed in the type computed in
 
 template <class T>
 struct Arrays {
@@ -136,12 +139,23 @@ template <class T>
 struct GradientSums {
   template <class Lanes>
   struct Body {
-    MEMKIT_FN static void run(const ChannelArgs& args, int64_t begin, int64_t end, T* sum, T* sum_distance) {
+    MEMKIT_FN static void run(const ChannelArgs& args, int64_t begin, int64_t end, double* sum, double* sum_distance) {
       const Arrays<T> terms(args);
-      const int64_t unit_size = args.columns() ? args.channels : args.inner;
+      const bool columns = args.columns();
+      const int64_t unit_size = columns ? args.channels : args.inner;
+      for (int64_t i = columns ? 0 : begin; i < (columns ? args.channels : end); ++i) sum[i] = sum_distance[i] = 0;
+      // Columns: what some rows add up to in T goes into the double sums.
+      const std::unique_ptr<T[]> own(new T[columns ? 2 * args.channels : 0]());
+      T *rows = own.get(), *rows_distance = rows + (columns ? args.channels : 0);
+      int64_t since_flush = 0;
+      const auto flush = [&] {
+        for (int64_t c = 0; c < args.channels; ++c) {
+          sum[c] += double(rows[c]), sum_distance[c] += double(rows_distance[c]);
+          rows[c] = rows_distance[c] = T(0);
+        }
+        since_flush = 0;
+      };
       T space[kChunk], grads[kChunk];
-      const int64_t from = args.columns() ? 0 : begin, to = args.columns() ? args.channels : end;
-      for (int64_t i = from; i < to; ++i) sum[i] = sum_distance[i] = T(0);
       for (int64_t first = begin * unit_size; first < end * unit_size; first += kChunk) {
         const int64_t n = std::min(kChunk, end * unit_size - first);
         const T* x = read<Lanes>(args.x, args.dtype, first, n, space);
@@ -154,15 +168,18 @@ struct GradientSums {
                 a += dz[k + i];
                 b += dz[k + i] * (x[k + i] - center);
               });
-              sum[unit] += s.a, sum_distance[unit] += s.b;
+              sum[unit] += double(s.a), sum_distance[unit] += double(s.b);
             },
             [&](int64_t k, int64_t m, int64_t channel) MEMKIT_INLINE {
               const T* center = terms.center + channel;
-              T *a = sum + channel, *b = sum_distance + channel;
+              T *a = rows + channel, *b = rows_distance + channel;
               MEMKIT_LOOP
               for (int64_t i = 0; i < m; ++i) a[i] += dz[k + i], b[i] += dz[k + i] * (x[k + i] - center[i]);
+              since_flush += m;
+              if (since_flush >= kFlushRows * args.channels) flush();
             });
       }
+      if (columns) flush();
     }
   };
 };
@@ -229,11 +246,6 @@ void moments(const ChannelArgs& args, int64_t begin, int64_t end, void* means, v
   Compiled<PlaneMoments<T>::template Body>::run(args, begin, end, to_means, to_m2);
 }
 
-template <class T>
-void gradient_sums(const ChannelArgs& args, int64_t begin, int64_t end, void* sum, void* sum_distance) {
-  Compiled<GradientSums<T>::template Body>::run(args, begin, end, static_cast<T*>(sum), static_cast<T*>(sum_distance));
-}
-
 }  // namespace
 
 void channel_moments(const ChannelArgs& args, int64_t begin, int64_t end, void* means, void* m2) {
@@ -251,9 +263,10 @@ void channel_backward(const ChannelArgs& args, int64_t begin, int64_t end) {
   Compiled<Backward<float>::Body>::run(args, begin, end);
 }
 
-void channel_sums(const ChannelArgs& args, int64_t begin, int64_t end, void* sum_dz, void* sum_dz_distance) {
-  if (args.dtype == Dtype::float64) return gradient_sums<double>(args, begin, end, sum_dz, sum_dz_distance);
-  gradient_sums<float>(args, begin, end, sum_dz, sum_dz_distance);
+void channel_sums(const ChannelArgs& args, int64_t begin, int64_t end, double* sum_dz, double* sum_dz_distance) {
+  if (args.dtype == Dtype::float64)
+    return Compiled<GradientSums<double>::Body>::run(args, begin, end, sum_dz, sum_dz_distance);
+  Compiled<GradientSums<float>::Body>::run(args, begin, end, sum_dz, sum_dz_distance);
 }
 
 }  // namespace memkit::cpu

@@ -15,6 +15,6 @@ void channel_forward(const ChannelArgs& args, int64_t begin, int64_t end);
 void channel_backward(const ChannelArgs& args, int64_t begin, int64_t end);
 
 // Sums of dz and of dz (x - center), laid out as the moments are.
-void channel_sums(const ChannelArgs& args, int64_t begin, int64_t end, void* sum_dz, void* sum_dz_distance);
+void channel_sums(const ChannelArgs& args, int64_t begin, int64_t end, double* sum_dz, double* sum_dz_distance);
 
 }  // namespace memkit::cpu

@@ -105,6 +105,36 @@ struct Forward {
   };
 };
 
+// The gradients of weight and bias. What a few rows add up to in T goes into the double sums: a sum over many rows in float
+// would lose digits.
+template <class T>
+class ParameterSums {
+ public:
+  MEMKIT_FN ParameterSums(double* sums, int64_t columns)
+      : weight(new T[2 * columns]()), bias(weight.get() + columns), sums_(sums), columns_(columns) {}
+
+  MEMKIT_FN void next_row() {
+    if (++rows_ == kRows) flush();
+  }
+  MEMKIT_FN void flush() {
+    MEMKIT_LOOP
+    for (int64_t i = 0; i < 2 * columns_; ++i) {
+      sums_[i] += double(weight[i]);
+      weight[i] = T(0);
+    }
+    rows_ = 0;
+  }
+
+  std::unique_ptr<T[]> weight;
+  T* bias;
+
+ private:
+  static constexpr int kRows = 8;
+  double* sums_;
+  int64_t columns_;
+  int rows_ = 0;
+};
+
 template <class T, bool centered, bool from_output_, bool parameters>
 struct Backward {
   template <class Lanes>
@@ -114,8 +144,8 @@ struct Backward {
       const T *weight = affine.weight, *bias = affine.bias;
       const T* inverse = from_output_ ? affine.inverse(args.columns) : nullptr;
       const Dtype saved_dtype = from_output_ ? args.out_dtype : args.dtype;
-      T* grad_weight = static_cast<T*>(args.partial);
-      T* grad_bias = grad_weight + args.columns;
+      ParameterSums<T> parameter_sums(static_cast<double*>(args.partial), parameters ? args.columns : 0);
+      T *grad_weight = parameter_sums.weight.get(), *grad_bias = parameter_sums.bias;
       T kept[kChunk], grads[kChunk], result[kChunk], other[kChunk];
       for (int64_t row = begin; row < end; ++row) {
         const int64_t at = row * args.columns;
@@ -145,6 +175,7 @@ struct Backward {
           });
           total.a += s.a, total.b += s.b;
         }
+        if constexpr (parameters) parameter_sums.next_row();
         if (!args.grad_input) continue;
         const T a = total.a / T(args.columns), b = total.b / T(args.columns);
         for (int64_t first = 0; first < args.columns; first += kChunk) {
@@ -164,6 +195,7 @@ struct Backward {
           written<Lanes>(dx, args.grad_input, args.dtype, at + first, n);
         }
       }
+      if constexpr (parameters) parameter_sums.flush();
     }
   };
 };
@@ -172,7 +204,7 @@ template <class T>
 struct Reduce {
   template <class Lanes>
   struct Body {
-    MEMKIT_FN static void run(const RowNormArgs& args, const T* partials, int64_t count, void* grad_weight,
+    MEMKIT_FN static void run(const RowNormArgs& args, const double* partials, int64_t count, void* grad_weight,
                               void* grad_bias, int64_t begin, int64_t end) {
       T space[kChunk];
       for (int part = 0; part < 2; ++part) {
@@ -180,15 +212,14 @@ struct Reduce {
         if (!target) continue;
         for (int64_t first = begin; first < end; first += kChunk) {
           const int64_t n = chunk_at(first, end);
-          const T* from = partials + part * args.columns + first;
-          T* total = place(target, args.weight_dtype, first, space);
-          for (int64_t i = 0; i < n; ++i) total[i] = from[i];
-          for (int64_t k = 1; k < count; ++k) {
-            const T* more = from + k * 2 * args.columns;
-            MEMKIT_LOOP
-            for (int64_t i = 0; i < n; ++i) total[i] += more[i];
+          T* to = place(target, args.weight_dtype, first, space);
+          for (int64_t i = 0; i < n; ++i) {
+            const double* from = partials + part * args.columns + first + i;
+            double total = 0;
+            for (int64_t k = 0; k < count; ++k) total += from[k * 2 * args.columns];
+            to[i] = T(total);
           }
-          written<Lanes>(total, target, args.weight_dtype, first, n);
+          written<Lanes>(to, target, args.weight_dtype, first, n);
         }
       }
     }
@@ -239,13 +270,11 @@ void row_norm_backward(const RowNormArgs& args, int64_t begin, int64_t end) {
   return args.dtype == Dtype::float64 ? backward<double>(args, begin, end) : backward<float>(args, begin, end);
 }
 
-void row_norm_reduce(const RowNormArgs& args, const void* partials, int64_t count, void* grad_weight, void* grad_bias,
+void row_norm_reduce(const RowNormArgs& args, const double* partials, int64_t count, void* grad_weight, void* grad_bias,
                      int64_t begin, int64_t end) {
   if (args.dtype == Dtype::float64)
-    return Compiled<Reduce<double>::Body>::run(args, static_cast<const double*>(partials), count, grad_weight,
-                                               grad_bias, begin, end);
-  Compiled<Reduce<float>::Body>::run(args, static_cast<const float*>(partials), count, grad_weight, grad_bias, begin,
-                                     end);
+    return Compiled<Reduce<double>::Body>::run(args, partials, count, grad_weight, grad_bias, begin, end);
+  Compiled<Reduce<float>::Body>::run(args, partials, count, grad_weight, grad_bias, begin, end);
 }
 
 int row_norm_flaws(const RowNormArgs& args) {

@@ -21,8 +21,8 @@ struct ChannelTerms {
   MEMKIT_FN T gradient(T x, T dz) const { return (dz * scale + offset) + (x - center) * slope; }
 };
 
-// One call over a tensor [outer, channels, inner]. `sets` is how many terms there are: channels (batch norm) or
-// outer * channels (group norm). Terms, moments and sums are of the type computed in. With inner == 1 and one set a channel,
+// One call over a tensor [outer, channels, inner]. Sums over many elements are double. `sets` is how many terms there are: channels (batch norm) or
+// outer * channels (group norm). Terms and moments are of the type computed in. With inner == 1 and one set a channel,
 // neighbouring elements have different terms (channels last, or a batch of vectors): "columns".
 struct ChannelArgs {
   int64_t outer = 0, channels = 0, inner = 0, sets = 0;
@@ -37,9 +37,9 @@ struct ChannelArgs {
   const void* grad = nullptr;
   void* grad_input = nullptr;  // may be grad's memory
 
-  int64_t planes() const { return outer * channels; }
-  int64_t numel() const { return planes() * inner; }
-  bool columns() const { return inner == 1 && sets == channels; }
+  MEMKIT_FN int64_t planes() const { return outer * channels; }
+  MEMKIT_FN int64_t numel() const { return planes() * inner; }
+  MEMKIT_FN bool columns() const { return inner == 1 && sets == channels; }
 };
 
 // The terms of all sets, one array each.
@@ -100,24 +100,24 @@ struct ChannelStatistics {
   }
 
   // Sums of dz and dz (x - mean) over the parts, into c1 and c2 of a statistic.
-  MEMKIT_FN void finish_sums(int64_t s, const T* dz, const T* dz_distance, T* c1, T* c2) const {
-    T a = 0, b = 0;
+  MEMKIT_FN void finish_sums(int64_t s, const double* dz, const double* dz_distance, T* c1, T* c2) const {
+    double a = 0, b = 0;
     for (int64_t j = 0; j < count; ++j) {
       const int64_t k = part(s, j);
-      const T w = weight_of(k % channels);
+      const double w = weight_of(k % channels);
       a += w * dz[k], b += w * dz_distance[k];
     }
-    c1[s] = a / T(size), c2[s] = b * rstd(s) / T(size);
+    c1[s] = T(a / double(size)), c2[s] = T(b * double(rstd(s)) / double(size));
   }
 
   // The gradients of a channel's weight and bias, from all `parts` of them.
-  MEMKIT_FN void finish_parameters(int64_t channel, int64_t parts, const T* dz, const T* dz_distance, T* sum_dz,
-                                   T* sum_dz_x_hat) const {
-    T a = 0, b = 0;
+  MEMKIT_FN void finish_parameters(int64_t channel, int64_t parts, const double* dz, const double* dz_distance,
+                                   T* sum_dz, T* sum_dz_x_hat) const {
+    double a = 0, b = 0;
     for (int64_t k = channel; k < parts; k += channels) {
-      a += dz[k], b += dz_distance[k] * rstd(groups == 0 ? channel : statistic_of(k));
+      a += dz[k], b += dz_distance[k] * double(rstd(groups == 0 ? channel : statistic_of(k)));
     }
-    sum_dz[channel] = a, sum_dz_x_hat[channel] = b;
+    sum_dz[channel] = T(a), sum_dz_x_hat[channel] = T(b);
   }
 };
 

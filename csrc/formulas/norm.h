@@ -110,7 +110,8 @@ struct RowNormArgs {
   const void* grad = nullptr;
   const void* grad_sum = nullptr;  // of the sum, where there is one; added
   void* grad_input = nullptr;      // null: not wanted
-  void* partial = nullptr;         // sums of g x_hat and of g of some rows, `columns` each; null: not wanted
+  void* partial = nullptr;         // sums of g x_hat and of g over some rows, `columns` each, on the CPU in double; null:
+                                   // not wanted
 };
 
 }  // namespace memkit

@@ -179,8 +179,8 @@ void run_channel_sums(ChannelCall call, void* dz, void* dz_x_hat, void* c1, void
   const Parts parts = parts_of(call);
   with_computed(call, [&](auto computed) {
     using T = decltype(computed);
-    const Tensor room = scratch(call, 2, parts.count);
-    T *sums = static_cast<T*>(room.mutable_data_ptr()), *distances = sums + parts.count;
+    const Tensor room = at::empty({2, parts.count}, at::TensorOptions(at::kDouble).device(call.device));
+    double *sums = room.mutable_data_ptr<double>(), *distances = sums + parts.count;
     const ChannelStatistics<T> s = statistics_of<T>(call, parts);
     T *to_dz = static_cast<T*>(dz), *to_x_hat = static_cast<T*>(dz_x_hat);
     T *to_c1 = static_cast<T*>(c1), *to_c2 = static_cast<T*>(c2);

@@ -33,27 +33,21 @@ int64_t grain_rows(const RowNormArgs& args) { return std::max<int64_t>(1, kGrain
               "; this memkit was built without CUDA: rebuild with MEMKIT_CUDA=1");
 }
 
-at::ScalarType statistics_dtype(const RowNormArgs& args) {
-  return args.dtype == Dtype::float64 ? at::kDouble : at::kFloat;
-}
-
 // Each thread sums over its rows; the sums are added up in the threads' order.
 void backward_on_cpu(RowNormArgs args, const Tensor& grad, Tensor& grad_weight, Tensor& grad_bias) {
   const bool parameters = grad_weight.defined() || grad_bias.defined();
   const int64_t most = (args.rows + grain_rows(args) - 1) / grain_rows(args);
   const int64_t parts = std::max<int64_t>(1, std::min<int64_t>(at::get_num_threads(), most));
   Tensor partials;
-  char* partial = nullptr;
-  int64_t stride = 0;
+  double* partial = nullptr;
   if (parameters) {
-    partials = at::zeros({parts, 2, args.columns}, grad.options().dtype(statistics_dtype(args)));
-    partial = static_cast<char*>(partials.mutable_data_ptr());
-    stride = 2 * args.columns * int64_t(partials.element_size());
+    partials = at::zeros({parts, 2, args.columns}, grad.options().dtype(at::kDouble));
+    partial = partials.mutable_data_ptr<double>();
   }
   at::parallel_for(0, parts, 1, [&](int64_t begin, int64_t end) {
     for (int64_t part = begin; part < end; ++part) {
       RowNormArgs own = args;
-      own.partial = partial ? partial + part * stride : nullptr;
+      own.partial = partial ? partial + part * 2 * args.columns : nullptr;
       cpu::row_norm_backward(own, args.rows * part / parts, args.rows * (part + 1) / parts);
     }
   });
@@ -98,7 +92,7 @@ void run_row_norm_backward(RowNormArgs args, const Tensor& grad, Tensor& grad_we
   C10_CUDA_CHECK(static_cast<cudaError_t>(cuda::row_norm_parts(args, parts)));
   const bool parameters = grad_weight.defined() || grad_bias.defined();
   if (parameters) {
-    partials = at::empty({parts, 2, args.columns}, grad.options().dtype(statistics_dtype(args)));
+    partials = at::empty({parts, 2, args.columns}, grad.options().dtype(args.dtype == Dtype::float64 ? at::kDouble : at::kFloat));
     args.partial = partials.mutable_data_ptr();
   }
   C10_CUDA_CHECK(static_cast<cudaError_t>(cuda::row_norm_backward(args, parts, stream)));
