@@ -188,13 +188,13 @@ template <class T>
 struct PlaneMoments {
   template <class Lanes>
   struct Body {
-    MEMKIT_FN static void run(const ChannelArgs& args, int64_t begin, int64_t end, T* means, T* m2) {
+    MEMKIT_FN static void run(const ChannelArgs& args, int64_t begin, int64_t end, double* means, double* m2) {
       T space[kChunk];
       for (int64_t plane = begin; plane < end; ++plane) {
-        Moments<T> moments;
+        Moments<double> moments;
         for (int64_t first = 0; first < args.inner; first += kChunk) {
           const int64_t n = std::min(kChunk, args.inner - first);
-          moments.add(moments_of(read<Lanes>(args.x, args.dtype, plane * args.inner + first, n, space), n));
+          moments.add(moments_of(read<Lanes>(args.x, args.dtype, plane * args.inner + first, n, space), n).precise());
         }
         means[plane] = moments.mean, m2[plane] = moments.m2;
       }
@@ -207,13 +207,13 @@ template <class T>
 struct ColumnMoments {
   template <class Lanes>
   struct Body {
-    MEMKIT_FN static void run(const ChannelArgs& args, int64_t begin, int64_t end, T* means, T* m2) {
+    MEMKIT_FN static void run(const ChannelArgs& args, int64_t begin, int64_t end, double* means, double* m2) {
       T space[kBlockRows][kBlockColumns];
       const T* x[kBlockRows];
       for (int64_t first = 0; first < args.channels; first += kBlockColumns) {
         const int64_t n = std::min(kBlockColumns, args.channels - first);
-        T *mean = means + first, *squares = m2 + first;
-        for (int64_t i = 0; i < n; ++i) mean[i] = squares[i] = T(0);
+        double *mean = means + first, *squares = m2 + first;
+        for (int64_t i = 0; i < n; ++i) mean[i] = squares[i] = 0;
         for (int64_t row = begin; row < end; row += kBlockRows) {
           const int64_t rows = std::min(kBlockRows, end - row);
           T sum[kBlockColumns] = {}, own[kBlockColumns] = {};
@@ -229,8 +229,8 @@ struct ColumnMoments {
           }
           MEMKIT_LOOP
           for (int64_t i = 0; i < n; ++i) {
-            Moments<T> all{T(row - begin), mean[i], squares[i]};
-            all.add({T(rows), sum[i], own[i]});
+            Moments<double> all{double(row - begin), mean[i], squares[i]};
+            all.add({double(rows), double(sum[i]), double(own[i])});
             mean[i] = all.mean, squares[i] = all.m2;
           }
         }
@@ -240,15 +240,14 @@ struct ColumnMoments {
 };
 
 template <class T>
-void moments(const ChannelArgs& args, int64_t begin, int64_t end, void* means, void* m2) {
-  T *to_means = static_cast<T*>(means), *to_m2 = static_cast<T*>(m2);
-  if (args.columns()) return Compiled<ColumnMoments<T>::template Body>::run(args, begin, end, to_means, to_m2);
-  Compiled<PlaneMoments<T>::template Body>::run(args, begin, end, to_means, to_m2);
+void moments(const ChannelArgs& args, int64_t begin, int64_t end, double* means, double* m2) {
+  if (args.columns()) return Compiled<ColumnMoments<T>::template Body>::run(args, begin, end, means, m2);
+  Compiled<PlaneMoments<T>::template Body>::run(args, begin, end, means, m2);
 }
 
 }  // namespace
 
-void channel_moments(const ChannelArgs& args, int64_t begin, int64_t end, void* means, void* m2) {
+void channel_moments(const ChannelArgs& args, int64_t begin, int64_t end, double* means, double* m2) {
   if (args.dtype == Dtype::float64) return moments<double>(args, begin, end, means, m2);
   moments<float>(args, begin, end, means, m2);
 }

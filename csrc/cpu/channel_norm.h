@@ -8,7 +8,7 @@ namespace memkit::cpu {
 
 // Mean and sum of squared distances from it. Planes: of each, into means[plane] and m2[plane]. Columns: of each channel
 // over these rows, into means[channel] and m2[channel].
-void channel_moments(const ChannelArgs& args, int64_t begin, int64_t end, void* means, void* m2);
+void channel_moments(const ChannelArgs& args, int64_t begin, int64_t end, double* means, double* m2);
 
 // Of elements.
 void channel_forward(const ChannelArgs& args, int64_t begin, int64_t end);

@@ -21,8 +21,8 @@ struct ChannelTerms {
   MEMKIT_FN T gradient(T x, T dz) const { return (dz * scale + offset) + (x - center) * slope; }
 };
 
-// One call over a tensor [outer, channels, inner]. Sums over many elements are double. `sets` is how many terms there are: channels (batch norm) or
-// outer * channels (group norm). Terms and moments are of the type computed in. With inner == 1 and one set a channel,
+// One call over a tensor [outer, channels, inner]. `sets` is how many terms there are: channels (batch norm) or
+// outer * channels (group norm). Terms are of the type computed in; moments and sums are double. With inner == 1 and one set a channel,
 // neighbouring elements have different terms (channels last, or a batch of vectors): "columns".
 struct ChannelArgs {
   int64_t outer = 0, channels = 0, inner = 0, sets = 0;
@@ -64,60 +64,66 @@ struct TermArrays {
 };
 
 // What lies between the passes over the tensor: statistics from the moments of parts of it, terms from statistics, and
-// gradients from sums over parts. A part is a plane; in the layout of columns, a channel over some rows.
+// gradients from sums over parts. A part is a plane; in the layout of columns, a channel over some rows. All in double:
+// there is little of it, and an error in the mean is one of every element of a channel. T has what the mean loses when it
+// is rounded to a term in the terms next to it.
 template <class T>
 struct ChannelStatistics {
   // Statistic s is made of the parts s * step + j * stride, j < count, which have `size` elements together.
   int64_t statistics = 0, step = 1, stride = 1, count = 1, size = 0;
   // Batch norm has a set for each statistic; group norm for each of the `channels` of a sample, which make `groups`.
   int64_t channels = 0, groups = 0;
-  T eps = 0;
+  double eps = 0;
   const T* weight = nullptr;  // of the channels; null: 1
   const T* bias = nullptr;    // null: 0
-  T* mean = nullptr;
-  T* variance = nullptr;
+  double* mean = nullptr;
+  double* variance = nullptr;
 
   MEMKIT_FN int64_t part(int64_t s, int64_t j) const { return s * step + j * stride; }
-  MEMKIT_FN T part_size(int64_t j) const { return T(size * (j + 1) / count - size * j / count); }
-  MEMKIT_FN T weight_of(int64_t channel) const { return weight ? weight[channel] : T(1); }
-  MEMKIT_FN T rstd(int64_t s) const { return reciprocal_root(variance[s], eps); }
+  MEMKIT_FN int64_t part_size(int64_t j) const { return size * (j + 1) / count - size * j / count; }
+  MEMKIT_FN double weight_of(int64_t channel) const { return weight ? double(weight[channel]) : 1.0; }
+  MEMKIT_FN double rstd(int64_t s) const { return reciprocal_root(variance[s], eps); }
+  MEMKIT_FN double lost(int64_t s) const { return mean[s] - double(T(mean[s])); }
   MEMKIT_FN int64_t statistic_of(int64_t set) const { return groups == 0 ? set : set / (channels / groups); }
 
-  MEMKIT_FN void finish_moments(int64_t s, const T* means, const T* m2) const {
-    Moments<T> all;
-    for (int64_t j = 0; j < count; ++j) all.add({part_size(j), means[part(s, j)], m2[part(s, j)]});
+  MEMKIT_FN void finish_moments(int64_t s, const double* means, const double* m2) const {
+    Moments<double> all;
+    for (int64_t j = 0; j < count; ++j) all.add({double(part_size(j)), means[part(s, j)], m2[part(s, j)]});
     mean[s] = all.mean;
-    variance[s] = all.m2 / T(size);
+    variance[s] = all.m2 / double(size);
   }
 
   // c1 and c2, one a statistic, where backward needs them.
-  MEMKIT_FN ChannelTerms<T> terms(int64_t set, const T* c1, const T* c2) const {
+  MEMKIT_FN ChannelTerms<T> terms(int64_t set, const double* c1, const double* c2) const {
     const int64_t s = statistic_of(set), channel = set % channels;
-    const T root = rstd(s);
-    ChannelTerms<T> made{mean[s], root * weight_of(channel), bias ? bias[channel] : T(0), T(0), T(0)};
-    if (c1) made.offset = -root * c1[s], made.slope = -root * root * c2[s];
+    const double root = rstd(s), scale = root * weight_of(channel), offset = bias ? double(bias[channel]) : 0.0;
+    ChannelTerms<T> made{T(mean[s]), T(scale), T(offset - lost(s) * scale), T(0), T(0)};
+    if (!c1) return made;
+    const double slope = -root * root * c2[s];
+    made.offset = T(-root * c1[s] - slope * lost(s)), made.slope = T(slope);
     return made;
   }
 
-  // Sums of dz and dz (x - mean) over the parts, into c1 and c2 of a statistic.
-  MEMKIT_FN void finish_sums(int64_t s, const double* dz, const double* dz_distance, T* c1, T* c2) const {
+  // Sums of dz and dz (x - center) over the parts, into c1 and c2 of a statistic.
+  MEMKIT_FN void finish_sums(int64_t s, const double* dz, const double* dz_distance, double* c1, double* c2) const {
     double a = 0, b = 0;
     for (int64_t j = 0; j < count; ++j) {
       const int64_t k = part(s, j);
       const double w = weight_of(k % channels);
       a += w * dz[k], b += w * dz_distance[k];
     }
-    c1[s] = T(a / double(size)), c2[s] = T(b * double(rstd(s)) / double(size));
+    c1[s] = a / double(size), c2[s] = (b - lost(s) * a) * rstd(s) / double(size);
   }
 
   // The gradients of a channel's weight and bias, from all `parts` of them.
   MEMKIT_FN void finish_parameters(int64_t channel, int64_t parts, const double* dz, const double* dz_distance,
-                                   T* sum_dz, T* sum_dz_x_hat) const {
+                                   double* sum_dz, double* sum_dz_x_hat) const {
     double a = 0, b = 0;
     for (int64_t k = channel; k < parts; k += channels) {
-      a += dz[k], b += dz_distance[k] * double(rstd(groups == 0 ? channel : statistic_of(k)));
+      const int64_t s = groups == 0 ? channel : statistic_of(k);
+      a += dz[k], b += (dz_distance[k] - lost(s) * dz[k]) * rstd(s);
     }
-    sum_dz[channel] = T(a), sum_dz_x_hat[channel] = T(b);
+    sum_dz[channel] = a, sum_dz_x_hat[channel] = b;
   }
 };
 

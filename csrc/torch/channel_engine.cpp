@@ -57,11 +57,11 @@ ChannelStatistics<T> statistics_of(const ChannelCall& call, const Parts& parts) 
     s.count = parts.count / args.channels;
     s.size = args.outer * args.inner;
   }
-  s.eps = T(call.eps);
+  s.eps = call.eps;
   s.weight = static_cast<const T*>(call.weight);
   s.bias = static_cast<const T*>(call.bias);
-  s.mean = static_cast<T*>(call.mean);
-  s.variance = static_cast<T*>(call.variance);
+  s.mean = call.mean;
+  s.variance = call.variance;
   return s;
 }
 
@@ -75,8 +75,9 @@ void with_computed(const ChannelCall& call, const F& f) {
   }
 }
 
-Tensor scratch(const ChannelCall& call, int64_t rows, int64_t columns) {
-  return at::empty({rows, columns}, at::TensorOptions(call.computed).device(call.device));
+// Two arrays of doubles.
+Tensor scratch(const ChannelCall& call, int64_t count) {
+  return at::empty({2, count}, at::TensorOptions(at::kDouble).device(call.device));
 }
 
 // f(begin, end, part): over units, in ranges; part is where the results of a range of rows go.
@@ -115,19 +116,18 @@ CUstream_st* stream() { return c10::cuda::getCurrentCUDAStream().stream(); }
 
 // The terms of all sets, which the call then points to.
 template <class T>
-Tensor make_terms(ChannelCall& call, const void* c1, const void* c2) {
-  Tensor made = scratch(call, 5, call.args.sets);
+Tensor make_terms(ChannelCall& call, const double* c1, const double* c2) {
+  Tensor made = at::empty({5, call.args.sets}, at::TensorOptions(call.computed).device(call.device));
   T* data = static_cast<T*>(made.mutable_data_ptr());
   call.args.terms = data;
   const ChannelStatistics<T> s = statistics_of<T>(call, {1, call.args.planes()});
-  const T *first = static_cast<const T*>(c1), *second = static_cast<const T*>(c2);
   if (call.device.is_cpu()) {
     const TermArrays<T> arrays{data, call.args.sets};
-    for (int64_t set = 0; set < call.args.sets; ++set) arrays.put(set, s.terms(set, first, second));
+    for (int64_t set = 0; set < call.args.sets; ++set) arrays.put(set, s.terms(set, c1, c2));
     return made;
   }
 #ifdef MEMKIT_WITH_CUDA
-  check(cuda::channel_terms<T>(s, call.args.sets, first, second, data, stream()));
+  check(cuda::channel_terms<T>(s, call.args.sets, c1, c2, data, stream()));
 #endif
   return made;
 }
@@ -138,8 +138,8 @@ void run_channel_moments(const ChannelCall& call) {
   const Parts parts = parts_of(call);
   with_computed(call, [&](auto computed) {
     using T = decltype(computed);
-    const Tensor room = scratch(call, 2, parts.count);
-    T *means = static_cast<T*>(room.mutable_data_ptr()), *m2 = means + parts.count;
+    const Tensor room = scratch(call, parts.count);
+    double *means = room.mutable_data_ptr<double>(), *m2 = means + parts.count;
     const ChannelStatistics<T> s = statistics_of<T>(call, parts);
     if (call.device.is_cpu()) {
       for_units(call.args, parts, [&](int64_t begin, int64_t end, int64_t part) {
@@ -175,37 +175,35 @@ void run_channel_forward(ChannelCall call) {
   });
 }
 
-void run_channel_sums(ChannelCall call, void* dz, void* dz_x_hat, void* c1, void* c2) {
+void run_channel_sums(ChannelCall call, double* dz, double* dz_x_hat, double* c1, double* c2) {
   const Parts parts = parts_of(call);
   with_computed(call, [&](auto computed) {
     using T = decltype(computed);
-    const Tensor room = at::empty({2, parts.count}, at::TensorOptions(at::kDouble).device(call.device));
+    const Tensor room = scratch(call, parts.count);
     double *sums = room.mutable_data_ptr<double>(), *distances = sums + parts.count;
     const ChannelStatistics<T> s = statistics_of<T>(call, parts);
-    T *to_dz = static_cast<T*>(dz), *to_x_hat = static_cast<T*>(dz_x_hat);
-    T *to_c1 = static_cast<T*>(c1), *to_c2 = static_cast<T*>(c2);
     if (call.device.is_cpu()) {
       const Tensor terms = make_terms<T>(call, nullptr, nullptr);
       for_units(call.args, parts, [&](int64_t begin, int64_t end, int64_t part) {
         cpu::channel_sums(call.args, begin, end, sums + part, distances + part);
       });
-      for (int64_t i = 0; i < s.statistics; ++i) s.finish_sums(i, sums, distances, to_c1, to_c2);
+      for (int64_t i = 0; i < s.statistics; ++i) s.finish_sums(i, sums, distances, c1, c2);
       for (int64_t c = 0; c < s.channels; ++c)
-        s.finish_parameters(c, parts.count, sums, distances, to_dz, to_x_hat);
+        s.finish_parameters(c, parts.count, sums, distances, dz, dz_x_hat);
       return;
     }
 #ifdef MEMKIT_WITH_CUDA
     const c10::cuda::CUDAGuard guard(call.device);
     const Tensor terms = make_terms<T>(call, nullptr, nullptr);
     check(cuda::channel_sums(call.args, parts.count, sums, distances, stream()));
-    check(cuda::channel_finish_sums<T>(s, parts.count, sums, distances, to_dz, to_x_hat, to_c1, to_c2, stream()));
+    check(cuda::channel_finish_sums<T>(s, parts.count, sums, distances, dz, dz_x_hat, c1, c2, stream()));
 #else
     without_cuda(call);
 #endif
   });
 }
 
-void run_channel_backward(ChannelCall call, const void* c1, const void* c2) {
+void run_channel_backward(ChannelCall call, const double* c1, const double* c2) {
   with_computed(call, [&](auto computed) {
     if (call.device.is_cpu()) {
       const Tensor terms = make_terms<decltype(computed)>(call, c1, c2);

@@ -26,7 +26,8 @@ struct ChannelNorm {
 void check_channel_norm(const ChannelNorm& norm, const at::Tensor& input, const OptionalTensor& weight,
                         const OptionalTensor& bias);
 
-// The mean and the variance (over n, not n - 1) of each channel, or of each group of each sample.
+// The mean and the variance (over n, not n - 1) of each channel, or of each group of each sample; in
+// double, as all statistics and sums here.
 std::tuple<at::Tensor, at::Tensor> channel_moments(const ChannelNorm& norm, const at::Tensor& input);
 
 at::Tensor channel_norm_forward(const ChannelNorm& norm, const at::Tensor& input, const at::Tensor& mean,

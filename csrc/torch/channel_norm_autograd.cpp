@@ -160,7 +160,7 @@ std::tuple<Tensor, Tensor, Tensor> run(const ChannelNorm& norm, const Tensor& in
               ": expected a mean and a variance or neither, got one of them");
   if (needs_stock(input) || needs_stock(weight) || needs_stock(bias)) {
     const Composed made = compose(norm, input, mean, variance, weight, bias, dtype);
-    return {made.out, made.mean, made.variance};
+    return {made.out, made.mean.to(at::kDouble), made.variance.to(at::kDouble)};
   }
   Tensor out, own_mean, own_variance;
   {

@@ -49,28 +49,28 @@ ChannelCall call_of(const ChannelNorm& norm, const Tensor& x, at::ScalarType dty
   return call;
 }
 
-OptionalTensor in_computed(const OptionalTensor& x, at::ScalarType computed) {
-  return x ? OptionalTensor(x->to(computed).contiguous()) : x;
+OptionalTensor as(const OptionalTensor& x, at::ScalarType dtype) {
+  return x ? OptionalTensor(x->to(dtype).contiguous()) : x;
 }
 
-// Statistics and parameters in the type computed in, alive as long as the call that points to them.
+// Statistics in double and parameters in the type computed in, alive as long as the call that points to them.
 struct Operands {
   Tensor mean, variance;
   OptionalTensor weight, bias;
 
   Operands(ChannelCall& call, const ChannelNorm& norm, const Tensor& x, const Tensor& mean_, const Tensor& variance_,
            const OptionalTensor& weight_, const OptionalTensor& bias_)
-      : mean(*in_computed(mean_, call.computed)),
-        variance(*in_computed(variance_, call.computed)),
-        weight(in_computed(weight_, call.computed)),
-        bias(in_computed(bias_, call.computed)) {
+      : mean(*as(mean_, at::kDouble)),
+        variance(*as(variance_, at::kDouble)),
+        weight(as(weight_, call.computed)),
+        bias(as(bias_, call.computed)) {
     const int64_t statistics = norm.groups ? x.size(0) * norm.groups : x.size(1);
     TORCH_CHECK_VALUE(mean.numel() == statistics && variance.numel() == statistics && mean.device() == x.device() &&
                           variance.device() == x.device(),
                       norm.name(), ": expected ", statistics, " means and variances on ", x.device(), ", got ",
                       describe(mean), " and ", describe(variance));
-    call.mean = mean.data_ptr();
-    call.variance = variance.data_ptr();
+    call.mean = mean.data_ptr<double>();
+    call.variance = variance.data_ptr<double>();
     call.weight = weight ? weight->const_data_ptr() : nullptr;
     call.bias = bias ? bias->const_data_ptr() : nullptr;
   }
@@ -82,7 +82,7 @@ c10::SymDimVector statistics_shape(const ChannelNorm& norm, const Tensor& x) {
 }
 
 Tensor empty_statistics(const ChannelNorm& norm, const Tensor& x) {
-  return at::empty_symint(statistics_shape(norm, x), x.options().dtype(compute_dtype(x.scalar_type())));
+  return at::empty_symint(statistics_shape(norm, x), x.options().dtype(at::kDouble));
 }
 
 void check_gradient(const ChannelNorm& norm, const Tensor& grad, const Tensor& input) {
@@ -118,8 +118,8 @@ std::tuple<Tensor, Tensor> channel_moments(const ChannelNorm& norm, const Tensor
   if (input.numel() == 0) return {mean.fill_(NAN), variance.fill_(NAN)};
   const Tensor x = input.contiguous(format_of(norm, input));
   ChannelCall call = call_of(norm, x, x.scalar_type());
-  call.mean = mean.data_ptr();
-  call.variance = variance.data_ptr();
+  call.mean = mean.data_ptr<double>();
+  call.variance = variance.data_ptr<double>();
   run_channel_moments(call);
   return {mean, variance};
 }
@@ -142,7 +142,7 @@ ChannelSums channel_norm_sums(const ChannelNorm& norm, const Tensor& grad, const
   check_gradient(norm, grad, input);
   const auto format = format_of(norm, input);
   const Tensor x = input.contiguous(format), g = grad.contiguous(format);
-  const auto options = x.options().dtype(compute_dtype(x.scalar_type()));
+  const auto options = x.options().dtype(at::kDouble);
   ChannelSums sums{at::empty_symint({x.sym_size(1)}, options), at::empty_symint({x.sym_size(1)}, options),
                    empty_statistics(norm, x), empty_statistics(norm, x)};
   if (x.is_meta()) return sums;
@@ -150,7 +150,8 @@ ChannelSums channel_norm_sums(const ChannelNorm& norm, const Tensor& grad, const
   ChannelCall call = call_of(norm, x, g.scalar_type());
   const Operands operands(call, norm, x, mean, variance, weight, bias);
   call.args.grad = g.const_data_ptr();
-  run_channel_sums(call, sums.dz.data_ptr(), sums.dz_x_hat.data_ptr(), sums.c1.data_ptr(), sums.c2.data_ptr());
+  run_channel_sums(call, sums.dz.data_ptr<double>(), sums.dz_x_hat.data_ptr<double>(), sums.c1.data_ptr<double>(),
+                   sums.c2.data_ptr<double>());
   return sums;
 }
 
@@ -165,10 +166,11 @@ Tensor channel_norm_backward(const ChannelNorm& norm, const Tensor& grad, const 
   if (x.is_meta() || x.numel() == 0) return grad_input;
   ChannelCall call = call_of(norm, x, g.scalar_type());
   const Operands operands(call, norm, x, mean, variance, weight, bias);
-  const OptionalTensor first = in_computed(c1, call.computed), second = in_computed(c2, call.computed);
+  const OptionalTensor first = as(c1, at::kDouble), second = as(c2, at::kDouble);
   call.args.grad = g.const_data_ptr();
   call.args.grad_input = grad_input.mutable_data_ptr();
-  run_channel_backward(call, first ? first->const_data_ptr() : nullptr, second ? second->const_data_ptr() : nullptr);
+  run_channel_backward(call, first ? first->const_data_ptr<double>() : nullptr,
+                       second ? second->const_data_ptr<double>() : nullptr);
   return grad_input;
 }
 
