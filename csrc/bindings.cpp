@@ -5,6 +5,7 @@
 #include "torch/fast_call.h"
 #include "torch/lean.h"
 #include "torch/named_ops.h"
+#include "torch/norm_call.h"
 #include "torch/planning.h"
 #include "torch/pool_python.h"
 #include "torch/tap.h"
@@ -17,6 +18,8 @@ PYBIND11_MODULE(_C, m) {
   memkit::bind_glu(m);
   memkit::bind_lean(m);
   memkit::bind_losses(m);
+  memkit::bind_norms(m);
+  memkit::bind_channel_norms(m);
   memkit::bind_tap(m);
   memkit::bind_pool(m);
   memkit::bind_planning(m);

@@ -9,7 +9,7 @@ namespace memkit::cpu {
 template <template <class> class Body>
 struct Compiled {
   template <class... Args>
-  static void run(const Args&... args) {
+  static void run(Args&&... args) {
 #if MEMKIT_X86
     if (isa() == Isa::v4) return v4(args...);
     if (isa() == Isa::v3) return v3(args...);
@@ -19,16 +19,16 @@ struct Compiled {
 
  private:
   template <class... Args>
-  static void base(const Args&... args) {
+  static void base(Args&&... args) {
     Body<BaseLanes>::run(args...);
   }
 #if MEMKIT_X86
   template <class... Args>
-  MEMKIT_TARGET_V3 static void v3(const Args&... args) {
+  MEMKIT_TARGET_V3 static void v3(Args&&... args) {
     Body<V3Lanes>::run(args...);
   }
   template <class... Args>
-  MEMKIT_TARGET_V4 static void v4(const Args&... args) {
+  MEMKIT_TARGET_V4 static void v4(Args&&... args) {
     Body<V4Lanes>::run(args...);
   }
 #endif

@@ -58,8 +58,8 @@ constexpr std::string_view kOutputSavers[] = {"SigmoidBackward",
                                               "ScaledDotProductFusedAttentionOverrideableBackward"};
 
 // "ReluBackward0" and in-place "EluBackward1" alike: the digits at the end number a function's overloads.
-bool saves_output(const autograd::Node& node) {
-  if (const auto* own = dynamic_cast<const SavedNode*>(&node)) return own->keeps_output();
+bool saves_output(const autograd::Node& node, uint32_t number) {
+  if (const auto* own = dynamic_cast<const SavedNode*>(&node)) return own->keeps_output(number);
   const std::string name = node.name();
   for (std::string_view saver : kOutputSavers) {
     if (name.size() <= saver.size() + 1 && name.compare(0, saver.size(), saver) == 0) return true;
@@ -100,7 +100,7 @@ bool is_own_memory(const Tensor& x) {
 
 std::optional<std::string> producer_blocker(const Tensor& x) {
   const auto& producer = x.grad_fn();
-  if (producer && saves_output(*producer)) {
+  if (producer && saves_output(*producer, x.output_nr())) {
     return "the output of " + producer->name() + ", which keeps it for its backward";
   }
   return std::nullopt;

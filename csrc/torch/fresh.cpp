@@ -46,8 +46,10 @@ void populate(void*, size_t) {}
 
 }  // namespace
 
-at::Tensor fresh_like(const at::Tensor& x) {
-  at::Tensor fresh = at::empty_like(x);
+at::Tensor fresh_like(const at::Tensor& x) { return fresh_like(x, x.scalar_type()); }
+
+at::Tensor fresh_like(const at::Tensor& x, at::ScalarType dtype) {
+  at::Tensor fresh = dtype == x.scalar_type() ? at::empty_like(x) : at::empty_like(x, x.options().dtype(dtype));
   if (fresh.device().is_cpu()) populate(fresh.mutable_data_ptr(), fresh.nbytes());
   return fresh;
 }

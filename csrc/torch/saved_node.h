@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
+#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -15,12 +16,14 @@ struct SavedNode : torch::autograd::Node {
   // Keeps an input, or with is_output a result of the operator; undefined tensors are kept as such.
   void save(const at::Tensor& x, bool is_output = false, bool is_inplace_on_view = false) {
     saved_.emplace_back(x, is_output, is_inplace_on_view);
-    keeps_output_ |= is_output;
+    if (is_output) kept_outputs_.push_back(x.output_nr());
   }
   void save(const std::optional<at::Tensor>& x) { save(x.value_or(at::Tensor())); }
 
-  // Whether backward needs a result of the operator as it was.
-  bool keeps_output() const { return keeps_output_; }
+  // Whether backward needs this result of the operator as it was.
+  bool keeps_output(uint32_t number) const {
+    return std::find(kept_outputs_.begin(), kept_outputs_.end(), number) != kept_outputs_.end();
+  }
 
   // Whether the result can be computed again, to the bit, from what is saved; see lean.cpp.
   virtual bool can_rebuild() const { return false; }
@@ -73,7 +76,7 @@ struct SavedNode : torch::autograd::Node {
   std::vector<torch::autograd::SavedVariable> saved_;
   // From a rebuild to the backward that follows it: hooks may cost, and a checkpoint's allow one unpacking only.
   std::vector<at::Tensor> unpacked_;
-  bool keeps_output_ = false;
+  std::vector<uint32_t> kept_outputs_;
   bool released_ = false;
 };
 

@@ -116,6 +116,41 @@ TORCH_LIBRARY(memkit, m) {
 #undef MEMKIT_LOSS
 #undef MEMKIT_LINEAR
 
+  // LayerNorm (centered) and RMSNorm over the last `dims` dimensions, of the input or of input + residual; `dtype` is the
+  // output's. save: "auto" | "input" | "output". The last two are the backends' part; `sum` and `mean` have no elements
+  // where there are none, nor have gradients that are not `wanted` (of input, weight, bias).
+  m.def(
+      "_row_norm(Tensor input, int dims, Tensor? weight, Tensor? bias, float eps, bool centered, ScalarType dtype, str "
+      "save) -> Tensor");
+  m.def(
+      "_add_row_norm(Tensor input, Tensor residual, int dims, Tensor? weight, Tensor? bias, float eps, bool centered, "
+      "ScalarType dtype, str save) -> (Tensor normed, Tensor sum)");
+  m.def(
+      "_row_norm_forward(Tensor input, Tensor? residual, int dims, Tensor? weight, Tensor? bias, float eps, bool "
+      "centered, ScalarType dtype) -> (Tensor out, Tensor sum, Tensor mean, Tensor rstd)");
+  m.def(
+      "_row_norm_backward(Tensor grad, Tensor? grad_sum, Tensor saved, int dims, Tensor? weight, Tensor? bias, Tensor? "
+      "mean, Tensor rstd, bool centered, bool from_output, ScalarType input_dtype, bool[3] wanted) -> (Tensor, Tensor, "
+      "Tensor)");
+
+  // Batch norm with an activation behind it (a name as above, '' for none), by the statistics given or else its own,
+  // which it returns; group norm. The rest is the backends' part: with groups 0 one statistic a channel, else one for each
+  // group of each sample. c1, c2: what the gradient loses for the input's part in its own statistics.
+  m.def(
+      "_batch_norm_act(Tensor input, Tensor? weight, Tensor? bias, Tensor? mean, Tensor? variance, float eps, str act, "
+      "float[] params, ScalarType dtype) -> (Tensor out, Tensor mean, Tensor variance)");
+  m.def("_group_norm(Tensor input, int groups, Tensor? weight, Tensor? bias, float eps, ScalarType dtype) -> Tensor");
+  m.def("_channel_moments(Tensor input, int groups) -> (Tensor mean, Tensor variance)");
+  m.def(
+      "_channel_norm_forward(Tensor input, int groups, Tensor mean, Tensor variance, Tensor? weight, Tensor? bias, "
+      "float eps, str act, float[] params, ScalarType dtype) -> Tensor");
+  m.def(
+      "_channel_norm_sums(Tensor grad, Tensor input, int groups, Tensor mean, Tensor variance, Tensor? weight, Tensor? "
+      "bias, float eps, str act, float[] params) -> (Tensor dz, Tensor dz_x_hat, Tensor c1, Tensor c2)");
+  m.def(
+      "_channel_norm_backward(Tensor grad, Tensor input, int groups, Tensor mean, Tensor variance, Tensor? weight, "
+      "Tensor? bias, Tensor? c1, Tensor? c2, float eps, str act, float[] params) -> Tensor");
+
   // Scratch tensors of a memkit.Pool, by its id. The tag keeps a compiler from making one of two equal calls.
   const std::vector<at::Tag> fresh{at::Tag::nondeterministic_seeded};
   m.def(

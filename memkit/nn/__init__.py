@@ -22,6 +22,7 @@ from .activation import (
 from .dropout import AlphaDropout, Dropout, Dropout1d, Dropout2d, Dropout3d, DropPath, FeatureAlphaDropout
 from .glu import GeGLU, ReGLU, SwiGLU
 from .loss import CrossEntropyLoss, LinearCrossEntropyLoss
+from .norm import BatchNorm1d, BatchNorm2d, BatchNorm3d, GroupNorm, LayerNorm, RMSNorm
 
 __all__ = [
     "CELU",
@@ -29,6 +30,9 @@ __all__ = [
     "GELU",
     "SELU",
     "AlphaDropout",
+    "BatchNorm1d",
+    "BatchNorm2d",
+    "BatchNorm3d",
     "CrossEntropyLoss",
     "DropPath",
     "Dropout",
@@ -37,13 +41,16 @@ __all__ = [
     "Dropout3d",
     "FeatureAlphaDropout",
     "GeGLU",
+    "GroupNorm",
     "Hardsigmoid",
     "Hardswish",
     "Hardtanh",
+    "LayerNorm",
     "LeakyReLU",
     "LinearCrossEntropyLoss",
     "Mish",
     "QuickGELU",
+    "RMSNorm",
     "ReGLU",
     "ReLU",
     "ReLU6",

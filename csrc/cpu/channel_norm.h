@@ -1,0 +1,20 @@
+// Batch and group norm with an activation, on the CPU. Passes take a range: of elements, or of units, which are planes
+// (neighbouring elements of one set), or rows of `channels` elements in the layout of columns.
+#pragma once
+
+#include "../formulas/channel_norm.h"
+
+namespace memkit::cpu {
+
+// Mean and sum of squared distances from it. Planes: of each, into means[plane] and m2[plane]. Columns: of each channel
+// over these rows, into means[channel] and m2[channel].
+void channel_moments(const ChannelArgs& args, int64_t begin, int64_t end, double* means, double* m2);
+
+// Of elements.
+void channel_forward(const ChannelArgs& args, int64_t begin, int64_t end);
+void channel_backward(const ChannelArgs& args, int64_t begin, int64_t end);
+
+// Sums of dz and of dz (x - center), laid out as the moments are.
+void channel_sums(const ChannelArgs& args, int64_t begin, int64_t end, double* sum_dz, double* sum_dz_distance);
+
+}  // namespace memkit::cpu

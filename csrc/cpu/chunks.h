@@ -1,0 +1,78 @@
+// Rows of any dtype, a chunk at a time in the type computed in, and sums over them.
+#pragma once
+
+#include "../formulas/arguments.h"
+#include "compiled.h"
+
+#define MEMKIT_INLINE __attribute__((always_inline))
+
+namespace memkit::cpu {
+
+constexpr int64_t kChunk = 2048;  // elements: a few chunks fit in the first-level cache
+
+inline int64_t size_of(Dtype dtype) { return dtype == Dtype::float64 ? 8 : dtype == Dtype::float32 ? 4 : 2; }
+
+// Calls f with a value of the type that the dtype is stored as, of those computed in float.
+template <class F>
+MEMKIT_FN void with_storage(Dtype dtype, const F& f) {
+  if (dtype == Dtype::float32) {
+    f(float());
+  } else if (dtype == Dtype::float16) {
+    f(Half());
+  } else {
+    f(Bfloat());
+  }
+}
+
+// The elements [first, first + n) of an array: where they lie if they are of type T, else widened into `space`.
+// What is computed in double is stored in double.
+template <class Lanes>
+MEMKIT_FN const double* read(const void* array, Dtype, int64_t first, int64_t, double*) {
+  return static_cast<const double*>(array) + first;
+}
+template <class Lanes>
+MEMKIT_FN const float* read(const void* array, Dtype dtype, int64_t first, int64_t n, float* space) {
+  if (dtype == Dtype::float32) return static_cast<const float*>(array) + first;
+  with_storage(dtype, [&](auto stored) MEMKIT_INLINE {
+    Lanes::widen(static_cast<const decltype(stored)*>(array) + first, space, n);
+  });
+  return space;
+}
+
+// Where to write such elements: in their place if they are of type T, else to `space`, for `written` to narrow.
+template <class T>
+MEMKIT_FN T* place(void* array, Dtype dtype, int64_t first, T* space) {
+  return size_of(dtype) == sizeof(T) ? static_cast<T*>(array) + first : space;
+}
+template <class Lanes>
+MEMKIT_FN void written(const double*, void*, Dtype, int64_t, int64_t) {}
+template <class Lanes>
+MEMKIT_FN void written(const float* values, void* array, Dtype dtype, int64_t first, int64_t n) {
+  if (dtype == Dtype::float32) return;
+  with_storage(dtype, [&](auto stored) MEMKIT_INLINE {
+    Lanes::narrow(values, static_cast<decltype(stored)*>(array) + first, n);
+  });
+}
+
+// Two sums over [0, n) in one go: term(i, a, b) adds what belongs to i. Each is made of 32 sums side by side, which is
+// what vectorises (the compiler keeps to the order of an addition) and rounds less than one.
+template <class T>
+struct Sums {
+  T a, b;
+};
+template <class T, class Term>
+MEMKIT_FN Sums<T> sums(int64_t n, const Term& term) {
+  constexpr int kSums = 32;
+  T a[kSums] = {}, b[kSums] = {};
+  int64_t i = 0;
+  for (; i + kSums <= n; i += kSums) {
+    MEMKIT_LOOP
+    for (int k = 0; k < kSums; ++k) term(i + k, a[k], b[k]);
+  }
+  for (int k = 0; i + k < n; ++k) term(i + k, a[k], b[k]);
+  for (int half = kSums / 2; half > 0; half /= 2)
+    for (int k = 0; k < half; ++k) a[k] += a[k + half], b[k] += b[k + half];
+  return {a[0], b[0]};
+}
+
+}  // namespace memkit::cpu

@@ -1,0 +1,245 @@
+// The passes of batch and group norm over the tensor, one kernel for each activation. A thread works on eight neighbouring
+// elements; sums are taken by a block over a plane or, in the layout of columns, over some rows of eight channels a thread.
+#pragma once
+
+#include <algorithm>
+
+#include "../formulas/channel_norm.h"
+#include "bias.cuh"
+#include "vector.cuh"
+
+namespace memkit::cuda {
+
+// No activation.
+template <class T, bool coarse = false>
+struct Identity {
+  MEMKIT_FN explicit Identity(const ActParams&) {}
+  MEMKIT_FN T value(T z) const { return z; }
+  MEMKIT_FN T slope(T) const { return T(1); }
+};
+
+// Which set each of eight neighbouring elements belongs to.
+struct SetFinder {
+  Divisor inner, sets;
+  bool together;  // eight elements are of one set
+
+  SetFinder(const ChannelArgs& args, bool wide)
+      : inner(std::max<int64_t>(1, args.inner)),
+        sets(std::max<int64_t>(1, args.sets)),
+        together(wide && args.inner % kWidth == 0) {}
+
+  MEMKIT_FN int64_t of(int64_t i) const { return sets.remainder(inner.divide(i)); }
+};
+
+// f(k, terms of element i + k) for the eight elements from i on.
+template <class T, class F>
+__device__ void for_terms(const ChannelArgs& args, const SetFinder& find, int64_t i, int64_t end, F&& f) {
+  const TermArrays<const T> arrays{static_cast<const T*>(args.terms), args.sets};
+  const auto terms = [&](int64_t set) {
+    return ChannelTerms<T>{arrays.center()[set], arrays.scale()[set], arrays.shift()[set], arrays.offset()[set],
+                           arrays.slope()[set]};
+  };
+  if (find.together) {
+    const ChannelTerms<T> all = terms(find.of(i));
+    MEMKIT_UNROLL
+    for (int k = 0; k < kWidth; ++k) f(k, all);
+  } else {
+    MEMKIT_UNROLL
+    for (int k = 0; k < kWidth; ++k)
+      if (i + k < end) f(k, terms(find.of(i + k)));
+  }
+}
+
+// The gradient of z from that of act(z).
+template <class Op, class T>
+__device__ T act_gradient(const Op& op, T g, T z) {
+  return gradient_at_input(op, g, z);
+}
+
+template <class T, class Op>
+__global__ void channel_forward_kernel(const ChannelArgs args, const SetFinder find, const Op op, const bool wide) {
+  const int64_t end = args.numel(), step = int64_t(gridDim.x) * blockDim.x * kWidth;
+  for (int64_t i = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * kWidth; i < end; i += step) {
+    const bool whole = wide && i + kWidth <= end;
+    Vector<T> x = load_eight<T>(args.x, args.dtype, i, end, whole);
+    for_terms<T>(args, find, i, end, [&](int k, const ChannelTerms<T>& t) { x.x[k] = op.value(t.value(x.x[k])); });
+    store_eight(x, args.y, args.out_dtype, i, end, whole);
+  }
+}
+
+template <class T, class Op>
+__global__ void channel_backward_kernel(const ChannelArgs args, const SetFinder find, const Op op, const bool wide) {
+  const int64_t end = args.numel(), step = int64_t(gridDim.x) * blockDim.x * kWidth;
+  for (int64_t i = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * kWidth; i < end; i += step) {
+    const bool whole = wide && i + kWidth <= end;
+    const Vector<T> x = load_eight<T>(args.x, args.dtype, i, end, whole);
+    Vector<T> g = load_eight<T>(args.grad, args.out_dtype, i, end, whole);
+    for_terms<T>(args, find, i, end, [&](int k, const ChannelTerms<T>& t) {
+      g.x[k] = t.gradient(x.x[k], act_gradient(op, g.x[k], t.value(x.x[k])));
+    });
+    store_eight(g, args.grad_input, args.dtype, i, end, whole);
+  }
+}
+
+// A block for each plane.
+template <class T, class Op>
+__global__ void plane_sums_kernel(const ChannelArgs args, const Op op, const bool wide, double* dz,
+                                  double* dz_distance) {
+  const TermArrays<const T> arrays{static_cast<const T*>(args.terms), args.sets};
+  for (int64_t plane = blockIdx.x; plane < args.planes(); plane += gridDim.x) {
+    const int64_t set = plane % args.sets, begin = plane * args.inner, end = begin + args.inner;
+    const ChannelTerms<T> t{arrays.center()[set], arrays.scale()[set], arrays.shift()[set], T(0), T(0)};
+    Pair<double> sum{0, 0};
+    for (int64_t i = begin + int64_t(threadIdx.x) * kWidth; i < end; i += int64_t(blockDim.x) * kWidth) {
+      const Vector<T> x = load_eight<T>(args.x, args.dtype, i, end, wide);
+      const Vector<T> g = load_eight<T>(args.grad, args.out_dtype, i, end, wide);
+      Pair<T> own{0, 0};
+      MEMKIT_UNROLL
+      for (int k = 0; k < kWidth; ++k) {
+        if (!wide && i + k >= end) continue;
+        const T d = act_gradient(op, g.x[k], t.value(x.x[k]));
+        own.a += d, own.b += d * (x.x[k] - t.center);
+      }
+      sum.a += double(own.a), sum.b += double(own.b);
+    }
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) dz[plane] = sum.a, dz_distance[plane] = sum.b;
+  }
+}
+
+constexpr int kColumnThreads = 32, kRowThreads = 8;  // of a block in the layout of columns
+
+// A thread has eight channels and every kRowThreads-th row of its block's range; blockIdx.y is the range.
+template <class T, class Op>
+__global__ void column_sums_kernel(const ChannelArgs args, const Op op, const bool wide, double* dz,
+                                   double* dz_distance) {
+  const int64_t channels = args.channels;
+  const int64_t c = (int64_t(blockIdx.x) * kColumnThreads + threadIdx.x) * kWidth;
+  const int64_t begin = args.outer * blockIdx.y / gridDim.y, end = args.outer * (blockIdx.y + 1) / gridDim.y;
+  const TermArrays<const T> arrays{static_cast<const T*>(args.terms), args.sets};
+  Vector<T> center = {}, scale = {}, shift = {};
+  Vector<double> sum = {}, sum_distance = {};
+  MEMKIT_UNROLL
+  for (int k = 0; k < kWidth; ++k)
+    if (c + k < channels)
+      center.x[k] = arrays.center()[c + k], scale.x[k] = arrays.scale()[c + k], shift.x[k] = arrays.shift()[c + k];
+  if (c < channels) {
+    for (int64_t row = begin + threadIdx.y; row < end; row += kRowThreads) {
+      const int64_t at = row * channels + c, row_end = (row + 1) * channels;
+      const Vector<T> x = load_eight<T>(args.x, args.dtype, at, row_end, wide);
+      const Vector<T> g = load_eight<T>(args.grad, args.out_dtype, at, row_end, wide);
+      MEMKIT_UNROLL
+      for (int k = 0; k < kWidth; ++k) {
+        const T distance = x.x[k] - center.x[k];
+        const T d = act_gradient(op, g.x[k], distance * scale.x[k] + shift.x[k]);
+        sum.x[k] += double(d), sum_distance.x[k] += double(d * distance);
+      }
+    }
+  }
+  __shared__ double rows[2][kRowThreads][kColumnThreads];
+  MEMKIT_UNROLL
+  for (int k = 0; k < kWidth; ++k) {
+    __syncthreads();
+    rows[0][threadIdx.y][threadIdx.x] = sum.x[k];
+    rows[1][threadIdx.y][threadIdx.x] = sum_distance.x[k];
+    __syncthreads();
+    if (threadIdx.y != 0 || c + k >= channels) continue;
+    double a = 0, b = 0;
+    MEMKIT_UNROLL
+    for (int r = 0; r < kRowThreads; ++r) a += rows[0][r][threadIdx.x], b += rows[1][r][threadIdx.x];
+    dz[blockIdx.y * channels + c + k] = a;
+    dz_distance[blockIdx.y * channels + c + k] = b;
+  }
+}
+
+// -- from a call to the launch ---------------------------------------------------------------------------------------------
+
+constexpr int kChannelThreads = 256;
+
+inline bool channel_aligned(const ChannelArgs& args) {
+  return is_aligned(args.x) && is_aligned(args.y) && is_aligned(args.grad) && is_aligned(args.grad_input);
+}
+
+inline cudaError_t element_blocks(const ChannelArgs& args, unsigned& blocks) {
+  int count = 0;
+  if (const cudaError_t error = processors(count)) return error;
+  const int64_t each = int64_t(kChannelThreads) * kWidth;
+  blocks = unsigned(std::min<int64_t>((args.numel() + each - 1) / each, int64_t(count) * 64));
+  return cudaSuccess;
+}
+
+// Threads for a plane, a block each.
+inline unsigned plane_threads(const ChannelArgs& args) {
+  const int64_t warps = (args.inner + kLanes * kWidth - 1) / (kLanes * kWidth);
+  return unsigned(std::min<int64_t>(warps * kLanes, kChannelThreads));
+}
+inline unsigned plane_blocks(const ChannelArgs& args) {
+  return unsigned(std::min<int64_t>(args.planes(), 1 << 30));
+}
+
+inline dim3 column_grid(const ChannelArgs& args, int64_t parts) {
+  const int64_t each = kColumnThreads * kWidth;
+  return dim3(unsigned((args.channels + each - 1) / each), unsigned(parts / args.channels));
+}
+inline dim3 column_threads() { return dim3(kColumnThreads, kRowThreads); }
+
+// Whether the accesses of a pass by units are aligned: every unit begins on a word.
+inline bool wide_units(const ChannelArgs& args) {
+  return channel_aligned(args) && (args.columns() ? args.channels : args.inner) % kWidth == 0;
+}
+
+template <class T>
+struct LaunchForward {
+  template <template <class, bool> class Formula>
+  int operator()(const ChannelArgs& args, cudaStream_t stream) const {
+    using Op = Formula<T, false>;
+    unsigned blocks = 0;
+    if (const cudaError_t error = element_blocks(args, blocks)) return error;
+    const bool wide = channel_aligned(args);
+    channel_forward_kernel<T, Op>
+        <<<blocks, kChannelThreads, 0, stream>>>(args, SetFinder(args, wide), Op(args.params), wide);
+    return cudaGetLastError();
+  }
+};
+
+template <class T>
+struct LaunchBackward {
+  template <template <class, bool> class Formula>
+  int operator()(const ChannelArgs& args, cudaStream_t stream) const {
+    using Op = Formula<T, false>;
+    unsigned blocks = 0;
+    if (const cudaError_t error = element_blocks(args, blocks)) return error;
+    const bool wide = channel_aligned(args);
+    channel_backward_kernel<T, Op>
+        <<<blocks, kChannelThreads, 0, stream>>>(args, SetFinder(args, wide), Op(args.params), wide);
+    return cudaGetLastError();
+  }
+};
+
+template <class T>
+struct LaunchSums {
+  template <template <class, bool> class Formula>
+  int operator()(const ChannelArgs& args, int64_t parts, double* dz, double* dz_distance, cudaStream_t stream) const {
+    using Op = Formula<T, false>;
+    const bool wide = wide_units(args);
+    if (args.columns()) {
+      column_sums_kernel<T, Op><<<column_grid(args, parts), column_threads(), 0, stream>>>(args, Op(args.params), wide,
+                                                                                          dz, dz_distance);
+    } else {
+      plane_sums_kernel<T, Op><<<plane_blocks(args), plane_threads(args), 0, stream>>>(args, Op(args.params), wide, dz,
+                                                                                      dz_distance);
+    }
+    return cudaGetLastError();
+  }
+};
+
+template <template <class> class Launch, class... Args>
+int launch_channels(const ChannelArgs& args, Args... rest) {
+  const auto run = [&](auto launch) {
+    if (!args.has_act) return launch.template operator()<Identity>(args, rest...);
+    return visit(args.act, launch, args, rest...);
+  };
+  return args.dtype == Dtype::float64 ? run(Launch<double>{}) : run(Launch<float>{});
+}
+
+}  // namespace memkit::cuda

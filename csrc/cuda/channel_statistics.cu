@@ -1,0 +1,182 @@
+// Moments of planes and columns, and the steps between the passes over the tensor: a thread for each statistic or set.
+#include "channel_kernels.cuh"
+#include "channel_norm.h"
+
+namespace memkit::cuda {
+namespace {
+
+// A block for each plane, which it reads twice; the second time mostly from a cache.
+template <class T>
+__global__ void plane_moments_kernel(const ChannelArgs args, const bool wide, double* means, double* m2) {
+  for (int64_t plane = blockIdx.x; plane < args.planes(); plane += gridDim.x) {
+    const int64_t begin = plane * args.inner, end = begin + args.inner;
+    const auto over = [&](auto&& term) {
+      for (int64_t i = begin + int64_t(threadIdx.x) * kWidth; i < end; i += int64_t(blockDim.x) * kWidth) {
+        const Vector<T> x = load_eight<T>(args.x, args.dtype, i, end, wide);
+        MEMKIT_UNROLL
+        for (int k = 0; k < kWidth; ++k)
+          if (wide || i + k < end) term(x.x[k]);
+      }
+    };
+    Pair<T> sum{0, 0}, distance{0, 0};
+    over([&](T x) { sum.a += x; });
+    const T about = block_sum(sum).a / T(args.inner);
+    over([&](T x) { distance.a += x - about, distance.b += (x - about) * (x - about); });
+    distance = block_sum(distance);
+    if (threadIdx.x != 0) continue;
+    const Moments<double> moments = Moments<double>::from_sums(double(args.inner), double(about), double(distance.a),
+                                                               double(distance.b));
+    means[plane] = moments.mean, m2[plane] = moments.m2;
+  }
+}
+
+// As column_sums_kernel. A thread takes the moments of some rows at a time in its registers and adds them up.
+template <class T>
+__global__ void column_moments_kernel(const ChannelArgs args, const bool wide, double* means, double* m2) {
+  constexpr int kRows = 4;
+  const int64_t channels = args.channels;
+  const int64_t c = (int64_t(blockIdx.x) * kColumnThreads + threadIdx.x) * kWidth;
+  const int64_t begin = args.outer * blockIdx.y / gridDim.y, end = args.outer * (blockIdx.y + 1) / gridDim.y;
+  double count = 0;
+  Vector<double> mean = {}, squares = {};
+  if (c < channels) {
+    for (int64_t row = begin + threadIdx.y; row < end; row += kRowThreads * kRows) {
+      Vector<T> x[kRows];
+      T rows = 0;
+      MEMKIT_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        const int64_t at = row + r * kRowThreads;
+        if (at >= end) continue;
+        x[r] = load_eight<T>(args.x, args.dtype, at * channels + c, (at + 1) * channels, wide);
+        rows += 1;
+      }
+      MEMKIT_UNROLL
+      for (int k = 0; k < kWidth; ++k) {
+        T sum = 0, own = 0;
+        MEMKIT_UNROLL
+        for (int r = 0; r < kRows; ++r) sum += r < rows ? x[r].x[k] : T(0);
+        sum /= rows;
+        MEMKIT_UNROLL
+        for (int r = 0; r < kRows; ++r) own += r < rows ? (x[r].x[k] - sum) * (x[r].x[k] - sum) : T(0);
+        Moments<double> all{count, mean.x[k], squares.x[k]};
+        all.add({double(rows), double(sum), double(own)});
+        mean.x[k] = all.mean, squares.x[k] = all.m2;
+      }
+      count += double(rows);
+    }
+  }
+  __shared__ Moments<double> rows[kRowThreads][kColumnThreads];
+  MEMKIT_UNROLL
+  for (int k = 0; k < kWidth; ++k) {
+    __syncthreads();
+    rows[threadIdx.y][threadIdx.x] = {count, mean.x[k], squares.x[k]};
+    __syncthreads();
+    if (threadIdx.y != 0 || c + k >= channels) continue;
+    Moments<double> all = rows[0][threadIdx.x];
+    for (int r = 1; r < kRowThreads; ++r) all.add(rows[r][threadIdx.x]);
+    means[blockIdx.y * channels + c + k] = all.mean;
+    m2[blockIdx.y * channels + c + k] = all.m2;
+  }
+}
+
+// f(i) for i in [0, n), a thread each.
+template <class F>
+__global__ void each_kernel(const int64_t n, const F f) {
+  const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i < n) f(i);
+}
+
+template <class F>
+int for_each(int64_t n, cudaStream_t stream, const F& f) {
+  each_kernel<<<unsigned((n + 127) / 128), 128, 0, stream>>>(n, f);
+  return cudaGetLastError();
+}
+
+template <class T>
+struct FinishMoments {
+  ChannelStatistics<T> s;
+  const double *means, *m2;
+  __device__ void operator()(int64_t i) const { s.finish_moments(i, means, m2); }
+};
+
+template <class T>
+struct MakeTerms {
+  ChannelStatistics<T> s;
+  const double *c1, *c2;
+  TermArrays<T> terms;
+  __device__ void operator()(int64_t set) const { terms.put(set, s.terms(set, c1, c2)); }
+};
+
+// First the statistics, then the channels.
+template <class T>
+struct FinishSums {
+  ChannelStatistics<T> s;
+  int64_t parts;
+  const double *dz, *dz_distance;
+  double *sum_dz, *sum_dz_x_hat, *c1, *c2;
+  __device__ void operator()(int64_t i) const {
+    if (i < s.statistics) return s.finish_sums(i, dz, dz_distance, c1, c2);
+    s.finish_parameters(i - s.statistics, parts, dz, dz_distance, sum_dz, sum_dz_x_hat);
+  }
+};
+
+template <class T>
+int moments(const ChannelArgs& args, int64_t parts, double* means, double* m2, cudaStream_t stream) {
+  const bool wide = wide_units(args);
+  if (args.columns()) {
+    column_moments_kernel<T><<<column_grid(args, parts), column_threads(), 0, stream>>>(args, wide, means, m2);
+  } else {
+    plane_moments_kernel<T><<<plane_blocks(args), plane_threads(args), 0, stream>>>(args, wide, means, m2);
+  }
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+int channel_parts(const ChannelArgs& args, int64_t& parts) {
+  if (!args.columns()) {
+    parts = args.planes();
+    return cudaSuccess;
+  }
+  int count = 0;
+  if (const cudaError_t error = processors(count)) return error;
+  // Enough blocks to fill the device, each with a few rows a thread at least.
+  const int64_t tiles = column_grid(args, args.channels).x;
+  const int64_t ways = std::min<int64_t>(std::max<int64_t>(1, int64_t(count) * 8 / tiles), args.outer / 64 + 1);
+  parts = std::min<int64_t>(ways, 65535) * args.channels;
+  return cudaSuccess;
+}
+
+int channel_moments(const ChannelArgs& args, int64_t parts, double* means, double* m2, CUstream_st* stream) {
+  if (args.dtype == Dtype::float64) return moments<double>(args, parts, means, m2, stream);
+  return moments<float>(args, parts, means, m2, stream);
+}
+
+template <class T>
+int channel_finish_moments(const ChannelStatistics<T>& s, const double* means, const double* m2, CUstream_st* stream) {
+  return for_each(s.statistics, stream, FinishMoments<T>{s, means, m2});
+}
+
+template <class T>
+int channel_terms(const ChannelStatistics<T>& s, int64_t sets, const double* c1, const double* c2, T* terms,
+                  CUstream_st* stream) {
+  return for_each(sets, stream, MakeTerms<T>{s, c1, c2, {terms, sets}});
+}
+
+template <class T>
+int channel_finish_sums(const ChannelStatistics<T>& s, int64_t parts, const double* dz, const double* dz_distance,
+                        double* sum_dz, double* sum_dz_x_hat, double* c1, double* c2, CUstream_st* stream) {
+  return for_each(s.statistics + s.channels, stream,
+                  FinishSums<T>{s, parts, dz, dz_distance, sum_dz, sum_dz_x_hat, c1, c2});
+}
+
+#define MEMKIT_STEPS(T)                                                                                               \
+  template int channel_finish_moments<T>(const ChannelStatistics<T>&, const double*, const double*, CUstream_st*);              \
+  template int channel_terms<T>(const ChannelStatistics<T>&, int64_t, const double*, const double*, T*, CUstream_st*);          \
+  template int channel_finish_sums<T>(const ChannelStatistics<T>&, int64_t, const double*, const double*, double*, \
+                                      double*, double*, double*, CUstream_st*);
+MEMKIT_STEPS(float)
+MEMKIT_STEPS(double)
+#undef MEMKIT_STEPS
+
+}  // namespace memkit::cuda

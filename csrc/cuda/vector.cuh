@@ -1,0 +1,164 @@
+// Eight neighbouring elements at a time, of a dtype known at run time, in the type computed in; and sums over a block.
+//
+// Loads are kept apart from conversions, so that a thread has several of them under way.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "../formulas/arguments.h"
+#include "tile.cuh"
+
+namespace memkit::cuda {
+
+constexpr int kWidth = 8;
+
+MEMKIT_FN int bytes_of(Dtype dtype) { return dtype == Dtype::float64 ? 8 : dtype == Dtype::float32 ? 4 : 2; }
+
+template <class T>
+struct Vector {
+  T x[kWidth];
+};
+
+// The words of eight elements as they lie in memory: one for a half dtype, two for float32, four for float64.
+template <class T>
+struct RawVector {
+  static constexpr int words = kWidth * sizeof(T) / sizeof(Word);
+  Word word[words];
+
+  // From element i on, which is a multiple of 8 in an aligned array.
+  __device__ void load(const void* array, Dtype dtype, int64_t i) {
+    const Word* from = reinterpret_cast<const Word*>(static_cast<const char*>(array) + i * bytes_of(dtype));
+    word[0] = from[0];
+    if (sizeof(T) == 8 || dtype == Dtype::float32) {
+      MEMKIT_UNROLL
+      for (int k = 1; k < words; ++k) word[k] = from[k];
+    }
+  }
+
+  template <class S>
+  __device__ void widen_from(Vector<T>& v) const {
+    S parts[kWidth];
+    memcpy(parts, word, sizeof(parts));
+    MEMKIT_UNROLL
+    for (int k = 0; k < kWidth; ++k) v.x[k] = widen(parts[k]);
+  }
+
+  __device__ Vector<T> values(Dtype dtype) const {
+    Vector<T> v;
+    if constexpr (sizeof(T) == 8) {
+      widen_from<double>(v);
+    } else if (dtype == Dtype::float32) {
+      widen_from<float>(v);
+    } else if (dtype == Dtype::float16) {
+      widen_from<Half>(v);
+    } else {
+      widen_from<Bfloat>(v);
+    }
+    return v;
+  }
+};
+
+template <class T>
+__device__ T load_one(const void* array, Dtype dtype, int64_t i) {
+  if constexpr (sizeof(T) == 8) {
+    return static_cast<const double*>(array)[i];
+  } else if (dtype == Dtype::float32) {
+    return static_cast<const float*>(array)[i];
+  } else if (dtype == Dtype::float16) {
+    return widen(static_cast<const Half*>(array)[i]);
+  } else {
+    return widen(static_cast<const Bfloat*>(array)[i]);
+  }
+}
+
+template <class T>
+__device__ void store_one(T x, void* array, Dtype dtype, int64_t i) {
+  if constexpr (sizeof(T) == 8) {
+    static_cast<double*>(array)[i] = x;
+  } else if (dtype == Dtype::float32) {
+    static_cast<float*>(array)[i] = x;
+  } else if (dtype == Dtype::float16) {
+    static_cast<Half*>(array)[i] = __float2half_rn(x);
+  } else {
+    static_cast<Bfloat*>(array)[i] = __float2bfloat16_rn(x);
+  }
+}
+
+// The elements [i, i + 8), of which those from `end` on do not exist: 0 is read for them and nothing written.
+// wide: all exist, i is a multiple of 8 and arrays are aligned.
+template <class T>
+__device__ Vector<T> load_eight(const void* array, Dtype dtype, int64_t i, int64_t end, bool wide) {
+  if (wide) {
+    RawVector<T> raw;
+    raw.load(array, dtype, i);
+    return raw.values(dtype);
+  }
+  Vector<T> v;
+  MEMKIT_UNROLL
+  for (int k = 0; k < kWidth; ++k) v.x[k] = i + k < end ? load_one<T>(array, dtype, i + k) : T(0);
+  return v;
+}
+
+template <class S, class T>
+__device__ void store_words(const Vector<T>& v, void* array, int64_t i) {
+  S parts[kWidth];
+  MEMKIT_UNROLL
+  for (int k = 0; k < kWidth; k += 2) narrow(v.x[k], v.x[k + 1], parts + k);
+  MEMKIT_UNROLL
+  for (int k = 0; k < int(sizeof(parts) / sizeof(Word)); ++k) {
+    Word word;
+    memcpy(&word, reinterpret_cast<const char*>(parts) + k * sizeof(Word), sizeof(Word));
+    store_word(word, static_cast<S*>(array) + i + k * (sizeof(Word) / sizeof(S)));
+  }
+}
+
+template <class T>
+__device__ void store_eight(const Vector<T>& v, void* array, Dtype dtype, int64_t i, int64_t end, bool wide) {
+  if (!wide) {
+    MEMKIT_UNROLL
+    for (int k = 0; k < kWidth; ++k)
+      if (i + k < end) store_one(v.x[k], array, dtype, i + k);
+  } else if constexpr (sizeof(T) == 8) {
+    store_words<double>(v, array, i);
+  } else if (dtype == Dtype::float32) {
+    store_words<float>(v, array, i);
+  } else if (dtype == Dtype::float16) {
+    store_words<Half>(v, array, i);
+  } else {
+    store_words<Bfloat>(v, array, i);
+  }
+}
+
+inline bool is_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % sizeof(Word) == 0; }
+
+template <class T>
+struct Pair {
+  T a, b;
+};
+
+// The sum over all threads of a block, of at most 32 warps, for all of them.
+template <class T>
+__device__ Pair<T> block_sum(Pair<T> own) {
+  MEMKIT_UNROLL
+  for (int d = kLanes / 2; d > 0; d /= 2) {
+    own.a += __shfl_xor_sync(0xffffffffu, own.a, d);
+    own.b += __shfl_xor_sync(0xffffffffu, own.b, d);
+  }
+  if (blockDim.x == kLanes) return own;
+  __shared__ Pair<T> warps[kLanes];
+  __syncthreads();  // the last sum has been read
+  if (threadIdx.x % kLanes == 0) warps[threadIdx.x / kLanes] = own;
+  __syncthreads();
+  Pair<T> all{0, 0};
+  for (int w = 0; w < int(blockDim.x) / kLanes; ++w) all.a += warps[w].a, all.b += warps[w].b;
+  return all;
+}
+
+// Multiprocessors of the current device.
+inline cudaError_t processors(int& count) {
+  int device = 0;
+  if (const cudaError_t error = cudaGetDevice(&device)) return error;
+  return cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+}
+
+}  // namespace memkit::cuda

@@ -1,0 +1,130 @@
+// Batch and group norm with an activation behind them: y = act(z), z = (x - center) scale + shift, where all three are
+// constant over a channel (batch norm) or over a channel of a sample (group norm). Beyond x, backward needs the statistics.
+//
+//   dz = g act'(z), x_hat = (x - mean) rstd, scale = weight rstd
+//   dx = scale dz - rstd (c1 + x_hat c2)
+//   batch norm: c1 = weight mean(dz), c2 = weight mean(dz x_hat) over the channel; both 0 where the statistics are given
+//   group norm: c1 = mean(weight dz), c2 = mean(weight dz x_hat) over the group
+//   dweight = sum of dz x_hat, dbias = sum of dz
+#pragma once
+
+#include "norm.h"
+
+namespace memkit {
+
+// What the elements of a set have in common. dx = scale dz + offset + slope (x - center).
+template <class T>
+struct ChannelTerms {
+  T center, scale, shift, offset, slope;
+
+  MEMKIT_FN T value(T x) const { return (x - center) * scale + shift; }
+  MEMKIT_FN T gradient(T x, T dz) const { return (dz * scale + offset) + (x - center) * slope; }
+};
+
+// One call over a tensor [outer, channels, inner]. `sets` is how many terms there are: channels (batch norm) or
+// outer * channels (group norm). Terms are of the type computed in; moments and sums are double. With inner == 1 and one set a channel,
+// neighbouring elements have different terms (channels last, or a batch of vectors): "columns".
+struct ChannelArgs {
+  int64_t outer = 0, channels = 0, inner = 0, sets = 0;
+  bool has_act = false;
+  Act act = Act::relu;
+  ActParams params{};
+  Dtype dtype;      // of x and grad_input
+  Dtype out_dtype;  // of y and grad
+  const void* terms = nullptr;  // every set's center, then every set's scale, and so on
+  const void* x = nullptr;
+  void* y = nullptr;
+  const void* grad = nullptr;
+  void* grad_input = nullptr;  // may be grad's memory
+
+  MEMKIT_FN int64_t planes() const { return outer * channels; }
+  MEMKIT_FN int64_t numel() const { return planes() * inner; }
+  MEMKIT_FN bool columns() const { return inner == 1 && sets == channels; }
+};
+
+// The terms of all sets, one array each.
+template <class T>
+struct TermArrays {
+  T* data;
+  int64_t sets;
+
+  MEMKIT_FN T* center() const { return data; }
+  MEMKIT_FN T* scale() const { return data + sets; }
+  MEMKIT_FN T* shift() const { return data + 2 * sets; }
+  MEMKIT_FN T* offset() const { return data + 3 * sets; }
+  MEMKIT_FN T* slope() const { return data + 4 * sets; }
+
+  MEMKIT_FN ChannelTerms<T> at(int64_t set) const {
+    return {center()[set], scale()[set], shift()[set], offset()[set], slope()[set]};
+  }
+  MEMKIT_FN void put(int64_t set, const ChannelTerms<T>& terms) const {
+    center()[set] = terms.center, scale()[set] = terms.scale, shift()[set] = terms.shift;
+    offset()[set] = terms.offset, slope()[set] = terms.slope;
+  }
+};
+
+// What lies between the passes over the tensor: statistics from the moments of parts of it, terms from statistics, and
+// gradients from sums over parts. A part is a plane; in the layout of columns, a channel over some rows. All in double:
+// there is little of it, and an error in the mean is one of every element of a channel. T has what the mean loses when it
+// is rounded to a term in the terms next to it.
+template <class T>
+struct ChannelStatistics {
+  // Statistic s is made of the parts s * step + j * stride, j < count, which have `size` elements together.
+  int64_t statistics = 0, step = 1, stride = 1, count = 1, size = 0;
+  // Batch norm has a set for each statistic; group norm for each of the `channels` of a sample, which make `groups`.
+  int64_t channels = 0, groups = 0;
+  double eps = 0;
+  const T* weight = nullptr;  // of the channels; null: 1
+  const T* bias = nullptr;    // null: 0
+  double* mean = nullptr;
+  double* variance = nullptr;
+
+  MEMKIT_FN int64_t part(int64_t s, int64_t j) const { return s * step + j * stride; }
+  MEMKIT_FN int64_t part_size(int64_t j) const { return size * (j + 1) / count - size * j / count; }
+  MEMKIT_FN double weight_of(int64_t channel) const { return weight ? double(weight[channel]) : 1.0; }
+  MEMKIT_FN double rstd(int64_t s) const { return reciprocal_root(variance[s], eps); }
+  MEMKIT_FN double lost(int64_t s) const { return mean[s] - double(T(mean[s])); }
+  MEMKIT_FN int64_t statistic_of(int64_t set) const { return groups == 0 ? set : set / (channels / groups); }
+
+  MEMKIT_FN void finish_moments(int64_t s, const double* means, const double* m2) const {
+    Moments<double> all;
+    for (int64_t j = 0; j < count; ++j) all.add({double(part_size(j)), means[part(s, j)], m2[part(s, j)]});
+    mean[s] = all.mean;
+    variance[s] = all.m2 / double(size);
+  }
+
+  // c1 and c2, one a statistic, where backward needs them.
+  MEMKIT_FN ChannelTerms<T> terms(int64_t set, const double* c1, const double* c2) const {
+    const int64_t s = statistic_of(set), channel = set % channels;
+    const double root = rstd(s), scale = root * weight_of(channel), offset = bias ? double(bias[channel]) : 0.0;
+    ChannelTerms<T> made{T(mean[s]), T(scale), T(offset - lost(s) * scale), T(0), T(0)};
+    if (!c1) return made;
+    const double slope = -root * root * c2[s];
+    made.offset = T(-root * c1[s] - slope * lost(s)), made.slope = T(slope);
+    return made;
+  }
+
+  // Sums of dz and dz (x - center) over the parts, into c1 and c2 of a statistic.
+  MEMKIT_FN void finish_sums(int64_t s, const double* dz, const double* dz_distance, double* c1, double* c2) const {
+    double a = 0, b = 0;
+    for (int64_t j = 0; j < count; ++j) {
+      const int64_t k = part(s, j);
+      const double w = weight_of(k % channels);
+      a += w * dz[k], b += w * dz_distance[k];
+    }
+    c1[s] = a / double(size), c2[s] = (b - lost(s) * a) * rstd(s) / double(size);
+  }
+
+  // The gradients of a channel's weight and bias, from all `parts` of them.
+  MEMKIT_FN void finish_parameters(int64_t channel, int64_t parts, const double* dz, const double* dz_distance,
+                                   double* sum_dz, double* sum_dz_x_hat) const {
+    double a = 0, b = 0;
+    for (int64_t k = channel; k < parts; k += channels) {
+      const int64_t s = groups == 0 ? channel : statistic_of(k);
+      a += dz[k], b += (dz_distance[k] - lost(s) * dz[k]) * rstd(s);
+    }
+    sum_dz[channel] = a, sum_dz_x_hat[channel] = b;
+  }
+};
+
+}  // namespace memkit

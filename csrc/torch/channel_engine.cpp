@@ -1,0 +1,223 @@
+#include "channel_engine.h"
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+
+#include "../cpu/channel_norm.h"
+
+#ifdef MEMKIT_WITH_CUDA
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include "../cuda/channel_norm.h"
+#endif
+
+namespace memkit {
+namespace {
+
+using at::Tensor;
+
+constexpr int64_t kGrain = 32768;  // elements below which one thread is faster than two
+
+// Parts: what moments and sums are taken of. `each` of `ways` ranges of rows in the layout of columns, else planes.
+struct Parts {
+  int64_t ways, count;
+};
+
+Parts parts_of(const ChannelCall& call) {
+  const ChannelArgs& args = call.args;
+  if (!args.columns()) return {1, args.planes()};
+#ifdef MEMKIT_WITH_CUDA
+  if (call.device.is_cuda()) {
+    int64_t count = 0;
+    C10_CUDA_CHECK(static_cast<cudaError_t>(cuda::channel_parts(args, count)));
+    return {count / args.channels, count};
+  }
+#endif
+  const int64_t most = std::max<int64_t>(1, args.numel() / kGrain);
+  const int64_t ways = std::max<int64_t>(1, std::min<int64_t>({at::get_num_threads(), most, args.outer}));
+  return {ways, ways * args.channels};
+}
+
+template <class T>
+ChannelStatistics<T> statistics_of(const ChannelCall& call, const Parts& parts) {
+  const ChannelArgs& args = call.args;
+  ChannelStatistics<T> s;
+  s.channels = args.channels;
+  s.groups = call.groups;
+  if (call.groups) {
+    s.statistics = args.outer * call.groups;
+    s.step = s.count = args.channels / call.groups;
+    s.size = s.count * args.inner;
+  } else {
+    s.statistics = s.stride = args.channels;
+    s.count = parts.count / args.channels;
+    s.size = args.outer * args.inner;
+  }
+  s.eps = call.eps;
+  s.weight = static_cast<const T*>(call.weight);
+  s.bias = static_cast<const T*>(call.bias);
+  s.mean = call.mean;
+  s.variance = call.variance;
+  return s;
+}
+
+// Calls f with a value of the type computed in.
+template <class F>
+void with_computed(const ChannelCall& call, const F& f) {
+  if (call.computed == at::kDouble) {
+    f(double());
+  } else {
+    f(float());
+  }
+}
+
+// Two arrays of doubles.
+Tensor scratch(const ChannelCall& call, int64_t count) {
+  return at::empty({2, count}, at::TensorOptions(at::kDouble).device(call.device));
+}
+
+// f(begin, end, part): over units, in ranges; part is where the results of a range of rows go.
+template <class F>
+void for_units(const ChannelArgs& args, const Parts& parts, const F& f) {
+  if (args.columns()) {
+    at::parallel_for(0, parts.ways, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t way = begin; way < end; ++way)
+        f(args.outer * way / parts.ways, args.outer * (way + 1) / parts.ways, way * args.channels);
+    });
+  } else {
+    at::parallel_for(0, args.planes(), std::max<int64_t>(1, kGrain / std::max<int64_t>(1, args.inner)),
+                     [&](int64_t begin, int64_t end) { f(begin, end, int64_t(0)); });
+  }
+}
+
+template <class F>
+void for_elements(const ChannelArgs& args, const F& f) {
+  // Whole blocks, so that no two threads write to one cache line.
+  constexpr int64_t kUnit = 512;
+  const int64_t numel = args.numel();
+  at::parallel_for(0, (numel + kUnit - 1) / kUnit, kGrain / kUnit, [&](int64_t begin, int64_t end) {
+    f(begin * kUnit, std::min(end * kUnit, numel));
+  });
+}
+
+#ifdef MEMKIT_WITH_CUDA
+void check(int error) { C10_CUDA_CHECK(static_cast<cudaError_t>(error)); }
+CUstream_st* stream() { return c10::cuda::getCurrentCUDAStream().stream(); }
+#endif
+
+[[maybe_unused]] void without_cuda(const ChannelCall& call) {
+  TORCH_CHECK(false, "memkit: expected a CPU tensor, got one on ", call.device,
+              "; this memkit was built without CUDA: rebuild with MEMKIT_CUDA=1");
+}
+
+// The terms of all sets, which the call then points to.
+template <class T>
+Tensor make_terms(ChannelCall& call, const double* c1, const double* c2) {
+  Tensor made = at::empty({5, call.args.sets}, at::TensorOptions(call.computed).device(call.device));
+  T* data = static_cast<T*>(made.mutable_data_ptr());
+  call.args.terms = data;
+  const ChannelStatistics<T> s = statistics_of<T>(call, {1, call.args.planes()});
+  if (call.device.is_cpu()) {
+    const TermArrays<T> arrays{data, call.args.sets};
+    for (int64_t set = 0; set < call.args.sets; ++set) arrays.put(set, s.terms(set, c1, c2));
+    return made;
+  }
+#ifdef MEMKIT_WITH_CUDA
+  check(cuda::channel_terms<T>(s, call.args.sets, c1, c2, data, stream()));
+#endif
+  return made;
+}
+
+}  // namespace
+
+void run_channel_moments(const ChannelCall& call) {
+  const Parts parts = parts_of(call);
+  with_computed(call, [&](auto computed) {
+    using T = decltype(computed);
+    const Tensor room = scratch(call, parts.count);
+    double *means = room.mutable_data_ptr<double>(), *m2 = means + parts.count;
+    const ChannelStatistics<T> s = statistics_of<T>(call, parts);
+    if (call.device.is_cpu()) {
+      for_units(call.args, parts, [&](int64_t begin, int64_t end, int64_t part) {
+        cpu::channel_moments(call.args, begin, end, means + part, m2 + part);
+      });
+      for (int64_t i = 0; i < s.statistics; ++i) s.finish_moments(i, means, m2);
+      return;
+    }
+#ifdef MEMKIT_WITH_CUDA
+    const c10::cuda::CUDAGuard guard(call.device);
+    check(cuda::channel_moments(call.args, parts.count, means, m2, stream()));
+    check(cuda::channel_finish_moments<T>(s, means, m2, stream()));
+#else
+    without_cuda(call);
+#endif
+  });
+}
+
+void run_channel_forward(ChannelCall call) {
+  with_computed(call, [&](auto computed) {
+    if (call.device.is_cpu()) {
+      const Tensor terms = make_terms<decltype(computed)>(call, nullptr, nullptr);
+      for_elements(call.args, [&](int64_t begin, int64_t end) { cpu::channel_forward(call.args, begin, end); });
+      return;
+    }
+#ifdef MEMKIT_WITH_CUDA
+    const c10::cuda::CUDAGuard guard(call.device);
+    const Tensor terms = make_terms<decltype(computed)>(call, nullptr, nullptr);
+    check(cuda::channel_forward(call.args, stream()));
+#else
+    without_cuda(call);
+#endif
+  });
+}
+
+void run_channel_sums(ChannelCall call, double* dz, double* dz_x_hat, double* c1, double* c2) {
+  const Parts parts = parts_of(call);
+  with_computed(call, [&](auto computed) {
+    using T = decltype(computed);
+    const Tensor room = scratch(call, parts.count);
+    double *sums = room.mutable_data_ptr<double>(), *distances = sums + parts.count;
+    const ChannelStatistics<T> s = statistics_of<T>(call, parts);
+    if (call.device.is_cpu()) {
+      const Tensor terms = make_terms<T>(call, nullptr, nullptr);
+      for_units(call.args, parts, [&](int64_t begin, int64_t end, int64_t part) {
+        cpu::channel_sums(call.args, begin, end, sums + part, distances + part);
+      });
+      for (int64_t i = 0; i < s.statistics; ++i) s.finish_sums(i, sums, distances, c1, c2);
+      for (int64_t c = 0; c < s.channels; ++c)
+        s.finish_parameters(c, parts.count, sums, distances, dz, dz_x_hat);
+      return;
+    }
+#ifdef MEMKIT_WITH_CUDA
+    const c10::cuda::CUDAGuard guard(call.device);
+    const Tensor terms = make_terms<T>(call, nullptr, nullptr);
+    check(cuda::channel_sums(call.args, parts.count, sums, distances, stream()));
+    check(cuda::channel_finish_sums<T>(s, parts.count, sums, distances, dz, dz_x_hat, c1, c2, stream()));
+#else
+    without_cuda(call);
+#endif
+  });
+}
+
+void run_channel_backward(ChannelCall call, const double* c1, const double* c2) {
+  with_computed(call, [&](auto computed) {
+    if (call.device.is_cpu()) {
+      const Tensor terms = make_terms<decltype(computed)>(call, c1, c2);
+      for_elements(call.args, [&](int64_t begin, int64_t end) { cpu::channel_backward(call.args, begin, end); });
+      return;
+    }
+#ifdef MEMKIT_WITH_CUDA
+    const c10::cuda::CUDAGuard guard(call.device);
+    const Tensor terms = make_terms<decltype(computed)>(call, c1, c2);
+    check(cuda::channel_backward(call.args, stream()));
+#else
+    without_cuda(call);
+#endif
+  });
+}
+
+}  // namespace memkit

@@ -1,0 +1,29 @@
+// Runs the kernels of batch and group norm on the device their tensors live on.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "../formulas/channel_norm.h"
+
+namespace memkit {
+
+// A call with all that its passes need; tensors that the pointers lead to are the caller's.
+struct ChannelCall {
+  ChannelArgs args;
+  at::ScalarType computed;  // what terms, weight and bias are of; statistics are double
+  int64_t groups = 0;       // of group norm
+  double eps = 0;
+  const void* weight = nullptr;
+  const void* bias = nullptr;
+  double* mean = nullptr;
+  double* variance = nullptr;
+  c10::Device device = c10::kCPU;
+};
+
+void run_channel_moments(const ChannelCall& call);
+void run_channel_forward(ChannelCall call);
+// Into dz and dz_x_hat, one a channel, and c1 and c2, one a statistic.
+void run_channel_sums(ChannelCall call, double* dz, double* dz_x_hat, double* c1, double* c2);
+void run_channel_backward(ChannelCall call, const double* c1, const double* c2);
+
+}  // namespace memkit

@@ -1,0 +1,51 @@
+// Batch norm with an activation and group norm: what a call asks for, and its passes below autograd.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <string_view>
+#include <tuple>
+
+#include "spec.h"
+
+namespace memkit {
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+struct ChannelNorm {
+  int64_t groups;  // of group norm; 0: batch norm
+  double eps;
+  std::string_view act;  // a name, or "" for none
+  c10::ArrayRef<double> params;
+
+  std::string_view name() const { return groups ? "group_norm" : "batch_norm_act"; }
+};
+
+// Raises on what the kernels do not take.
+void check_channel_norm(const ChannelNorm& norm, const at::Tensor& input, const OptionalTensor& weight,
+                        const OptionalTensor& bias);
+
+// The mean and the variance (over n, not n - 1) of each channel, or of each group of each sample; in
+// double, as all statistics and sums here.
+std::tuple<at::Tensor, at::Tensor> channel_moments(const ChannelNorm& norm, const at::Tensor& input);
+
+at::Tensor channel_norm_forward(const ChannelNorm& norm, const at::Tensor& input, const at::Tensor& mean,
+                                const at::Tensor& variance, const OptionalTensor& weight, const OptionalTensor& bias,
+                                at::ScalarType dtype);
+
+struct ChannelSums {
+  at::Tensor dz, dz_x_hat;  // a channel each: the gradients of bias and weight
+  at::Tensor c1, c2;        // a statistic each
+};
+ChannelSums channel_norm_sums(const ChannelNorm& norm, const at::Tensor& grad, const at::Tensor& input,
+                              const at::Tensor& mean, const at::Tensor& variance, const OptionalTensor& weight,
+                              const OptionalTensor& bias);
+
+// c1, c2: as above; none where the statistics are given, not taken from the input. `into`: the gradient's own memory.
+at::Tensor channel_norm_backward(const ChannelNorm& norm, const at::Tensor& grad, const at::Tensor& input,
+                                 const at::Tensor& mean, const at::Tensor& variance, const OptionalTensor& weight,
+                                 const OptionalTensor& bias, const OptionalTensor& c1, const OptionalTensor& c2,
+                                 bool reuse_grad = false);
+
+}  // namespace memkit

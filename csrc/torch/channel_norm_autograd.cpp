@@ -1,0 +1,231 @@
+// Batch norm with an activation and group norm with their derivative. The input and the statistics are kept; what the
+// activation was applied to is computed again.
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/VariableTypeUtils.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/library.h>
+
+#include "channel_norm.h"
+#include "checks.h"
+#include "operators.h"
+#include "row_norm.h"
+#include "saved_node.h"
+#include "transforms.h"
+#include "stock.h"
+
+namespace memkit {
+namespace autograd = torch::autograd;
+using at::Tensor;
+using Params = c10::ArrayRef<double>;
+
+namespace {
+
+OptionalTensor optional(const Tensor& x) { return x.defined() ? OptionalTensor(x) : std::nullopt; }
+
+bool all_plain(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias) {
+  return is_plain(x) && (!weight || is_plain(*weight)) && (!bias || is_plain(*bias));
+}
+
+struct Composed {
+  Tensor out, mean, variance;
+};
+
+// In ATen's operators, for function transforms and derivatives of derivatives.
+Composed compose(const ChannelNorm& norm, const Tensor& input, const OptionalTensor& mean,
+                 const OptionalTensor& variance, const OptionalTensor& weight, const OptionalTensor& bias,
+                 at::ScalarType dtype) {
+  const auto computed = compute_dtype(input.scalar_type());
+  Tensor x = input.to(computed);
+  const auto shape = x.sym_sizes().vec();
+  std::vector<int64_t> dims{0};
+  for (int64_t d = 2; d < x.dim(); ++d) dims.push_back(d);
+  const int64_t channel_dim = 1;
+  if (norm.groups) {
+    x = x.reshape_symint({shape[0], norm.groups, -1});
+    dims = {2};
+  }
+  const auto spread = [&](const Tensor& t) {  // of a statistic
+    if (norm.groups) return t.to(computed).unsqueeze(-1);
+    c10::SymDimVector wide(x.dim(), 1);
+    wide[channel_dim] = shape[1];
+    return t.to(computed).view_symint(wide);
+  };
+  const auto of_channel = [&](const Tensor& t) {
+    c10::SymDimVector wide(shape.size(), 1);
+    wide[channel_dim] = shape[1];
+    return t.to(computed).view_symint(wide);
+  };
+  Composed made;
+  if (mean) {
+    made.mean = *mean, made.variance = *variance;
+  } else {
+    std::tie(made.variance, made.mean) = at::var_mean(x, at::OptionalIntArrayRef(dims), /*correction=*/0);
+  }
+  Tensor z = (x - spread(made.mean)) * (spread(made.variance) + norm.eps).rsqrt();
+  if (norm.groups) z = z.reshape_symint(shape);
+  if (weight) z = z * of_channel(*weight);
+  if (bias) z = z + of_channel(*bias);
+  if (!norm.act.empty()) z = stock_activation(ActivationSpec(norm.act, norm.params), z);
+  made.out = z.to(dtype);
+  return made;
+}
+
+struct ChannelNormBackward : SavedNode {
+  int64_t groups = 0;
+  double eps = 0;
+  std::string act;
+  std::vector<double> params;
+  bool own_statistics = true;
+
+  ChannelNorm norm() const { return {groups, eps, act, params}; }
+  std::string name() const override { return "memkit::" + std::string(norm().name()) + "_backward"; }
+
+ protected:
+  autograd::variable_list backward(autograd::variable_list&& grads) override {
+    autograd::variable_list result(3);
+    Tensor grad = std::move(grads[0]);
+    if (!grad.defined()) return result;
+    const Tensor x = unpack(0), mean = unpack(1), variance = unpack(2);
+    const OptionalTensor weight = optional(unpack(3)), bias = optional(unpack(4));
+    if (at::GradMode::is_enabled()) return differentiable(grad, x, mean, variance, weight, bias);
+
+    const bool plain = is_plain(grad) && all_plain(x, weight, bias);
+    const bool wants_weight = weight && task_should_compute_output(1);
+    const bool wants_bias = bias && task_should_compute_output(2);
+    ChannelSums sums;
+    if (own_statistics || wants_weight || wants_bias) {
+      if (plain) {
+        sums = channel_norm_sums(norm(), grad, x, mean, variance, weight, bias);
+      } else {
+        std::tie(sums.dz, sums.dz_x_hat, sums.c1, sums.c2) =
+            MEMKIT_CALL("memkit::_channel_norm_sums",
+                        std::tuple<Tensor, Tensor, Tensor, Tensor>(
+                            const Tensor&, const Tensor&, int64_t, const Tensor&, const Tensor&, const OptionalTensor&,
+                            const OptionalTensor&, double, c10::string_view, Params))(
+                grad, x, groups, mean, variance, weight, bias, eps, act, params);
+      }
+    }
+    if (wants_weight) result[1] = sums.dz_x_hat.to(weight->scalar_type());
+    if (wants_bias) result[2] = sums.dz.to(bias->scalar_type());
+    if (!task_should_compute_output(0)) return result;
+    const OptionalTensor c1 = own_statistics ? optional(sums.c1) : std::nullopt;
+    const OptionalTensor c2 = own_statistics ? optional(sums.c2) : std::nullopt;
+    if (plain) {
+      // The incoming gradient's memory serves for the outgoing one where no one else can see it.
+      const bool sole = is_sole_owner(grad);
+      result[0] = channel_norm_backward(norm(), grad, x, mean, variance, weight, bias, c1, c2, sole);
+    } else {
+      result[0] = MEMKIT_CALL("memkit::_channel_norm_backward",
+                              Tensor(const Tensor&, const Tensor&, int64_t, const Tensor&, const Tensor&,
+                                     const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                                     const OptionalTensor&, double, c10::string_view, Params))(
+          grad, x, groups, mean, variance, weight, bias, c1, c2, eps, act, params);
+    }
+    return result;
+  }
+
+ private:
+  // create_graph: through ATen's operators, which have derivatives.
+  autograd::variable_list differentiable(const Tensor& grad, const Tensor& x, const Tensor& mean,
+                                         const Tensor& variance, const OptionalTensor& weight,
+                                         const OptionalTensor& bias) {
+    const OptionalTensor given_mean = own_statistics ? std::nullopt : optional(mean);
+    const OptionalTensor given_variance = own_statistics ? std::nullopt : optional(variance);
+    const Tensor out = compose(norm(), x, given_mean, given_variance, weight, bias, grad.scalar_type()).out;
+    autograd::variable_list inputs, result(3);
+    std::vector<size_t> places;
+    const auto want = [&](size_t place, const Tensor& input) {
+      if (!task_should_compute_output(place) || !input.requires_grad()) return;
+      inputs.push_back(input);
+      places.push_back(place);
+    };
+    want(0, x);
+    if (weight) want(1, *weight);
+    if (bias) want(2, *bias);
+    const auto found = autograd::grad({out}, inputs, {grad}, /*retain_graph=*/true, /*create_graph=*/true);
+    for (size_t i = 0; i < places.size(); ++i) result[places[i]] = found[i];
+    return result;
+  }
+};
+
+std::tuple<Tensor, Tensor, Tensor> run(const ChannelNorm& norm, const Tensor& input, const OptionalTensor& weight,
+                                       const OptionalTensor& bias, const OptionalTensor& mean,
+                                       const OptionalTensor& variance, at::ScalarType dtype) {
+  check_channel_norm(norm, input, weight, bias);
+  TORCH_CHECK(mean.has_value() == variance.has_value(), norm.name(),
+              ": expected a mean and a variance or neither, got one of them");
+  if (needs_stock(input) || needs_stock(weight) || needs_stock(bias)) {
+    const Composed made = compose(norm, input, mean, variance, weight, bias, dtype);
+    return {made.out, made.mean.to(at::kDouble), made.variance.to(at::kDouble)};
+  }
+  Tensor out, own_mean, own_variance;
+  {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    const bool plain = all_plain(input, weight, bias);
+    if (mean) {
+      own_mean = *mean, own_variance = *variance;
+    } else if (plain) {
+      std::tie(own_mean, own_variance) = channel_moments(norm, input);
+    } else {
+      std::tie(own_mean, own_variance) =
+          MEMKIT_CALL("memkit::_channel_moments", std::tuple<Tensor, Tensor>(const Tensor&, int64_t))(input,
+                                                                                                      norm.groups);
+    }
+    if (plain) {
+      out = channel_norm_forward(norm, input, own_mean, own_variance, weight, bias, dtype);
+    } else {
+      out = MEMKIT_CALL("memkit::_channel_norm_forward",
+                        Tensor(const Tensor&, int64_t, const Tensor&, const Tensor&, const OptionalTensor&,
+                               const OptionalTensor&, double, c10::string_view, Params, at::ScalarType))(
+          input, norm.groups, own_mean, own_variance, weight, bias, norm.eps, norm.act, norm.params, dtype);
+    }
+  }
+  if (autograd::compute_requires_grad(input, weight, bias)) {
+    auto node = make_node<ChannelNormBackward>();
+    node->set_next_edges(autograd::collect_next_edges(input, weight, bias));
+    node->groups = norm.groups;
+    node->eps = norm.eps;
+    node->act = norm.act;
+    node->params = norm.params.vec();
+    node->own_statistics = !mean;
+    autograd::set_history(out, node);
+    node->save(input);
+    node->save(own_mean);
+    node->save(own_variance);
+    node->save(weight);
+    node->save(bias);
+  }
+  return {out, own_mean, own_variance};
+}
+
+std::tuple<Tensor, Tensor, Tensor> batch_norm_act(const Tensor& input, const OptionalTensor& weight,
+                                                  const OptionalTensor& bias, const OptionalTensor& mean,
+                                                  const OptionalTensor& variance, double eps, c10::string_view act,
+                                                  Params params, at::ScalarType dtype) {
+  auto made = run({0, eps, act, params}, input, weight, bias, mean, variance, dtype);
+  if (mean) {  // an operator's results are new tensors
+    std::get<1>(made) = mean->clone();
+    std::get<2>(made) = variance->clone();
+  }
+  return made;
+}
+
+Tensor group_norm(const Tensor& input, int64_t groups, const OptionalTensor& weight, const OptionalTensor& bias,
+                  double eps, at::ScalarType dtype) {
+  TORCH_CHECK_VALUE(groups > 0, "group_norm: expected num_groups of at least 1, got ", groups);
+  return std::get<0>(run({groups, eps, "", {}}, input, weight, bias, std::nullopt, std::nullopt, dtype));
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(memkit, Autograd, m) {
+  m.impl("_batch_norm_act", batch_norm_act);
+  m.impl("_group_norm", group_norm);
+}
+
+TORCH_LIBRARY_IMPL(memkit, FuncTorchBatched, m) {
+  m.impl("_batch_norm_act", batch_norm_act);
+  m.impl("_group_norm", group_norm);
+}
+
+}  // namespace memkit

@@ -1,0 +1,238 @@
+// Batch norm with an activation and group norm below autograd, on CPU, CUDA and meta tensors.
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+#include "channel_engine.h"
+#include "channel_norm.h"
+#include "checks.h"
+#include "engine.h"
+#include "fresh.h"
+#include "row_norm.h"
+
+namespace memkit {
+namespace {
+
+using at::Tensor;
+using Params = c10::ArrayRef<double>;
+
+// Batch norm takes channels last as it is; all else is made contiguous.
+at::MemoryFormat format_of(const ChannelNorm& norm, const Tensor& x) {
+  if (norm.groups || x.is_contiguous()) return at::MemoryFormat::Contiguous;
+  if (x.dim() == 4 && x.is_contiguous(at::MemoryFormat::ChannelsLast)) return at::MemoryFormat::ChannelsLast;
+  if (x.dim() == 5 && x.is_contiguous(at::MemoryFormat::ChannelsLast3d)) return at::MemoryFormat::ChannelsLast3d;
+  return at::MemoryFormat::Contiguous;
+}
+
+// x is of the format above.
+ChannelCall call_of(const ChannelNorm& norm, const Tensor& x, at::ScalarType dtype) {
+  ChannelCall call;
+  ChannelArgs& args = call.args;
+  const int64_t spatial = x.numel() ? x.numel() / (x.size(0) * x.size(1)) : 0;
+  const bool columns = !norm.groups && !x.is_contiguous();
+  args.outer = columns ? x.size(0) * spatial : x.size(0);
+  args.channels = x.size(1);
+  args.inner = columns ? 1 : spatial;
+  args.sets = norm.groups ? args.planes() : args.channels;
+  if (!norm.act.empty()) {
+    const ActivationSpec spec(norm.act, norm.params);
+    args.has_act = true;
+    args.act = spec.act;
+    args.params = spec.params;
+  }
+  args.dtype = dtype_of(x);
+  args.out_dtype = dtype_of(dtype);
+  args.x = x.const_data_ptr();
+  call.computed = compute_dtype(x.scalar_type());
+  call.groups = norm.groups;
+  call.eps = norm.eps;
+  call.device = x.device();
+  return call;
+}
+
+OptionalTensor as(const OptionalTensor& x, at::ScalarType dtype) {
+  return x ? OptionalTensor(x->to(dtype).contiguous()) : x;
+}
+
+// Statistics in double and parameters in the type computed in, alive as long as the call that points to them.
+struct Operands {
+  Tensor mean, variance;
+  OptionalTensor weight, bias;
+
+  Operands(ChannelCall& call, const ChannelNorm& norm, const Tensor& x, const Tensor& mean_, const Tensor& variance_,
+           const OptionalTensor& weight_, const OptionalTensor& bias_)
+      : mean(*as(mean_, at::kDouble)),
+        variance(*as(variance_, at::kDouble)),
+        weight(as(weight_, call.computed)),
+        bias(as(bias_, call.computed)) {
+    const int64_t statistics = norm.groups ? x.size(0) * norm.groups : x.size(1);
+    TORCH_CHECK_VALUE(mean.numel() == statistics && variance.numel() == statistics && mean.device() == x.device() &&
+                          variance.device() == x.device(),
+                      norm.name(), ": expected ", statistics, " means and variances on ", x.device(), ", got ",
+                      describe(mean), " and ", describe(variance));
+    call.mean = mean.data_ptr<double>();
+    call.variance = variance.data_ptr<double>();
+    call.weight = weight ? weight->const_data_ptr() : nullptr;
+    call.bias = bias ? bias->const_data_ptr() : nullptr;
+  }
+};
+
+c10::SymDimVector statistics_shape(const ChannelNorm& norm, const Tensor& x) {
+  if (norm.groups) return {x.sym_size(0), c10::SymInt(norm.groups)};
+  return {x.sym_size(1)};
+}
+
+Tensor empty_statistics(const ChannelNorm& norm, const Tensor& x) {
+  return at::empty_symint(statistics_shape(norm, x), x.options().dtype(at::kDouble));
+}
+
+void check_gradient(const ChannelNorm& norm, const Tensor& grad, const Tensor& input) {
+  check_float_tensor(norm.name(), grad);
+  TORCH_CHECK(input.sym_sizes() == grad.sym_sizes() && input.device() == grad.device(), norm.name(),
+              ": expected a saved input like the gradient, ", describe(grad), " on ", grad.device(), ", got ",
+              describe(input), " on ", input.device());
+}
+
+}  // namespace
+
+void check_channel_norm(const ChannelNorm& norm, const Tensor& input, const OptionalTensor& weight,
+                        const OptionalTensor& bias) {
+  check_float_tensor(norm.name(), input);
+  TORCH_CHECK_VALUE(input.dim() >= 2, norm.name(), ": expected an input of at least 2 dimensions, got ",
+                    input.sym_sizes());
+  TORCH_CHECK_VALUE(norm.groups >= 0 && (norm.groups == 0 || input.sym_size(1) % norm.groups == 0), norm.name(),
+                    ": expected channels that num_groups divides, got ", input.sym_size(1), " and ", norm.groups);
+  for (const auto& [what, parameter] : {std::pair{"weight", &weight}, std::pair{"bias", &bias}}) {
+    if (!*parameter) continue;
+    check_float_tensor(norm.name(), **parameter);
+    TORCH_CHECK_VALUE((*parameter)->dim() == 1 && (*parameter)->sym_size(0) == input.sym_size(1), norm.name(),
+                      ": expected a ", what, " of shape [", input.sym_size(1), "], got ", (*parameter)->sym_sizes());
+    TORCH_CHECK((*parameter)->device() == input.device(), norm.name(), ": expected input and ", what,
+                " on one device, got ", input.device(), " and ", (*parameter)->device());
+  }
+  if (!norm.act.empty()) (void)ActivationSpec(norm.act, norm.params);
+}
+
+std::tuple<Tensor, Tensor> channel_moments(const ChannelNorm& norm, const Tensor& input) {
+  const Tensor mean = empty_statistics(norm, input), variance = empty_statistics(norm, input);
+  if (input.is_meta()) return {mean, variance};
+  if (input.numel() == 0) return {mean.fill_(NAN), variance.fill_(NAN)};
+  const Tensor x = input.contiguous(format_of(norm, input));
+  ChannelCall call = call_of(norm, x, x.scalar_type());
+  call.mean = mean.data_ptr<double>();
+  call.variance = variance.data_ptr<double>();
+  run_channel_moments(call);
+  return {mean, variance};
+}
+
+Tensor channel_norm_forward(const ChannelNorm& norm, const Tensor& input, const Tensor& mean, const Tensor& variance,
+                            const OptionalTensor& weight, const OptionalTensor& bias, at::ScalarType dtype) {
+  check_channel_norm(norm, input, weight, bias);
+  const Tensor x = input.contiguous(format_of(norm, input));
+  Tensor out = fresh_like(x, dtype);
+  if (x.is_meta() || x.numel() == 0) return out;
+  ChannelCall call = call_of(norm, x, dtype);
+  const Operands operands(call, norm, x, mean, variance, weight, bias);
+  call.args.y = out.mutable_data_ptr();
+  run_channel_forward(call);
+  return out;
+}
+
+ChannelSums channel_norm_sums(const ChannelNorm& norm, const Tensor& grad, const Tensor& input, const Tensor& mean,
+                              const Tensor& variance, const OptionalTensor& weight, const OptionalTensor& bias) {
+  check_gradient(norm, grad, input);
+  const auto format = format_of(norm, input);
+  const Tensor x = input.contiguous(format), g = grad.contiguous(format);
+  const auto options = x.options().dtype(at::kDouble);
+  ChannelSums sums{at::empty_symint({x.sym_size(1)}, options), at::empty_symint({x.sym_size(1)}, options),
+                   empty_statistics(norm, x), empty_statistics(norm, x)};
+  if (x.is_meta()) return sums;
+  if (x.numel() == 0) return {sums.dz.zero_(), sums.dz_x_hat.zero_(), sums.c1.zero_(), sums.c2.zero_()};
+  ChannelCall call = call_of(norm, x, g.scalar_type());
+  const Operands operands(call, norm, x, mean, variance, weight, bias);
+  call.args.grad = g.const_data_ptr();
+  run_channel_sums(call, sums.dz.data_ptr<double>(), sums.dz_x_hat.data_ptr<double>(), sums.c1.data_ptr<double>(),
+                   sums.c2.data_ptr<double>());
+  return sums;
+}
+
+Tensor channel_norm_backward(const ChannelNorm& norm, const Tensor& grad, const Tensor& input, const Tensor& mean,
+                             const Tensor& variance, const OptionalTensor& weight, const OptionalTensor& bias,
+                             const OptionalTensor& c1, const OptionalTensor& c2, bool reuse_grad) {
+  check_gradient(norm, grad, input);
+  const auto format = format_of(norm, input);
+  const Tensor x = input.contiguous(format), g = grad.contiguous(format);
+  const bool reuse = (reuse_grad || !g.is_same(grad)) && g.scalar_type() == x.scalar_type();
+  Tensor grad_input = reuse ? g : fresh_like(x);
+  if (x.is_meta() || x.numel() == 0) return grad_input;
+  ChannelCall call = call_of(norm, x, g.scalar_type());
+  const Operands operands(call, norm, x, mean, variance, weight, bias);
+  const OptionalTensor first = as(c1, at::kDouble), second = as(c2, at::kDouble);
+  call.args.grad = g.const_data_ptr();
+  call.args.grad_input = grad_input.mutable_data_ptr();
+  run_channel_backward(call, first ? first->const_data_ptr<double>() : nullptr,
+                       second ? second->const_data_ptr<double>() : nullptr);
+  return grad_input;
+}
+
+namespace {
+
+std::tuple<Tensor, Tensor> moments_op(const Tensor& input, int64_t groups) {
+  const ChannelNorm norm{groups, 0, "", {}};
+  check_channel_norm(norm, input, std::nullopt, std::nullopt);
+  return channel_moments(norm, input);
+}
+
+Tensor forward_op(const Tensor& input, int64_t groups, const Tensor& mean, const Tensor& variance,
+                  const OptionalTensor& weight, const OptionalTensor& bias, double eps, c10::string_view act,
+                  Params params, at::ScalarType dtype) {
+  return channel_norm_forward({groups, eps, act, params}, input, mean, variance, weight, bias, dtype);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> sums_op(const Tensor& grad, const Tensor& input, int64_t groups,
+                                                   const Tensor& mean, const Tensor& variance,
+                                                   const OptionalTensor& weight, const OptionalTensor& bias, double eps,
+                                                   c10::string_view act, Params params) {
+  const ChannelSums s = channel_norm_sums({groups, eps, act, params}, grad, input, mean, variance, weight, bias);
+  return {s.dz, s.dz_x_hat, s.c1, s.c2};
+}
+
+Tensor backward_op(const Tensor& grad, const Tensor& input, int64_t groups, const Tensor& mean, const Tensor& variance,
+                   const OptionalTensor& weight, const OptionalTensor& bias, const OptionalTensor& c1,
+                   const OptionalTensor& c2, double eps, c10::string_view act, Params params) {
+  return channel_norm_backward({groups, eps, act, params}, grad, input, mean, variance, weight, bias, c1, c2);
+}
+
+std::tuple<Tensor, Tensor, Tensor> batch_norm_act_op(const Tensor& input, const OptionalTensor& weight,
+                                                     const OptionalTensor& bias, const OptionalTensor& mean,
+                                                     const OptionalTensor& variance, double eps, c10::string_view act,
+                                                     Params params, at::ScalarType dtype) {
+  const ChannelNorm norm{0, eps, act, params};
+  check_channel_norm(norm, input, weight, bias);
+  auto [own_mean, own_variance] = mean ? std::tuple(mean->clone(), variance->clone()) : channel_moments(norm, input);
+  return {channel_norm_forward(norm, input, own_mean, own_variance, weight, bias, dtype), own_mean, own_variance};
+}
+
+Tensor group_norm_op(const Tensor& input, int64_t groups, const OptionalTensor& weight, const OptionalTensor& bias,
+                     double eps, at::ScalarType dtype) {
+  const ChannelNorm norm{groups, eps, "", {}};
+  check_channel_norm(norm, input, weight, bias);
+  const auto [mean, variance] = channel_moments(norm, input);
+  return channel_norm_forward(norm, input, mean, variance, weight, bias, dtype);
+}
+
+void register_backend(torch::Library& m) {
+  m.impl("_batch_norm_act", batch_norm_act_op);
+  m.impl("_group_norm", group_norm_op);
+  m.impl("_channel_moments", moments_op);
+  m.impl("_channel_norm_forward", forward_op);
+  m.impl("_channel_norm_sums", sums_op);
+  m.impl("_channel_norm_backward", backward_op);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(memkit, CPU, m) { register_backend(m); }
+TORCH_LIBRARY_IMPL(memkit, CUDA, m) { register_backend(m); }
+TORCH_LIBRARY_IMPL(memkit, Meta, m) { register_backend(m); }
+
+}  // namespace memkit

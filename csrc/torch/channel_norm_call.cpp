@@ -1,0 +1,43 @@
+// batch_norm_act and group_norm, as Python calls them in eager mode.
+#include "channel_norm.h"
+#include "checks.h"
+#include "eager.h"
+#include "norm_call.h"
+#include "operators.h"
+#include "row_norm.h"
+
+namespace memkit {
+namespace {
+
+using at::Tensor;
+
+constexpr char kBatchNormAct[] = "batch_norm_act", kGroupNorm[] = "group_norm";
+
+std::tuple<Tensor, Tensor, Tensor> batch_norm_act(const Tensor& input, OptionalTensor weight, OptionalTensor bias,
+                                                  OptionalTensor mean, OptionalTensor variance, double eps,
+                                                  std::string_view act, std::vector<double> params) {
+  check_float_tensor(kBatchNormAct, input);
+  const pybind11::gil_scoped_release no_gil;
+  return MEMKIT_CALL("memkit::_batch_norm_act",
+                     std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const OptionalTensor&, const OptionalTensor&,
+                                                        const OptionalTensor&, const OptionalTensor&, double,
+                                                        c10::string_view, c10::ArrayRef<double>, at::ScalarType))(
+      input, weight, bias, mean, variance, eps, act, params, norm_output_dtype(input));
+}
+
+Tensor group_norm(const Tensor& input, int64_t groups, OptionalTensor weight, OptionalTensor bias, double eps) {
+  check_float_tensor(kGroupNorm, input);
+  const pybind11::gil_scoped_release no_gil;
+  return MEMKIT_CALL("memkit::_group_norm", Tensor(const Tensor&, int64_t, const OptionalTensor&, const OptionalTensor&,
+                                                   double, at::ScalarType))(input, groups, weight, bias, eps,
+                                                                            norm_output_dtype(input));
+}
+
+}  // namespace
+
+void bind_channel_norms(pybind11::module_& m) {
+  eager::bind<batch_norm_act, kBatchNormAct>(m);
+  eager::bind<group_norm, kGroupNorm>(m);
+}
+
+}  // namespace memkit

@@ -1,0 +1,70 @@
+// LayerNorm and RMSNorm over the last dimensions of a tensor: what a call asks for, and its passes below autograd.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <string_view>
+#include <tuple>
+
+namespace memkit {
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+struct RowNorm {
+  int64_t dims;          // how many dimensions, from the last one
+  double eps;
+  bool centered;         // LayerNorm; else RMSNorm
+  at::ScalarType dtype;  // of the output
+
+  std::string_view name() const { return centered ? "layer_norm" : "rms_norm"; }
+};
+
+// Raises on what the kernels do not take.
+void check_row_norm(const RowNorm& norm, const at::Tensor& input, const OptionalTensor& residual,
+                    const OptionalTensor& weight, const OptionalTensor& bias);
+
+// What is computed in: float64 for float64, else float32.
+inline at::ScalarType compute_dtype(at::ScalarType dtype) { return dtype == at::kDouble ? at::kDouble : at::kFloat; }
+
+// float32, unless autocast says otherwise for this input.
+at::ScalarType norm_output_dtype(const at::Tensor& input);
+
+struct RowNormed {
+  at::Tensor out, sum, mean, rstd;  // sum: of input and residual, where there is one
+};
+
+// into: memory for the result, where there is some: with a residual for the sum, else for the output.
+// needs_mean: backward starts from the input.
+RowNormed row_norm_forward(const RowNorm& norm, const at::Tensor& input, const OptionalTensor& residual,
+                           const OptionalTensor& weight, const OptionalTensor& bias, bool needs_mean = true,
+                           at::Tensor into = {});
+
+struct RowNormGradients {
+  at::Tensor input, weight, bias;  // undefined where not wanted
+};
+
+// saved: the input (with a residual, the sum), of dtype input_dtype, or the output. reuse: the memory of grad, or of
+// grad_sum, may be taken.
+RowNormGradients row_norm_backward(const RowNorm& norm, const at::Tensor& grad, const OptionalTensor& grad_sum,
+                                   const at::Tensor& saved, const OptionalTensor& weight, const OptionalTensor& bias,
+                                   const at::Tensor& mean, const at::Tensor& rstd, bool from_output,
+                                   at::ScalarType input_dtype, std::array<bool, 3> wanted, at::Tensor into = {});
+
+// The same in ATen's own operators, for function transforms and derivatives of derivatives.
+at::Tensor stock_row_norm(const RowNorm& norm, const at::Tensor& input, const OptionalTensor& weight,
+                          const OptionalTensor& bias);
+RowNormGradients stock_row_norm_backward(const RowNorm& norm, const at::Tensor& grad, const OptionalTensor& grad_sum,
+                                         const at::Tensor& x_hat, const OptionalTensor& weight, const at::Tensor& rstd,
+                                         at::ScalarType input_dtype, std::array<bool, 3> wanted);
+
+// In place, for plain tensors in eager mode: the output in the input's memory, or the sum in the residual's.
+at::Tensor& row_norm_(const RowNorm& norm, at::Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias);
+std::tuple<at::Tensor, at::Tensor> add_row_norm_(const RowNorm& norm, const at::Tensor& input, at::Tensor& residual,
+                                                 const OptionalTensor& weight, const OptionalTensor& bias,
+                                                 std::string_view save);
+
+// "input" or "output" where autograd recorded the tensor as the result of one of these norms, else "".
+std::string_view row_norm_saves(const at::Tensor& x);
+
+}  // namespace memkit

@@ -1,0 +1,335 @@
+// LayerNorm and RMSNorm with their derivative: what is saved, when memory is overwritten, and when ATen's operators serve.
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/VariableTypeUtils.h>
+#include <torch/csrc/jit/frontend/tracer.h>
+#include <torch/library.h>
+
+#include "checks.h"
+#include "operators.h"
+#include "row_norm_save.h"
+#include "saved_node.h"
+#include "transforms.h"
+
+namespace memkit {
+namespace autograd = torch::autograd;
+using at::Tensor;
+
+namespace {
+
+OptionalTensor optional(const Tensor& x) { return x.defined() ? OptionalTensor(x) : std::nullopt; }
+
+// The dimensions in front of those that are normalised; none at all would mean all of them to sum().
+std::vector<int64_t> leading(const RowNorm& norm, const Tensor& x) {
+  std::vector<int64_t> dims(x.dim() - norm.dims);
+  for (size_t d = 0; d < dims.size(); ++d) dims[d] = int64_t(d);
+  return dims;
+}
+
+std::vector<int64_t> normalised_dims(const RowNorm& norm) {
+  std::vector<int64_t> dims(norm.dims);
+  for (int64_t d = 0; d < norm.dims; ++d) dims[d] = d - norm.dims;
+  return dims;
+}
+
+// The statistic of each row, ready to broadcast.
+Tensor along_rows(const RowNorm& norm, Tensor statistic) {
+  for (int64_t d = 0; d < norm.dims; ++d) statistic = statistic.unsqueeze(-1);
+  return statistic;
+}
+
+struct RowNormBackward : SavedNode {
+  RowNorm norm;
+  Kept kept;
+  bool adds = false;  // a residual: outputs are sum and normed, inputs are input, residual, weight and bias
+  at::ScalarType input_dtype;
+
+  std::string name() const override { return "memkit::" + std::string(norm.name()) + "_backward"; }
+
+  // Saved in this order.
+  void keep(const Tensor& x, const RowNormed& made, const OptionalTensor& weight, const OptionalTensor& bias,
+            bool is_output, bool on_view = false) {
+    save(x, is_output, on_view);
+    save(made.rstd);
+    save(weight);
+    save(bias);
+    save(kept == Kept::input ? made.mean : Tensor());
+  }
+
+ protected:
+  autograd::variable_list backward(autograd::variable_list&& grads) override {
+    autograd::variable_list result(adds ? 4 : 3);
+    const size_t parameters = adds ? 2 : 1;
+    OptionalTensor grad_sum = adds ? optional(std::move(grads[0])) : std::nullopt;
+    Tensor grad = std::move(grads[adds ? 1 : 0]);
+    if (!grad.defined()) {
+      if (grad_sum) result[0] = result[1] = *grad_sum;
+      return result;
+    }
+    const Tensor x = unpack(0), rstd = unpack(1), mean = unpack(4);
+    const OptionalTensor weight = optional(unpack(2)), bias = optional(unpack(3));
+    const std::array<bool, 3> wanted{task_should_compute_output(0) || (adds && task_should_compute_output(1)),
+                                     weight && task_should_compute_output(parameters),
+                                     bias && task_should_compute_output(parameters + 1)};
+    RowNormGradients g;
+    if (at::GradMode::is_enabled()) {  // create_graph: the gradient itself needs a derivative
+      g = differentiable(grad, grad_sum, x, weight, wanted);
+    } else if (is_plain(grad) && is_plain(x) && (!grad_sum || is_plain(*grad_sum))) {
+      // The incoming gradient's memory serves for the outgoing one where no one else can see it.
+      Tensor into;
+      if (grad_sum && is_sole_owner(*grad_sum) && grad_sum->is_contiguous()) {
+        into = *grad_sum;
+      } else if (is_sole_owner(grad) && grad.scalar_type() == input_dtype && grad.is_contiguous()) {
+        into = grad;
+      }
+      const bool from_output = kept == Kept::output;
+      g = row_norm_backward(norm, grad, grad_sum, x, weight, bias, mean, rstd, from_output, input_dtype, wanted, into);
+    } else {
+      auto [input, w, b] = MEMKIT_CALL(
+          "memkit::_row_norm_backward",
+          std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const OptionalTensor&, const Tensor&, int64_t,
+                                             const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                                             const Tensor&, bool, bool, at::ScalarType, std::array<bool, 3>))(
+          grad, grad_sum, x, norm.dims, weight, bias, optional(mean), rstd, norm.centered, kept == Kept::output,
+          input_dtype, wanted);
+      if (wanted[0]) g.input = input;
+      if (wanted[1]) g.weight = w;
+      if (wanted[2]) g.bias = b;
+    }
+    result[0] = g.input;
+    if (adds) result[1] = g.input;
+    result[parameters] = g.weight;
+    result[parameters + 1] = g.bias;
+    return result;
+  }
+
+ private:
+  RowNormGradients differentiable(const Tensor& grad, const OptionalTensor& grad_sum, const Tensor& x,
+                                  const OptionalTensor& weight, std::array<bool, 3> wanted) {
+    TORCH_CHECK(kept == Kept::input, norm.name(),
+                ": expected save='input' for a derivative of the gradient, got save='output', whose input is gone");
+    const Tensor wide = x.to(compute_dtype(input_dtype));
+    const auto dims = normalised_dims(norm);
+    const Tensor distance = norm.centered ? wide - wide.mean(dims, true) : wide;
+    const Tensor rstd = (distance.square().mean(dims, true) + norm.eps).rsqrt();
+    return stock_row_norm_backward(norm, grad, grad_sum, distance * rstd, weight, rstd, input_dtype, wanted);
+  }
+};
+
+RowNormed forward(const RowNorm& norm, const Tensor& input, const OptionalTensor& residual,
+                  const OptionalTensor& weight, const OptionalTensor& bias, bool needs_mean) {
+  const at::AutoDispatchBelowADInplaceOrView below;
+  if (is_plain(input) && (!residual || is_plain(*residual)) && (!weight || is_plain(*weight)) &&
+      (!bias || is_plain(*bias)))
+    return row_norm_forward(norm, input, residual, weight, bias, needs_mean);
+  auto [out, sum, mean, rstd] =
+      MEMKIT_CALL("memkit::_row_norm_forward",
+                  std::tuple<Tensor, Tensor, Tensor, Tensor>(const Tensor&, const OptionalTensor&, int64_t,
+                                                             const OptionalTensor&, const OptionalTensor&, double, bool,
+                                                             at::ScalarType))(
+          input, residual, norm.dims, weight, bias, norm.eps, norm.centered, norm.dtype);
+  return {out, residual ? sum : Tensor(), norm.centered ? mean : Tensor(), rstd};
+}
+
+auto new_node(const RowNorm& norm, Kept kept, const Tensor& input, autograd::edge_list edges) {
+  auto node = make_node<RowNormBackward>();
+  node->set_next_edges(std::move(edges));
+  node->norm = norm;
+  node->kept = kept;
+  node->input_dtype = input.scalar_type();
+  return node;
+}
+
+Tensor row_norm(const Tensor& input, int64_t dims, const OptionalTensor& weight, const OptionalTensor& bias, double eps,
+                bool centered, at::ScalarType dtype, c10::string_view save) {
+  const RowNorm norm{dims, eps, centered, dtype};
+  check_row_norm(norm, input, std::nullopt, weight, bias);
+  if (needs_stock(input) || needs_stock(weight) || needs_stock(bias)) return stock_row_norm(norm, input, weight, bias);
+  if (!autograd::compute_requires_grad(input, weight, bias))
+    return forward(norm, input, std::nullopt, weight, bias, false).out;
+  const Kept kept = resolve_kept(norm, input, weight, bias, save, false);
+  auto node = new_node(norm, kept, input, autograd::collect_next_edges(input, weight, bias));
+  const RowNormed made = forward(norm, input, std::nullopt, weight, bias, kept == Kept::input);
+  autograd::set_history(made.out, node);
+  node->keep(kept == Kept::input ? input : made.out, made, weight, bias, kept == Kept::output);
+  return made.out;
+}
+
+std::tuple<Tensor, Tensor> add_row_norm(const Tensor& input, const Tensor& residual, int64_t dims,
+                                        const OptionalTensor& weight, const OptionalTensor& bias, double eps,
+                                        bool centered, at::ScalarType dtype, c10::string_view save) {
+  const RowNorm norm{dims, eps, centered, dtype};
+  check_row_norm(norm, input, residual, weight, bias);
+  if (needs_stock(input) || needs_stock(residual) || needs_stock(weight) || needs_stock(bias)) {
+    const Tensor sum = input + residual;
+    return {stock_row_norm(norm, sum, weight, bias), sum};
+  }
+  if (!autograd::compute_requires_grad(input, residual, weight, bias)) {
+    RowNormed made = forward(norm, input, residual, weight, bias, false);
+    return {made.out, made.sum};
+  }
+  const Kept kept = resolve_kept(norm, input, weight, bias, save, false);
+  auto node = new_node(norm, kept, input, autograd::collect_next_edges(input, residual, weight, bias));
+  node->adds = true;
+  const RowNormed made = forward(norm, input, residual, weight, bias, kept == Kept::input);
+  autograd::set_history(made.sum, node);
+  autograd::set_history(made.out, node);
+  node->keep(kept == Kept::input ? made.sum : made.out, made, weight, bias, true);
+  return {made.out, made.sum};
+}
+
+void check_own_memory(const RowNorm& norm, const Tensor& x, const OptionalTensor& other, const char* what) {
+  TORCH_CHECK(!other || !other->has_storage() || !other->is_alias_of(x), norm.name(), ": expected, in place, a ", what,
+              " in memory of its own, got one that shares the storage of what is overwritten");
+}
+
+// What in place asks of the tensor that is overwritten.
+void check_overwriting(const RowNorm& norm, const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias) {
+  check_inplace(norm.name(), x, inplace_blocker(x));
+  check_own_memory(norm, x, weight, "weight");
+  check_own_memory(norm, x, bias, "bias");
+}
+
+// Outputs and gradients of vmap's batches.
+Tensor row_norm_batched(const Tensor& input, int64_t dims, const OptionalTensor& weight, const OptionalTensor& bias,
+                        double eps, bool centered, at::ScalarType dtype, c10::string_view) {
+  return stock_row_norm({dims, eps, centered, dtype}, input, weight, bias);
+}
+
+std::tuple<Tensor, Tensor> add_row_norm_batched(const Tensor& input, const Tensor& residual, int64_t dims,
+                                                const OptionalTensor& weight, const OptionalTensor& bias, double eps,
+                                                bool centered, at::ScalarType dtype, c10::string_view) {
+  const Tensor sum = input + residual;
+  return {stock_row_norm({dims, eps, centered, dtype}, sum, weight, bias), sum};
+}
+
+std::tuple<Tensor, Tensor, Tensor> backward_batched(const Tensor& grad, const OptionalTensor& grad_sum,
+                                                    const Tensor& saved, int64_t dims, const OptionalTensor& weight,
+                                                    const OptionalTensor& bias, const OptionalTensor& mean,
+                                                    const Tensor& rstd, bool centered, bool from_output,
+                                                    at::ScalarType input_dtype, std::array<bool, 3> wanted) {
+  const RowNorm norm{dims, 0, centered, grad.scalar_type()};
+  const auto computed = compute_dtype(input_dtype);
+  const Tensor wide = saved.to(computed), scale = along_rows(norm, rstd);
+  Tensor x_hat;
+  if (from_output) {
+    x_hat = bias ? wide - bias->to(computed) : wide;
+    if (weight) x_hat = at::where(*weight == 0, at::zeros({}, x_hat.options()), x_hat / weight->to(computed));
+  } else {
+    x_hat = (mean ? wide - along_rows(norm, *mean) : wide) * scale;
+  }
+  RowNormGradients g = stock_row_norm_backward(norm, grad, grad_sum, x_hat, weight, scale, input_dtype, wanted);
+  const auto or_nothing = [&](const Tensor& x) { return x.defined() ? x : at::empty({0}, grad.options()); };
+  return {or_nothing(g.input), or_nothing(g.weight), or_nothing(g.bias)};
+}
+
+}  // namespace
+
+Tensor stock_row_norm(const RowNorm& norm, const Tensor& input, const OptionalTensor& weight,
+                      const OptionalTensor& bias) {
+  const auto computed = compute_dtype(input.scalar_type());
+  const auto wide = [&](const OptionalTensor& x) { return x ? OptionalTensor(x->to(computed)) : x; };
+  const auto shape = input.sym_sizes().slice(input.dim() - norm.dims);
+  const Tensor x = input.to(computed);
+  const Tensor y = norm.centered ? at::layer_norm_symint(x, shape, wide(weight), wide(bias), norm.eps)
+                                 : at::rms_norm_symint(x, shape, wide(weight), norm.eps);
+  return y.to(norm.dtype);
+}
+
+RowNormGradients stock_row_norm_backward(const RowNorm& norm, const Tensor& grad, const OptionalTensor& grad_sum,
+                                         const Tensor& x_hat, const OptionalTensor& weight, const Tensor& rstd,
+                                         at::ScalarType input_dtype, std::array<bool, 3> wanted) {
+  const auto computed = compute_dtype(input_dtype);
+  const Tensor g = grad.to(computed);
+  const auto dims = normalised_dims(norm), rows = leading(norm, x_hat);
+  const auto over_rows = [&](const Tensor& x) { return rows.empty() ? x : x.sum(rows); };
+  const auto parameter_dtype = weight ? weight->scalar_type() : computed;
+  RowNormGradients result;
+  if (wanted[0]) {
+    const Tensor gw = weight ? g * weight->to(computed) : g;
+    const Tensor centered = norm.centered ? gw - gw.mean(dims, true) : gw;
+    result.input = rstd * (centered - x_hat * (gw * x_hat).mean(dims, true));
+    if (grad_sum) result.input = result.input + grad_sum->to(computed);
+    result.input = result.input.to(input_dtype);
+  }
+  if (wanted[1]) result.weight = over_rows(g * x_hat).to(parameter_dtype);
+  if (wanted[2]) result.bias = over_rows(g).to(parameter_dtype);
+  return result;
+}
+
+Tensor& row_norm_(const RowNorm& norm, Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias) {
+  check_row_norm(norm, x, std::nullopt, weight, bias);
+  check_overwriting(norm, x, weight, bias);
+  TORCH_CHECK_TYPE(norm.dtype == x.scalar_type(), norm.name(), ": expected, in place, an input of the output's dtype ",
+                   norm.dtype, ", got ", describe(x));
+  const bool requires_grad = autograd::compute_requires_grad(x, weight, bias);
+  autograd::check_inplace(x, requires_grad);
+  decltype(make_node<RowNormBackward>()) node;
+  if (requires_grad) node = new_node(norm, Kept::output, x, autograd::collect_next_edges(x, weight, bias));
+  RowNormed made;
+  {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    const bool direct = x.is_contiguous();
+    made = row_norm_forward(norm, x, std::nullopt, weight, bias, false, direct ? x : Tensor());
+    if (!direct) x.copy_(made.out);
+  }
+  autograd::impl::bump_version(x);
+  if (!requires_grad) return x;
+  const bool on_view = x.is_view();
+  autograd::rebase_history(x, NodePtr(node));
+  node->keep(x, made, weight, bias, true, on_view);
+  return x;
+}
+
+std::tuple<Tensor, Tensor> add_row_norm_(const RowNorm& norm, const Tensor& input, Tensor& residual,
+                                         const OptionalTensor& weight, const OptionalTensor& bias,
+                                         std::string_view save) {
+  check_row_norm(norm, input, residual, weight, bias);
+  check_overwriting(norm, residual, weight, bias);
+  check_own_memory(norm, residual, input, "input");
+  const bool requires_grad = autograd::compute_requires_grad(input, residual, weight, bias);
+  autograd::check_inplace(residual, requires_grad);
+  TORCH_CHECK(!requires_grad || !residual.is_view() || !residual._base().requires_grad(), norm.name(),
+              ": expected, in place, a residual that is no view, got ", describe(residual),
+              ", a view that autograd records; use inplace=False or inplace='auto', or pass a clone");
+  decltype(make_node<RowNormBackward>()) node;
+  Kept kept = Kept::input;
+  if (requires_grad) {
+    kept = resolve_kept(norm, input, weight, bias, save, false);
+    node = new_node(norm, kept, input, autograd::collect_next_edges(input, residual, weight, bias));
+    node->adds = true;
+  }
+  RowNormed made;
+  {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    const bool direct = residual.is_contiguous();
+    made = row_norm_forward(norm, input, residual, weight, bias, requires_grad && kept == Kept::input,
+                            direct ? residual : Tensor());
+    if (!direct) residual.copy_(made.sum);
+  }
+  autograd::impl::bump_version(residual);
+  if (requires_grad) {
+    autograd::rebase_history(residual, NodePtr(node));
+    autograd::set_history(made.out, node);
+    node->keep(kept == Kept::input ? residual : made.out, made, weight, bias, true);
+  }
+  return {made.out, residual};
+}
+
+std::string_view row_norm_saves(const Tensor& x) {
+  const auto* node = dynamic_cast<const RowNormBackward*>(x.grad_fn().get());
+  if (!node) return "";
+  return node->kept == Kept::input ? "input" : "output";
+}
+
+TORCH_LIBRARY_IMPL(memkit, Autograd, m) {
+  m.impl("_row_norm", row_norm);
+  m.impl("_add_row_norm", add_row_norm);
+}
+
+TORCH_LIBRARY_IMPL(memkit, FuncTorchBatched, m) {
+  m.impl("_row_norm", row_norm_batched);
+  m.impl("_add_row_norm", add_row_norm_batched);
+  m.impl("_row_norm_backward", backward_batched);
+}
+
+}  // namespace memkit

@@ -1,0 +1,203 @@
+// LayerNorm and RMSNorm below autograd, on CPU, CUDA and meta tensors.
+#include <ATen/ATen.h>
+#include <ATen/autocast_mode.h>
+#include <torch/library.h>
+
+#include "checks.h"
+#include "engine.h"
+#include "fresh.h"
+#include "norm_engine.h"
+
+namespace memkit {
+namespace {
+
+using at::Tensor;
+
+c10::SymInt columns_of(const RowNorm& norm, const Tensor& x) {
+  c10::SymInt columns = 1;
+  for (int64_t d = x.dim() - norm.dims; d < x.dim(); ++d) columns = columns * x.sym_size(d);
+  return columns;
+}
+
+// One statistic a row.
+Tensor empty_statistic(const RowNorm& norm, const Tensor& x) {
+  return at::empty_symint(x.sym_sizes().slice(0, x.dim() - norm.dims),
+                          x.options().dtype(compute_dtype(x.scalar_type())));
+}
+
+// Weight or bias as the kernels read it: contiguous, float64 where that is computed in.
+OptionalTensor dense(const OptionalTensor& parameter, at::ScalarType computed) {
+  if (!parameter) return parameter;
+  const bool fits = (computed == at::kDouble) == (parameter->scalar_type() == at::kDouble);
+  return fits ? parameter->contiguous() : parameter->to(computed).contiguous();
+}
+
+void describe_call(RowNormArgs& args, const RowNorm& norm, const Tensor& x, at::ScalarType input_dtype,
+                   const OptionalTensor& weight, const OptionalTensor& bias) {
+  args.columns = columns_of(norm, x).expect_int();
+  args.rows = args.columns ? x.numel() / args.columns : 0;
+  args.centered = norm.centered;
+  args.eps = norm.eps;
+  args.dtype = dtype_of(input_dtype);
+  args.out_dtype = dtype_of(norm.dtype);
+  args.weight_dtype = weight ? dtype_of(*weight) : bias ? dtype_of(*bias) : Dtype::float32;
+  args.weight = weight ? weight->const_data_ptr() : nullptr;
+  args.bias = bias ? bias->const_data_ptr() : nullptr;
+}
+
+void check_parameter(const RowNorm& norm, const char* what, const Tensor& input, const Tensor& parameter) {
+  check_float_tensor(norm.name(), parameter);
+  const auto shape = input.sym_sizes().slice(input.dim() - norm.dims);
+  TORCH_CHECK_VALUE(parameter.sym_sizes() == shape, norm.name(), ": expected a ", what, " of shape ", shape, ", got ",
+                    parameter.sym_sizes());
+  TORCH_CHECK(parameter.device() == input.device(), norm.name(), ": expected input and ", what,
+              " on one device, got ", input.device(), " and ", parameter.device());
+}
+
+}  // namespace
+
+at::ScalarType norm_output_dtype(const Tensor& input) {
+  const auto device = input.device().type();
+  const auto dtype = input.scalar_type();
+  return dtype != at::kDouble && at::autocast::is_autocast_enabled(device) ? at::autocast::get_autocast_dtype(device)
+                                                                          : dtype;
+}
+
+void check_row_norm(const RowNorm& norm, const Tensor& input, const OptionalTensor& residual,
+                    const OptionalTensor& weight, const OptionalTensor& bias) {
+  check_float_tensor(norm.name(), input);
+  TORCH_CHECK_VALUE(norm.dims >= 1 && norm.dims <= input.dim(), norm.name(),
+                    ": expected a normalized_shape of 1 to ", input.dim(), " dimensions for input ", input.sym_sizes(),
+                    ", got ", norm.dims);
+  TORCH_CHECK((norm.dtype == at::kDouble) == (input.scalar_type() == at::kDouble), norm.name(),
+              ": expected an output in float64 for float64 and for nothing else, got ", norm.dtype, " for ",
+              describe(input));
+  if (residual) {
+    check_float_tensor(norm.name(), *residual);
+    TORCH_CHECK_VALUE(residual->sym_sizes() == input.sym_sizes(), norm.name(),
+                      ": expected input and residual of one shape, got ", input.sym_sizes(), " and ",
+                      residual->sym_sizes());
+    TORCH_CHECK_TYPE(residual->scalar_type() == input.scalar_type(), norm.name(),
+                     ": expected input and residual of one dtype, got ", describe(input), " and ",
+                     describe(*residual));
+    TORCH_CHECK(residual->device() == input.device(), norm.name(), ": expected input and residual on one device, got ",
+                input.device(), " and ", residual->device());
+  }
+  TORCH_CHECK(norm.centered || !bias, norm.name(), ": expected no bias, got ", bias ? describe(*bias) : "");
+  if (weight) check_parameter(norm, "weight", input, *weight);
+  if (bias) check_parameter(norm, "bias", input, *bias);
+  TORCH_CHECK_TYPE(!weight || !bias || weight->scalar_type() == bias->scalar_type(), norm.name(),
+                   ": expected weight and bias of one dtype, got ", describe(*weight), " and ", describe(*bias));
+}
+
+RowNormed row_norm_forward(const RowNorm& norm, const Tensor& input, const OptionalTensor& residual,
+                           const OptionalTensor& weight, const OptionalTensor& bias, bool needs_mean, Tensor into) {
+  check_row_norm(norm, input, residual, weight, bias);
+  const Tensor x = input.contiguous();
+  const OptionalTensor other = residual ? OptionalTensor(residual->contiguous()) : residual;
+  const auto computed = compute_dtype(x.scalar_type());
+  const OptionalTensor w = dense(weight, computed), b = dense(bias, computed);
+  RowNormed result;
+  if (residual) result.sum = into.defined() ? into : fresh_like(x);
+  result.out = into.defined() && !residual ? into : fresh_like(x, norm.dtype);
+  if (norm.centered && needs_mean) result.mean = empty_statistic(norm, x);
+  result.rstd = empty_statistic(norm, x);
+  if (x.is_meta()) return result;
+  RowNormArgs args;
+  describe_call(args, norm, x, x.scalar_type(), w, b);
+  args.x = x.const_data_ptr();
+  args.y = result.out.mutable_data_ptr();
+  if (residual) {
+    args.residual = other->const_data_ptr();
+    args.sum = result.sum.mutable_data_ptr();
+  }
+  args.mean = result.mean.defined() ? result.mean.mutable_data_ptr() : nullptr;
+  args.rstd = result.rstd.mutable_data_ptr();
+  run_row_norm_forward(args, x.device());
+  return result;
+}
+
+RowNormGradients row_norm_backward(const RowNorm& norm, const Tensor& grad, const OptionalTensor& grad_sum,
+                                   const Tensor& saved, const OptionalTensor& weight, const OptionalTensor& bias,
+                                   const Tensor& mean, const Tensor& rstd, bool from_output,
+                                   at::ScalarType input_dtype, std::array<bool, 3> wanted, Tensor into) {
+  // Saved-tensor hooks may hand back anything.
+  TORCH_CHECK(saved.sym_sizes() == grad.sym_sizes() && saved.device() == grad.device() &&
+                  saved.scalar_type() == (from_output ? norm.dtype : input_dtype) && grad.scalar_type() == norm.dtype,
+              norm.name(), ": expected a saved tensor like the gradient, ", describe(grad), " on ", grad.device(),
+              ", got ", describe(saved), " on ", saved.device());
+  const Tensor g = grad.contiguous(), s = saved.contiguous();
+  const OptionalTensor more = grad_sum ? OptionalTensor(grad_sum->contiguous()) : grad_sum;
+  const auto computed = compute_dtype(input_dtype);
+  const OptionalTensor w = dense(weight, computed), b = dense(bias, computed);
+  RowNormGradients result;
+  if (wanted[0]) result.input = into.defined() ? into : fresh_like(g, input_dtype);
+  if (wanted[1]) result.weight = at::empty_like(*weight, at::MemoryFormat::Contiguous);
+  if (wanted[2]) result.bias = at::empty_like(*bias, at::MemoryFormat::Contiguous);
+  if (g.is_meta()) return result;
+  RowNormArgs args;
+  describe_call(args, norm, g, input_dtype, w, b);
+  TORCH_CHECK(rstd.is_contiguous() && rstd.numel() * args.columns == g.numel() && rstd.scalar_type() == computed &&
+                  (!mean.defined() || (mean.is_contiguous() && mean.numel() == rstd.numel() &&
+                                       mean.scalar_type() == computed)),
+              norm.name(), ": expected one statistic a row, got ", describe(rstd), " for ", describe(g));
+  args.from_output = from_output;
+  args.mean = mean.defined() ? mean.data_ptr() : nullptr;
+  args.rstd = rstd.data_ptr();
+  args.saved = s.const_data_ptr();
+  args.grad = g.const_data_ptr();
+  args.grad_sum = more ? more->const_data_ptr() : nullptr;
+  args.grad_input = wanted[0] ? result.input.mutable_data_ptr() : nullptr;
+  run_row_norm_backward(args, g, result.weight, result.bias);
+  return result;
+}
+
+namespace {
+
+// Operators return tensors: where there is nothing, one without elements.
+Tensor or_nothing(const Tensor& x, const Tensor& like) { return x.defined() ? x : at::empty({0}, like.options()); }
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> forward_op(const Tensor& input, const OptionalTensor& residual, int64_t dims,
+                                                      const OptionalTensor& weight, const OptionalTensor& bias,
+                                                      double eps, bool centered, at::ScalarType dtype) {
+  RowNormed r = row_norm_forward({dims, eps, centered, dtype}, input, residual, weight, bias);
+  return {r.out, or_nothing(r.sum, input), or_nothing(r.mean, r.rstd), r.rstd};
+}
+
+std::tuple<Tensor, Tensor, Tensor> backward_op(const Tensor& grad, const OptionalTensor& grad_sum, const Tensor& saved,
+                                               int64_t dims, const OptionalTensor& weight, const OptionalTensor& bias,
+                                               const OptionalTensor& mean, const Tensor& rstd, bool centered,
+                                               bool from_output, at::ScalarType input_dtype,
+                                               std::array<bool, 3> wanted) {
+  RowNormGradients r =
+      row_norm_backward({dims, 0, centered, grad.scalar_type()}, grad, grad_sum, saved, weight, bias,
+                        mean.value_or(Tensor()), rstd, from_output, input_dtype, wanted);
+  return {or_nothing(r.input, grad), or_nothing(r.weight, grad), or_nothing(r.bias, grad)};
+}
+
+Tensor norm_op(const Tensor& input, int64_t dims, const OptionalTensor& weight, const OptionalTensor& bias, double eps,
+               bool centered, at::ScalarType dtype, c10::string_view) {
+  return row_norm_forward({dims, eps, centered, dtype}, input, std::nullopt, weight, bias, false).out;
+}
+
+std::tuple<Tensor, Tensor> add_norm_op(const Tensor& input, const Tensor& residual, int64_t dims,
+                                       const OptionalTensor& weight, const OptionalTensor& bias, double eps,
+                                       bool centered, at::ScalarType dtype, c10::string_view) {
+  RowNormed r = row_norm_forward({dims, eps, centered, dtype}, input, residual, weight, bias, false);
+  return {r.out, r.sum};
+}
+
+void register_backend(torch::Library& m) {
+  m.impl("_row_norm", norm_op);
+  m.impl("_add_row_norm", add_norm_op);
+  m.impl("_row_norm_forward", forward_op);
+  m.impl("_row_norm_backward", backward_op);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(memkit, CPU, m) { register_backend(m); }
+TORCH_LIBRARY_IMPL(memkit, CUDA, m) { register_backend(m); }
+TORCH_LIBRARY_IMPL(memkit, Meta, m) { register_backend(m); }
+
+}  // namespace memkit

@@ -1,0 +1,137 @@
+// layer_norm, rms_norm and their forms with a residual, as Python calls them in eager mode.
+#include <torch/csrc/jit/frontend/tracer.h>
+
+#include "checks.h"
+#include "eager.h"
+#include "norm_call.h"
+#include "operators.h"
+#include "row_norm_save.h"
+
+namespace memkit {
+namespace {
+
+using at::Tensor;
+using Shape = std::vector<int64_t>;
+
+RowNorm norm_of(bool centered, const Tensor& input, const Shape& shape, std::optional<double> eps) {
+  const auto dtype = norm_output_dtype(input);
+  // Without an eps: that of the type computed in, as in torch.nn.functional.rms_norm.
+  const double smallest = dtype == at::kDouble ? std::numeric_limits<double>::epsilon()
+                                               : double(std::numeric_limits<float>::epsilon());
+  const RowNorm norm{int64_t(shape.size()), eps.value_or(smallest), centered, dtype};
+  const auto sizes = input.sizes();
+  TORCH_CHECK_VALUE(!shape.empty() && shape.size() <= sizes.size() &&
+                        std::equal(shape.begin(), shape.end(), sizes.end() - norm.dims),
+                    norm.name(), ": expected an input whose last dimensions are ", shape, ", got ", sizes);
+  return norm;
+}
+
+// Tensors that a tracer, a mode or a transform follows are worked on by registered operators alone.
+bool may_bypass(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias) {
+  return is_plain(x) && (!weight || is_plain(*weight)) && (!bias || is_plain(*bias)) && !torch::jit::tracer::isTracing();
+}
+
+Tensor run(const RowNorm& norm, const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
+           std::string_view save) {
+  return MEMKIT_CALL("memkit::_row_norm",
+                     Tensor(const Tensor&, int64_t, const OptionalTensor&, const OptionalTensor&, double, bool,
+                            at::ScalarType, c10::string_view))(input, norm.dims, weight, bias, norm.eps, norm.centered,
+                                                               norm.dtype, save);
+}
+
+std::tuple<Tensor, Tensor> run_adding(const RowNorm& norm, const Tensor& input, const Tensor& residual,
+                                      const OptionalTensor& weight, const OptionalTensor& bias,
+                                      std::string_view save) {
+  return MEMKIT_CALL("memkit::_add_row_norm",
+                     std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, int64_t, const OptionalTensor&,
+                                                const OptionalTensor&, double, bool, at::ScalarType,
+                                                c10::string_view))(input, residual, norm.dims, weight, bias, norm.eps,
+                                                                   norm.centered, norm.dtype, save);
+}
+
+Tensor row_norm(bool centered, const Tensor& input, const Shape& shape, const OptionalTensor& weight,
+                const OptionalTensor& bias, std::optional<double> eps, Inplace inplace, std::string_view save) {
+  check_float_tensor(centered ? "layer_norm" : "rms_norm", input);
+  const RowNorm norm = norm_of(centered, input, shape, eps);
+  const bool bypass = may_bypass(input, weight, bias);
+  if (inplace == Inplace::automatic) {
+    const bool possible = bypass && norm.dtype == input.scalar_type() && 
+                          eager::resolve_inplace(inplace, norm.name(), input) == eager::Way::overwrite &&
+                          resolve_kept(norm, input, weight, bias, save, false) == Kept::output;
+    inplace = possible ? Inplace::forced : Inplace::never;
+  } else if (inplace == Inplace::forced) {
+    eager::resolve_inplace(inplace, norm.name(), input);
+    const bool records = at::GradMode::is_enabled() && (input.requires_grad() || (weight && weight->requires_grad()) ||
+                                                        (bias && bias->requires_grad()));
+    if (records || save == "input") resolve_kept(norm, input, weight, bias, save, true);
+  }
+  const pybind11::gil_scoped_release no_gil;
+  if (inplace == Inplace::never) return run(norm, input, weight, bias, save);
+  Tensor self = input;
+  if (!bypass) return self.copy_(run(norm, input, weight, bias, "output"));
+  return row_norm_(norm, self, weight, bias);
+}
+
+std::tuple<Tensor, Tensor> add_row_norm(bool centered, Tensor input, Tensor residual, const Shape& shape,
+                                        const OptionalTensor& weight, const OptionalTensor& bias,
+                                        std::optional<double> eps, bool inplace, std::string_view save) {
+  // The dtype that torch gives to input + residual.
+  const auto dtype = at::promote_types(input.scalar_type(), residual.scalar_type());
+  check_float_tensor(centered ? "layer_norm" : "rms_norm", input);
+  const bool bypass = may_bypass(input, weight, bias) && is_plain(residual);
+  if (input.scalar_type() != dtype) input = input.to(dtype);
+  const RowNorm norm = norm_of(centered, input, shape, eps);
+  const pybind11::gil_scoped_release no_gil;
+  if (!inplace) return run_adding(norm, input, residual.to(dtype), weight, bias, save);
+  if (bypass) return add_row_norm_(norm, input, residual, weight, bias, save);
+  auto [normed, sum] = run_adding(norm, input, residual.to(dtype), weight, bias, save);
+  residual.copy_(sum);
+  return {normed, residual};
+}
+
+// Whether to write the sum into the residual: `residual` is the caller's own handle.
+bool overwrites(Inplace inplace, std::string_view op, const Tensor& input, const Tensor& residual,
+                const OptionalTensor& weight, const OptionalTensor& bias) {
+  if (inplace == Inplace::never) return false;
+  check_float_tensor(op, residual);
+  const bool fits = at::promote_types(input.scalar_type(), residual.scalar_type()) == residual.scalar_type();
+  if (inplace == Inplace::automatic && (!fits || !may_bypass(input, weight, bias) || !is_plain(residual))) return false;
+  TORCH_CHECK_TYPE(fits, op, ": expected, in place, a residual that holds the sum, got ", describe(input), " and ",
+                   describe(residual));
+  return eager::resolve_inplace(inplace, op, residual) == eager::Way::overwrite;
+}
+
+constexpr char kLayerNorm[] = "layer_norm", kRmsNorm[] = "rms_norm";
+constexpr char kAddLayerNorm[] = "add_layer_norm", kAddRmsNorm[] = "add_rms_norm";
+
+Tensor layer_norm(const Tensor& input, Shape shape, OptionalTensor weight, OptionalTensor bias, double eps,
+                  Inplace inplace, std::string_view save) {
+  return row_norm(true, input, shape, weight, bias, eps, inplace, save);
+}
+Tensor rms_norm(const Tensor& input, Shape shape, OptionalTensor weight, std::optional<double> eps, Inplace inplace,
+                std::string_view save) {
+  return row_norm(false, input, shape, weight, std::nullopt, eps, inplace, save);
+}
+std::tuple<Tensor, Tensor> add_layer_norm(const Tensor& input, const Tensor& residual, Shape shape,
+                                          OptionalTensor weight, OptionalTensor bias, double eps, Inplace inplace,
+                                          std::string_view save) {
+  const bool overwrite = overwrites(inplace, kAddLayerNorm, input, residual, weight, bias);
+  return add_row_norm(true, input, residual, shape, weight, bias, eps, overwrite, save);
+}
+std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& input, const Tensor& residual, Shape shape, OptionalTensor weight,
+                                        std::optional<double> eps, Inplace inplace, std::string_view save) {
+  const bool overwrite = overwrites(inplace, kAddRmsNorm, input, residual, weight, std::nullopt);
+  return add_row_norm(false, input, residual, shape, weight, std::nullopt, eps, overwrite, save);
+}
+
+}  // namespace
+
+void bind_norms(pybind11::module_& m) {
+  eager::bind<layer_norm, kLayerNorm>(m);
+  eager::bind<rms_norm, kRmsNorm>(m);
+  eager::bind<add_layer_norm, kAddLayerNorm>(m);
+  eager::bind<add_rms_norm, kAddRmsNorm>(m);
+  m.def("norm_saves", [](const Tensor& x) { return std::string(row_norm_saves(x)); });
+}
+
+}  // namespace memkit

@@ -1,0 +1,116 @@
+"""Batch norm with an activation behind it, and group norm: the input and the statistics are all that is kept for backward.
+
+Stock PyTorch keeps the input of the norm and, for most activations, the input of the activation as well; here that is
+computed again. weight keeps its sign: nothing is inverted, so pretrained weights of either sign are exact. The rest is as
+in :mod:`memkit.functional._norm`: statistics in float32 (float64 for float64) in two passes, the autocast dtype as the
+result's under autocast, weights of another dtype than the input's. Channels last stays channels last.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from .. import _C
+from ._activation import _PARAMETERS
+from ._norm import output_dtype
+
+__all__ = ["batch_norm_act", "group_norm"]
+
+
+def group_norm(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Each group of channels of each sample normalised (Wu and He 2018). The result is contiguous."""
+    if num_groups < 1:
+        raise ValueError(f"group_norm: expected num_groups of at least 1, got {num_groups}")
+    if not is_compiling():
+        out: Tensor | None = _C.group_norm(input, num_groups, weight, bias, eps)
+        if out is not None:
+            return out
+    found: Tensor = torch.ops.memkit._group_norm(input, num_groups, weight, bias, eps, output_dtype(input))
+    return found
+
+
+def batch_norm_act(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    *,
+    act: str | None = None,
+    process_group: Any = None,
+    **params: Any,
+) -> Tensor:
+    """act(batch_norm(input)) (Ioffe and Szegedy 2015), with act the name of an activation of :mod:`memkit.functional`.
+
+    ``act``: None for none; "gelu_tanh" is gelu(approximate="tanh"). ``params``: the activation's own, by name
+    (``negative_slope=0.2``). ``process_group``: a group of ``torch.distributed`` over whose processes the statistics of a
+    training step are taken together, and the gradients of those statistics; None for this process alone.
+    ``ValueError``: one value a channel in training, as in PyTorch.
+    """
+    name = act or ""
+    names = _PARAMETERS.get(name, {})
+    if not params.keys() <= names.keys():
+        raise TypeError(
+            f"batch_norm_act: expected parameters {sorted(names)} for {act}, got {sorted(params)}"
+        )
+    values = [params.get(key, default) for key, default in names.items()]
+    if not training:
+        if running_mean is None or running_var is None:
+            raise ValueError("batch_norm_act: expected running_mean and running_var outside training, got None")
+        return _run(input, weight, bias, running_mean, running_var, eps, name, values)[0]
+    if process_group is not None:
+        from ._sync_norm import synchronised
+
+        out, mean, variance, count = synchronised(input, weight, bias, eps, name, values, process_group)
+    else:
+        count = input.numel() // max(1, input.shape[1]) if input.dim() > 1 else 0
+        if input.dim() > 1 and count <= 1:
+            raise ValueError(
+                f"batch_norm_act: expected more than 1 value per channel when training, got {list(input.shape)}"
+            )
+        out, mean, variance = _run(input, weight, bias, None, None, eps, name, values)
+    if running_mean is not None:
+        _update(running_mean, mean, momentum)
+    if running_var is not None:
+        _update(running_var, variance * (count / (count - 1)), momentum)
+    return out
+
+
+def _run(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    variance: Tensor | None,
+    eps: float,
+    act: str,
+    params: list[float],
+) -> tuple[Tensor, Tensor, Tensor]:
+    if not is_compiling():
+        out: tuple[Tensor, Tensor, Tensor] | None = _C.batch_norm_act(
+            input, weight, bias, mean, variance, eps, act, params
+        )
+        if out is not None:
+            return out
+    found: tuple[Tensor, Tensor, Tensor] = torch.ops.memkit._batch_norm_act(
+        input, weight, bias, mean, variance, eps, act, params, output_dtype(input)
+    )
+    return found
+
+
+def _update(running: Tensor, new: Tensor, momentum: float) -> None:
+    with torch.no_grad():
+        running.lerp_(new.to(running.dtype), momentum)

@@ -1,0 +1,222 @@
+"""Norms that keep one tensor and one number a row for backward, and that one the tensor which the next layer keeps anyway.
+
+``layer_norm``, ``rms_norm``, ``group_norm`` and ``batch_norm_act`` take the arguments of their ``torch.nn.functional``
+twins, in their order; ``add_layer_norm`` and ``add_rms_norm`` add a residual first. The two over rows take two more:
+
+``save``
+    What backward rebuilds the normalised input from. ``"input"``: exact whatever the weights; keeps the input. ``"output"``:
+    ``(y - bias) / weight``; keeps the output, which a following Linear keeps too, so that it costs nothing. ``"auto"``:
+    the output where the weights let it be as exact as stock PyTorch, else the input. That is measured once for each
+    version of the weights: every ``|bias| <= |weight|``, no weight so small or large that outputs leave the dtype's
+    normal range, and weights of no more digits than the output (under autocast they may have more: the gradient that
+    arrives has been rounded already). :func:`norm_saves` tells which one it was. What the output is kept for must not be
+    changed in place afterwards: backward would raise. In a compiled function ``"auto"`` is the input.
+``inplace``
+    ``False``: a new tensor. ``True``: the input's memory is overwritten with the output (with a residual: the
+    residual's with the sum); raises where that would corrupt a value or a gradient, or where the gradient from the
+    output would not be exact. ``"auto"``: overwritten where autograd and reference counts prove that nothing else needs
+    it and ``save="auto"`` means the output, else a new tensor.
+
+Statistics are computed in float32 (float64 for float64) in two passes over each row in the cache, so that a large mean
+does not spoil a small variance. Under autocast the result is of the autocast dtype, so that the next layer shares it;
+weights may be float32 beside a float16 or bfloat16 input anywhere, and their gradients are of their dtype.
+
+Shapes: any; the result is contiguous and of the input's shape and dtype. Devices: CPU, CUDA. ``ValueError``: shapes that
+do not fit, an unknown ``save``. ``TypeError``: another dtype. ``RuntimeError``: a device or layout memkit has no kernel
+for; in place refused; a derivative of the gradient with ``save="output"``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from .. import _C
+from ._activation import Inplace, Save
+
+__all__ = [
+    "add_layer_norm",
+    "add_rms_norm",
+    "layer_norm",
+    "norm_saves",
+    "rms_norm",
+]
+
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    inplace: Inplace = False,
+    save: Save = "auto",
+) -> Tensor:
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimensions (Ba et al. 2016)."""
+    if not is_compiling():
+        out: Tensor | None = _C.layer_norm(input, normalized_shape, weight, bias, eps, inplace, save)
+        if out is not None:
+            return out
+    return _dispatched("layer_norm", input, normalized_shape, weight, bias, eps, inplace, save)
+
+
+def rms_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    inplace: Inplace = False,
+    save: Save = "auto",
+) -> Tensor:
+    """x / sqrt(mean of x² + eps) * weight over the last dimensions (Zhang and Sennrich 2019).
+
+    ``eps`` None: the machine epsilon of the type computed in, as in PyTorch.
+    """
+    if not is_compiling():
+        out: Tensor | None = _C.rms_norm(input, normalized_shape, weight, eps, inplace, save)
+        if out is not None:
+            return out
+    return _dispatched("rms_norm", input, normalized_shape, weight, None, eps, inplace, save)
+
+
+def add_layer_norm(
+    input: Tensor,
+    residual: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    inplace: Inplace = False,
+    save: Save = "auto",
+) -> tuple[Tensor, Tensor]:
+    """(layer_norm(s), s) with s = input + residual, in one pass; backward adds the gradients of both.
+
+    s has the dtype that torch gives the sum. In place it is written into the residual's memory, with either ``save``:
+    with "input" it is s that is kept, and a later in-place change of s refused.
+    """
+    if not is_compiling():
+        out: tuple[Tensor, Tensor] | None = _C.add_layer_norm(
+            input, residual, normalized_shape, weight, bias, eps, inplace, save
+        )
+        if out is not None:
+            return out
+    return _dispatched_adding(
+        "layer_norm", input, residual, normalized_shape, weight, bias, eps, inplace, save
+    )
+
+
+def add_rms_norm(
+    input: Tensor,
+    residual: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    inplace: Inplace = False,
+    save: Save = "auto",
+) -> tuple[Tensor, Tensor]:
+    """(rms_norm(s), s) with s = input + residual: as :func:`add_layer_norm`."""
+    if not is_compiling():
+        out: tuple[Tensor, Tensor] | None = _C.add_rms_norm(
+            input, residual, normalized_shape, weight, eps, inplace, save
+        )
+        if out is not None:
+            return out
+    return _dispatched_adding("rms_norm", input, residual, normalized_shape, weight, None, eps, inplace, save)
+
+
+def norm_saves(normed: Tensor) -> str | None:
+    """ "input" or "output": what was kept for the backward of this result of a norm; None for any other tensor."""
+    return _C.norm_saves(normed) or None
+
+
+def _dispatched(
+    op: str,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float | None,
+    inplace: Inplace,
+    save: str,
+) -> Tensor:
+    """Through torch.ops: what a compiler traces and tensor subclasses intercept. Functional, with a copy in place."""
+    _check(op, input, normalized_shape, inplace, save)
+    dtype = output_dtype(input)
+    out: Tensor = torch.ops.memkit._row_norm(
+        input,
+        len(normalized_shape),
+        weight,
+        bias,
+        _resolve_eps(eps, dtype),
+        op == "layer_norm",
+        dtype,
+        _written(save, inplace),
+    )
+    return input.copy_(out) if inplace is True else out
+
+
+def _dispatched_adding(
+    op: str,
+    input: Tensor,
+    residual: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float | None,
+    inplace: Inplace,
+    save: str,
+) -> tuple[Tensor, Tensor]:
+    _check(f"add_{op}", input, normalized_shape, inplace, save)
+    total = torch.promote_types(input.dtype, residual.dtype)
+    input = input.to(total)
+    dtype = output_dtype(input)
+    out: tuple[Tensor, Tensor] = torch.ops.memkit._add_row_norm(
+        input,
+        residual.to(total),
+        len(normalized_shape),
+        weight,
+        bias,
+        _resolve_eps(eps, dtype),
+        op == "layer_norm",
+        dtype,
+        save,
+    )
+    return (out[0], residual.copy_(out[1])) if inplace is True else out
+
+
+def _written(save: str, inplace: Inplace) -> str:
+    return "output" if inplace is True and save == "auto" else save
+
+
+def _check(op: str, input: Tensor, shape: Sequence[int], inplace: Inplace, save: str) -> None:
+    if inplace not in (True, False, "auto"):
+        raise ValueError(f"{op}: expected inplace True, False or 'auto', got {inplace!r}")
+    if inplace is True and save == "input" and not op.startswith("add_"):
+        raise ValueError(
+            f"{op}: expected save 'auto' or 'output' in place, got 'input', which is overwritten"
+        )
+    if not 0 < len(shape) <= input.dim() or tuple(input.shape[-len(shape) :]) != tuple(shape):
+        raise ValueError(
+            f"{op}: expected an input whose last dimensions are {list(shape)}, got {list(input.shape)}"
+        )
+
+
+def output_dtype(input: Tensor) -> torch.dtype:
+    """The input's dtype, or under autocast autocast's."""
+    device = input.device.type
+    if input.dtype != torch.float64 and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return input.dtype
+
+
+def _resolve_eps(eps: float | None, dtype: torch.dtype) -> float:
+    if eps is not None:
+        return eps
+    return torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps

@@ -1,0 +1,99 @@
+"""Twins of torch.nn's norms: subclasses with the same constructor and ``state_dict``, over :mod:`memkit.functional`.
+
+``LayerNorm`` and ``RMSNorm`` have two more attributes, in the constructor or later: ``inplace`` (False, True or "auto") and
+``save`` ("auto", "input" or "output"). The batch norms have ``act`` (the name of an activation, with its parameters in
+``act_params``) and ``process_group``, over which a training step's statistics are taken together.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from .. import functional as F
+from .activation import _Variant
+
+
+class LayerNorm(_Variant, nn.LayerNorm):
+    def forward(self, input: Tensor) -> Tensor:
+        return F.layer_norm(
+            input,
+            self.normalized_shape,
+            self.weight,
+            self.bias,
+            self.eps,
+            inplace=self.inplace,
+            save=self.save,
+        )
+
+
+class RMSNorm(_Variant, nn.RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(
+            x, self.normalized_shape, self.weight, self.eps, inplace=self.inplace, save=self.save
+        )
+
+
+class GroupNorm(nn.GroupNorm):
+    def forward(self, input: Tensor) -> Tensor:
+        return F.group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
+
+
+class _BatchNorm(nn.modules.batchnorm._BatchNorm):
+    """The attributes have defaults in the class so that a module whose class was changed has them too."""
+
+    act: str | None = None
+    act_params: dict[str, Any] = {}  # noqa: RUF012  replaced, never changed
+    process_group: Any = None
+
+    def __init__(
+        self, *args: Any, act: str | None = None, process_group: Any = None, **kwargs: Any
+    ) -> None:
+        stock = {"eps", "momentum", "affine", "track_running_stats", "device", "dtype", "bias"}
+        own = {name: value for name, value in kwargs.items() if name in stock | {"num_features"}}
+        super().__init__(*args, **own)
+        self.act = act
+        self.act_params = {name: value for name, value in kwargs.items() if name not in own}
+        self.process_group = process_group
+
+    def forward(self, input: Tensor) -> Tensor:
+        self._check_input_dim(input)
+        momentum = 0.0 if self.momentum is None else self.momentum
+        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:  # the average over all batches
+                momentum = 1.0 / float(self.num_batches_tracked)
+        own_statistics = self.training or (self.running_mean is None and self.running_var is None)
+        kept = not self.training or self.track_running_stats
+        return F.batch_norm_act(
+            input,
+            self.running_mean if kept else None,
+            self.running_var if kept else None,
+            self.weight,
+            self.bias,
+            own_statistics,
+            momentum,
+            self.eps,
+            act=self.act,
+            process_group=self.process_group if self.training else None,
+            **self.act_params,
+        )
+
+    def extra_repr(self) -> str:
+        text = super().extra_repr()
+        if self.act is not None:
+            text += f", act={self.act!r}" + "".join(f", {k}={v}" for k, v in self.act_params.items())
+        return text
+
+
+class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):
+    pass
+
+
+class BatchNorm2d(_BatchNorm, nn.BatchNorm2d):
+    pass
+
+
+class BatchNorm3d(_BatchNorm, nn.BatchNorm3d):
+    pass

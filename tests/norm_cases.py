@@ -1,0 +1,55 @@
+"""What the tests of the norms share: inputs of every kind, weights, and how exact a result has to be."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+LOW = [torch.float32, torch.float16, torch.bfloat16]
+KINDS = ("normal", "large mean", "tiny variance", "heavy tails")
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def inputs(kind: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Values that dtype holds, where stock PyTorch's own arithmetic does not overflow."""
+    x = torch.randn(shape, generator=generator(seed), dtype=torch.float64)
+    if kind == "large mean":
+        x += 1000 if dtype in (torch.float32, torch.float64) else 60
+    elif kind == "tiny variance":
+        x = 1 + x * (1e-3 if dtype in (torch.float32, torch.float64) else 2e-2)
+    elif kind == "heavy tails":
+        x = (x * 1.5).sinh()
+        x = x.clamp(-1e3, 1e3)
+    return x.to(dtype)
+
+
+def normal(shape: tuple[int, ...], dtype: torch.dtype, seed: int, mean: float = 0, scale: float = 1) -> Tensor:
+    x = torch.randn(shape, generator=generator(seed), dtype=torch.float64)
+    return (mean + scale * x).to(dtype)
+
+
+def uniform(shape: tuple[int, ...], dtype: torch.dtype, seed: int, low: float, high: float) -> Tensor:
+    x = torch.rand(shape, generator=generator(seed), dtype=torch.float64)
+    return (low + (high - low) * x).to(dtype)
+
+
+def assert_as_good_as_stock(
+    names: str, mine: list[Tensor], theirs: list[Tensor], want: list[Tensor], units: float = 0.5
+) -> None:
+    """Worst and root mean square error at most twice stock's, plus `units` in the last place of the largest value."""
+    for name, a, b, truth in zip(names.split(), mine, theirs, want, strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape, f"{name}: {a.dtype} {a.shape}, {b.dtype} {b.shape}"
+        assert a.isfinite().all(), name
+        slack = units * torch.finfo(a.dtype).eps * truth.abs().max().item()
+        for measure in ("worst", "rms"):
+            own, other = (
+                (x.double() - truth).abs().max() if measure == "worst" else (x.double() - truth).square().mean().sqrt()
+                for x in (a, b)
+            )
+            assert own <= 2 * other + slack, (
+                f"{name}: {measure} error {own:.2e}, stock's {other:.2e}, slack {slack:.2e}"
+            )

@@ -1,0 +1,466 @@
+"""LayerNorm and RMSNorm, with a residual and without: exactness, what is kept, in place, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from norm_cases import DTYPES, KINDS, LOW, assert_as_good_as_stock, inputs, normal, uniform
+from torch import Tensor
+
+import memkit.functional as M
+import memkit.nn
+from memkit._reference_norm import STOCK, run
+from memkit.memory import measure
+
+OPS = ("layer_norm", "rms_norm")
+SAVES = ("input", "output")
+ops = pytest.mark.parametrize("op", OPS)
+saves = pytest.mark.parametrize("save", SAVES)
+
+
+def weights(op: str, columns: int, dtype: torch.dtype, ratio: float = 0.3) -> list[Tensor]:
+    """|bias| <= ratio |weight|, of both signs."""
+    weight = uniform((columns,), dtype, 1, 0.5, 1.5) * (1 - 2 * (torch.arange(columns) % 3 == 0)).to(dtype)
+    if op.endswith("rms_norm"):
+        return [weight]
+    return [weight, (uniform((columns,), dtype, 2, -ratio, ratio).double() * weight.double().abs()).to(dtype)]
+
+
+def call(function: Callable[..., Any], op: str, columns: int, **keep: Any) -> Callable[..., Any]:
+    """function(input[, residual], weight[, bias]) over the last dimension."""
+    tensors = 2 if op.startswith("add_") else 1
+    eps = 1e-6 if op.endswith("rms_norm") else 1e-5
+    return lambda *t: function(*t[:tensors], (columns,), *t[tensors:], eps, **keep)
+
+
+def ours(op: str, columns: int, **keep: Any) -> Callable[..., Any]:
+    return call(getattr(M, op), op, columns, **keep)
+
+
+def stock(op: str, columns: int) -> Callable[..., Any]:
+    return call(STOCK[op], op, columns)
+
+
+# -- exactness -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("columns", [1000, 4100])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@saves
+@ops
+def test_as_exact_as_stock(op: str, save: str, dtype: torch.dtype, kind: str, columns: int) -> None:
+    tensors = [inputs(kind, (64, columns), dtype), *weights(op, columns, dtype)]
+    grads = [normal((64, columns), dtype, 3)]
+    want = run(stock(op, columns), tensors, grads, torch.float64)
+    theirs = run(stock(op, columns), tensors, grads)
+    mine = run(ours(op, columns, save=save), tensors, grads)
+    assert_as_good_as_stock("y input weight bias"[: 14 if op == "rms_norm" else None], mine, theirs, want)
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@ops
+def test_where_auto_keeps_the_output_it_is_as_exact_as_stock(op: str, dtype: torch.dtype) -> None:
+    """Biases as large as the weights, which is as far as it goes; beyond, the input is kept."""
+    columns = 512
+    for ratio, kept in ((1.0, "output"), (2.0, "input" if op == "layer_norm" else "output")):
+        tensors = [inputs("normal", (256, columns), dtype), *weights(op, columns, dtype, ratio)]
+        grads = [normal((256, columns), dtype, 3)]
+        want = run(stock(op, columns), tensors, grads, torch.float64)
+        theirs = run(stock(op, columns), tensors, grads)
+        function = ours(op, columns)
+        assert M.norm_saves(function(*(t.requires_grad_() for t in tensors))) == kept
+        mine = run(function, tensors, grads)
+        assert_as_good_as_stock("y input weight bias"[: 14 if op == "rms_norm" else None], mine, theirs, want)
+
+
+@saves
+@ops
+def test_float64(op: str, save: str) -> None:
+    for columns in (1, 7, 32, 2049, 5000):
+        tensors = [inputs("normal", (5, columns), torch.float64), *weights(op, columns, torch.float64)]
+        grads = [normal((5, columns), torch.float64, 3)]
+        mine, want = run(ours(op, columns, save=save), tensors, grads), run(stock(op, columns), tensors, grads)
+        for a, b in zip(mine, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def test_a_large_mean_does_not_spoil_the_variance() -> None:
+    """Where the sum of squares loses every digit: mean 1e4 times the deviation."""
+    x = (1e4 + torch.randn(8, 3000, dtype=torch.float64)).float()
+    want = F.layer_norm(x.double(), (3000,))
+    error = (M.layer_norm(x, (3000,)).double() - want).abs().max().item()
+    assert error < 1e-3
+    x = torch.full((2, 4096), 3.3)  # no variance at all
+    assert M.layer_norm(x, (4096,)).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("op", ["add_layer_norm", "add_rms_norm"])
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@saves
+def test_with_a_residual_as_exact_as_stock(op: str, dtype: torch.dtype, save: str) -> None:
+    columns = 768
+    tensors = [normal((40, columns), dtype, 0), normal((40, columns), dtype, 4), *weights(op, columns, dtype)]
+    grads = [normal((40, columns), dtype, 3), normal((40, columns), dtype, 5)]
+    want = run(stock(op, columns), tensors, grads, torch.float64)
+    theirs = run(stock(op, columns), tensors, grads)
+    mine = run(ours(op, columns, save=save), tensors, grads)
+    names = "y sum input residual weight bias"
+    # The sum is rounded before it is normalised, in both: that is the error of most.
+    assert_as_good_as_stock(names if op == "add_layer_norm" else names[:-5], mine, theirs, want, units=1)
+
+
+@saves
+@ops
+def test_many_rows(op: str, save: str) -> None:
+    """The gradients of weight and bias are sums over more rows than a thread gets at once."""
+    tensors = [inputs("normal", (20_000, 16), torch.float32), *weights(op, 16, torch.float32)]
+    grads = [normal((20_000, 16), torch.float32, 3, mean=1)]
+    want = run(stock(op, 16), tensors, grads, torch.float64)
+    mine, theirs = run(ours(op, 16, save=save), tensors, grads), run(stock(op, 16), tensors, grads)
+    assert_as_good_as_stock("y input weight bias"[: 14 if op == "rms_norm" else None], mine, theirs, want)
+    again = run(ours(op, 16, save=save), tensors, grads)
+    assert all(torch.equal(a, b) for a, b in zip(mine, again, strict=True))
+
+
+@ops
+def test_missing_parameters_and_shapes(op: str) -> None:
+    x = normal((3, 4, 5, 6), torch.float32, 0)
+    for dims in (1, 2, 3, 4):
+        shape = tuple(x.shape[-dims:])
+        torch.testing.assert_close(getattr(M, op)(x, shape), getattr(F, op)(x, shape), rtol=1e-5, atol=1e-5)
+    if op == "layer_norm":
+        bias = normal((6,), torch.float32, 1).requires_grad_()
+        got, want = (f(x, (6,), None, bias) for f in (M.layer_norm, F.layer_norm))
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        (a,), (b,) = (torch.autograd.grad(y.square().sum(), bias) for y in (got, want))
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@ops
+@saves
+def test_layouts(op: str, save: str) -> None:
+    base = normal((6, 5, 8), torch.float64, 0)
+    for make in (lambda x: x.transpose(0, 1), lambda x: x[:, ::2], lambda x: x[..., 1:], lambda x: x[:1].expand(4, 5, 8)):
+        columns = make(base).shape[-1]
+        tensors = [base, *weights(op, columns, torch.float64)]
+
+        def of(function: Callable[..., Any], make: Callable[[Tensor], Tensor] = make) -> Callable[..., Any]:
+            return lambda x, *rest: function(make(x), *rest)
+
+        grads = [normal(tuple(make(base).shape), torch.float64, 3)]
+        mine = run(of(ours(op, columns, save=save)), tensors, grads)
+        for a, b in zip(mine, run(of(stock(op, columns)), tensors, grads), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+@ops
+@saves
+def test_nothing_to_normalise(op: str, save: str) -> None:
+    for shape in ((0, 4), (3, 0), (0, 0), (2, 0, 4)):
+        tensors = [torch.randn(shape), *weights(op, shape[-1], torch.float32)]
+        out, grad_input, *grads = run(ours(op, shape[-1], save=save), tensors, [torch.ones(shape)])
+        assert out.shape == grad_input.shape == shape
+        assert all(not g.any() for g in grads)
+
+
+@ops
+def test_nan_and_infinity_stay_in_their_row(op: str) -> None:
+    x = normal((4, 50), torch.float32, 0)
+    x[1, 3], x[2, 4] = math.nan, math.inf
+    got = getattr(M, op)(x, (50,))
+    assert got[[0, 3]].isfinite().all()
+    assert got[1].isnan().all()
+    assert not got[2].isfinite().all()
+
+
+@ops
+def test_weights_of_another_dtype(op: str) -> None:
+    """float32 weights beside a half input, as stock PyTorch has it; their gradients are float32."""
+    for dtype in (torch.float16, torch.bfloat16):
+        tensors = [normal((30, 64), dtype, 0), *weights(op, 64, torch.float32)]
+        grads = [normal((30, 64), dtype, 3)]
+        want = run(stock(op, 64), tensors, grads, torch.float64)
+        theirs, mine = run(stock(op, 64), tensors, grads), run(ours(op, 64), tensors, grads)
+        assert_as_good_as_stock("y input weight bias"[: 14 if op == "rms_norm" else None], mine, theirs, want)
+        leaves = [t.requires_grad_() for t in tensors]
+        assert M.norm_saves(ours(op, 64)(*leaves)) == "input"  # the output would blur the float32 gradients
+
+
+# -- what is kept ----------------------------------------------------------------------------------------------------------
+
+
+def saved_per_element(module: torch.nn.Module, x: Tensor) -> float:
+    return measure(lambda: module(x)).saved / x.numel()
+
+
+@ops
+def test_bytes_kept_before_a_linear(op: str) -> None:
+    """One tensor of bf16, the Linear's own, and four bytes a row."""
+    columns = 1024
+    norm = memkit.nn.LayerNorm if op == "layer_norm" else memkit.nn.RMSNorm
+    net = torch.nn.Sequential(norm(columns), torch.nn.Linear(columns, 8)).bfloat16()
+    x = normal((64, columns), torch.bfloat16, 0).requires_grad_()
+    assert saved_per_element(net, x) == 2 + 4 / columns
+    net[0].save = "input"  # kept beside the Linear's: here the input is from before, so that only the statistics count
+    assert saved_per_element(net, x) == 2 + (8 if op == "layer_norm" else 4) / columns
+    hidden = torch.nn.Sequential(torch.nn.Linear(columns, columns).bfloat16(), net)
+    assert saved_per_element(hidden, x) == 4 + (8 if op == "layer_norm" else 4) / columns
+    net[0].save = "auto"
+    assert saved_per_element(hidden, x) == 2 + 4 / columns
+
+
+@ops
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bytes_kept_under_autocast(op: str, dtype: torch.dtype) -> None:
+    columns = 1024
+    norm = memkit.nn.LayerNorm if op == "layer_norm" else memkit.nn.RMSNorm
+    net = torch.nn.Sequential(norm(columns), torch.nn.Linear(columns, 8))
+    x = normal((64, columns), dtype, 0).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert net[0](x).dtype == torch.bfloat16
+        assert M.norm_saves(net[0](x)) == "output"
+        net(x)
+        casts = 8 * columns * 2 + 8 * 2  # of the Linear's parameters
+        assert measure(lambda: net(x)).saved <= x.numel() * 2 + 4 * 64 + casts
+
+
+@ops
+def test_autocast_is_as_exact_as_stock_with_its_linear(op: str) -> None:
+    """The output blurs the norm's weight gradient no more than the Linear's rounded gradient does."""
+    columns = 512
+    norm = {"layer_norm": memkit.nn.LayerNorm, "rms_norm": memkit.nn.RMSNorm}[op]
+    twin = {"layer_norm": torch.nn.LayerNorm, "rms_norm": torch.nn.RMSNorm}[op]
+
+    def build(cls: type) -> torch.nn.Module:
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(cls(columns), torch.nn.Linear(columns, columns))
+        with torch.no_grad():
+            for parameter, values in zip(net[0].parameters(), weights(op, columns, torch.float32), strict=True):
+                parameter.copy_(values)
+        return net
+
+    x = normal((256, columns), torch.float32, 0)
+    upstream = normal((256, columns), torch.float32, 1)
+
+    def gradients(net: torch.nn.Module, autocast: bool) -> list[Tensor]:
+        dtype = next(net.parameters()).dtype
+        leaf = x.to(dtype).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out = net(leaf)
+        found = torch.autograd.grad(out, [leaf, *net[0].parameters()], upstream.to(out.dtype))
+        return [found[0], *found[1:]]
+
+    want = gradients(build(twin).double(), False)
+    theirs, mine = gradients(build(twin), True), gradients(build(norm), True)
+    names = "input weight bias" if op == "layer_norm" else "input weight"
+    assert_as_good_as_stock(names, mine, theirs, want)
+
+
+def test_the_choice_follows_the_weights() -> None:
+    x = normal((4, 64), torch.float32, 0)
+    norm = memkit.nn.LayerNorm(64)
+    assert M.norm_saves(norm(x)) == "output"
+    with torch.no_grad():
+        norm.weight[3] = 0.01
+        norm.bias[3] = 0.02
+    assert M.norm_saves(norm(x)) == "input"
+    with torch.no_grad():
+        norm.bias[3] = 0.005
+    assert M.norm_saves(norm(x)) == "output"
+    with torch.no_grad():
+        norm.weight[0] = 0
+    assert M.norm_saves(norm(x)) == "input"
+    with pytest.raises(ValueError, match="^layer_norm: expected, with save='output', finite weights other than 0"):
+        M.layer_norm(x, (64,), norm.weight, norm.bias, save="output")
+    with torch.no_grad():
+        norm.weight[0] = math.nan
+    assert M.norm_saves(norm(x)) == "input"
+    assert M.norm_saves(x) is None
+    half = memkit.nn.RMSNorm(64, dtype=torch.float16)
+    with torch.no_grad():
+        half.weight[1] = 1e-5  # outputs would be subnormal
+    assert M.norm_saves(half(x.half())) == "input"
+
+
+def test_weights_that_die_leave_no_verdict_behind() -> None:
+    x = normal((2, 8), torch.float32, 0).requires_grad_()
+    for i in range(600):
+        weight = torch.ones(8) if i % 2 else torch.zeros(8)
+        assert M.norm_saves(M.rms_norm(x, (8,), weight)) == ("output" if i % 2 else "input")
+
+
+# -- in place --------------------------------------------------------------------------------------------------------------
+
+
+@ops
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_in_place(op: str, dtype: torch.dtype) -> None:
+    columns = 96
+    tensors = [normal((7, columns), dtype, 0), *weights(op, columns, dtype)]
+    grads = [normal((7, columns), dtype, 3)]
+    function = ours(op, columns, inplace=True)
+
+    def overwrite(x: Tensor, *rest: Tensor) -> Tensor:
+        h = x.clone()
+        out = function(h, *rest)
+        assert out is h
+        return out
+
+    expected = run(ours(op, columns, save="output"), tensors, grads)
+    for a, b in zip(run(overwrite, tensors, grads), expected, strict=True):
+        assert torch.equal(a, b)
+    with torch.no_grad():
+        h = tensors[0].clone()
+        assert function(h, *tensors[1:]) is h
+        assert torch.equal(h, expected[0])
+        part = torch.zeros(7, 2 * columns, dtype=dtype)
+        view = part[:, ::2]
+        view.copy_(tensors[0])
+        function(view, *tensors[1:])
+        assert torch.equal(part[:, ::2], expected[0])
+        assert not part[:, 1::2].any()
+
+
+def test_in_place_auto() -> None:
+    weight = torch.ones(8, requires_grad=True)
+    x = normal((4, 8), torch.float32, 0).requires_grad_()
+    h = x * 1
+    pointer = h.data_ptr()
+    assert M.rms_norm(h, (8,), weight, inplace="auto").data_ptr() == pointer
+    h = x * 1
+    other = h.detach()
+    assert M.rms_norm(h, (8,), weight, inplace="auto").data_ptr() != h.data_ptr()
+    del other
+    h = x.exp()  # keeps its output
+    assert M.rms_norm(h, (8,), weight, inplace="auto").data_ptr() != h.data_ptr()
+    with torch.no_grad():
+        weight[2] = 0
+    h = x * 1
+    assert M.rms_norm(h, (8,), weight, inplace="auto").data_ptr() != h.data_ptr()
+
+
+def test_in_place_is_refused_where_a_gradient_would_suffer() -> None:
+    x = normal((4, 8), torch.float32, 0).requires_grad_()
+    weight, bias = torch.ones(8), torch.zeros(8)
+    with pytest.raises(RuntimeError, match="^layer_norm: expected, in place, .*a leaf that requires grad"):
+        M.layer_norm(x, (8,), weight, bias, inplace=True)
+    h = x.exp()
+    with pytest.raises(RuntimeError, match="^layer_norm: expected, in place, .*ExpBackward0"):
+        M.layer_norm(h, (8,), weight, bias, inplace=True)
+    h = x * 1
+    before = h.clone()
+    with pytest.raises(ValueError, match="^layer_norm: expected, in place, weights at least as large"):
+        M.layer_norm(h, (8,), weight, bias + 2, inplace=True)
+    with pytest.raises(ValueError, match="^layer_norm: expected, in place, finite weights other than 0"):
+        M.layer_norm(h, (8,), weight * 0, bias, inplace=True)
+    with pytest.raises(ValueError, match="^layer_norm: expected save 'auto' or 'output' in place, got 'input'"):
+        M.layer_norm(h, (8,), weight, bias, inplace=True, save="input")
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match="an input of the output's dtype"):
+        M.layer_norm(h, (8,), weight, bias, inplace=True)
+    with pytest.raises(RuntimeError, match="a weight in memory of its own"):
+        M.layer_norm(h, (8,), h[0].detach(), bias, inplace=True)
+    assert torch.equal(h, before)
+    M.layer_norm(h, (8,), weight, bias, inplace=True)
+    with torch.no_grad():
+        h.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        h.sum().backward()
+
+
+@pytest.mark.parametrize("op", ["add_layer_norm", "add_rms_norm"])
+@pytest.mark.parametrize("save", ["auto", "input"])
+def test_the_residual_stream_in_place(op: str, save: str) -> None:
+    """Several layers over one stream: with the output kept it is overwritten again and again."""
+    columns = 32
+    parameters = weights(op, columns, torch.float64)
+    tensors = [normal((5, columns), torch.float64, 0), normal((5, columns), torch.float64, 4), *parameters]
+    inplace: Any = True if save == "auto" else "auto"
+
+    def stream(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run_stream(x: Tensor, residual: Tensor, *rest: Tensor) -> Tensor:
+            residual = residual * 1
+            for _ in range(3):
+                normed, residual = function(x, residual, *rest)
+                x = normed.sin()
+            return normed * residual
+
+        return run_stream
+
+    grads = [normal((5, columns), torch.float64, 3)]
+    mine = run(stream(ours(op, columns, inplace=inplace, save=save)), tensors, grads)
+    for a, b in zip(mine, run(stream(stock(op, columns)), tensors, grads), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    x, residual = (t.clone().requires_grad_() for t in tensors[:2])
+    h = residual * 1
+    assert ours(op, columns, inplace=True, save=save)(x, h, *parameters)[1] is h
+    following = ours(op, columns, inplace=True, save=save)
+    if save == "auto":
+        assert following(x, h, *parameters)[1] is h
+    else:
+        with pytest.raises(RuntimeError, match="keeps it for its backward"):
+            following(x, h, *parameters)
+
+
+def test_a_residual_of_another_dtype() -> None:
+    x, residual = normal((4, 8), torch.bfloat16, 0), normal((4, 8), torch.float32, 1)
+    for inplace in (False, True, "auto"):
+        normed, total = M.add_rms_norm(x, residual.clone(), (8,), inplace=inplace)
+        assert normed.dtype == total.dtype == torch.float32
+        torch.testing.assert_close(total, x + residual)
+    with pytest.raises(TypeError, match="^add_rms_norm: expected, in place, a residual that holds the sum"):
+        M.add_rms_norm(residual, x, (8,), inplace=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        normed, total = M.add_rms_norm(x, residual, (8,))
+    assert (normed.dtype, total.dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_unused_results_get_no_gradient() -> None:
+    x, residual = (normal((4, 8), torch.float64, i).requires_grad_() for i in (0, 1))
+    weight = torch.ones(8, dtype=torch.float64, requires_grad=True)
+    _, total = M.add_rms_norm(x, residual, (8,), weight)
+    grads = torch.autograd.grad(total.sum(), (x, residual, weight), allow_unused=True)
+    assert torch.equal(grads[0], torch.ones(4, 8)) and torch.equal(grads[1], grads[0]) and grads[2] is None
+    normed, _ = M.add_rms_norm(x, residual, (8,), weight)
+    assert torch.autograd.grad(normed.sum(), x)[0].shape == x.shape
+
+
+# -- errors ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "make"),
+    [
+        (ValueError, r"last dimensions are .*7.*, got \[4, 8\]", lambda x: M.layer_norm(x, (7,))),
+        (ValueError, "last dimensions are", lambda x: M.layer_norm(x, ())),
+        (ValueError, "last dimensions are", lambda x: M.layer_norm(x, (2, 4, 8))),
+        (ValueError, r"a weight of shape \[8\], got \[7\]", lambda x: M.layer_norm(x, (8,), torch.ones(7))),
+        (ValueError, r"a bias of shape \[8\], got \[1\]", lambda x: M.layer_norm(x, (8,), None, torch.ones(1))),
+        (TypeError, "float16 or bfloat16, got torch.int64", lambda x: M.layer_norm(x.long(), (8,))),
+        (TypeError, "float16 or bfloat16", lambda x: M.layer_norm(x, (8,), torch.ones(8).long())),
+        (TypeError, "weight and bias of one dtype", lambda x: M.layer_norm(x, (8,), torch.ones(8), torch.ones(8).half())),
+        (RuntimeError, "dense", lambda x: M.layer_norm(x.to_sparse(), (8,))),
+        (RuntimeError, "one device", lambda x: M.layer_norm(x, (8,), torch.ones(8, device="meta"))),
+        (ValueError, "save 'auto', 'input' or 'output'", lambda x: M.layer_norm(x.requires_grad_(), (8,), save="x")),
+        (ValueError, "inplace True, False or 'auto'", lambda x: M.layer_norm(x, (8,), inplace="x")),
+        (TypeError, "to be a Tensor", lambda x: M.layer_norm(None, (8,))),
+        (ValueError, r"one shape, got \[4, 8\] and \[8\]", lambda x: M.add_layer_norm(x, x[0], (8,))),
+    ],
+)
+def test_errors_say_what_was_expected(error: type[Exception], text: str, make: Callable[[Tensor], Any]) -> None:
+    with pytest.raises(error, match=f"^(add_)?layer_norm: expected .*{text}"):
+        make(normal((4, 8), torch.float32, 0))
+
+
+def test_backward_twice_is_refused() -> None:
+    x = normal((4, 8), torch.float32, 0).requires_grad_()
+    out = M.layer_norm(x, (8,))
+    out.sum().backward(retain_graph=True)
+    out.sum().backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        out.sum().backward()
