@@ -1,6 +1,7 @@
 """A pool's numbers, snapshots and debug mode; sleep."""
 
 import ctypes
+import gc
 import itertools
 import pickle
 import subprocess
@@ -236,3 +237,13 @@ def test_debug_guards_survive_sleep():
     assert c.eq(5).all()
     del a, c
     pool.check()
+
+
+@pytest.mark.parametrize("tag", [None, "weights"])
+def test_a_pool_that_dies_asleep_wakes_its_tensors(tag):
+    pool = Pool("8MiB")
+    held = pool.full((1_000_000,), 3.0, tag="weights")
+    pool.sleep(tag)
+    del pool
+    gc.collect()
+    assert held.eq(3).all()
