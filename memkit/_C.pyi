@@ -148,10 +148,10 @@ class Pool:
         """What debug mode found wrong so far."""
 
     def enter_scope(self) -> int:
-        """How many scopes of this pool the thread is in now; leave_scope() wants it back."""
+        """A number that leave_scope() wants back."""
 
-    def leave_scope(self, depth: int) -> list[tuple[str, int, str, int]] | None:
-        """What is still alive as (tag, bytes, stack, address); None where an inner scope is open."""
+    def leave_scope(self, number: int) -> tuple[int, list[tuple[str, int, str, int]]]:
+        """How many scopes ended, with those inside it; and what is still alive as (tag, bytes, stack, address)."""
 
     def push_tag(self, name: str) -> None: ...
     def pop_tag(self) -> None: ...

@@ -23,19 +23,25 @@ class _Within:
 
 
 class PoolScope(_Within):
+    def __init__(self, pool: Pool) -> None:
+        super().__init__(pool)
+        self._numbers: list[int] = []
+
     def __enter__(self) -> Pool:
-        self._depth = self._core.enter_scope()
+        self._numbers.append(self._core.enter_scope())
         return self._pool
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        held = self._core.leave_scope(self._depth)
+        scopes, held = self._core.leave_scope(self._numbers.pop())
         if kind is not None:
             return
-        if held is None:
+        if scopes == 0:
+            raise RuntimeError("Pool.scope: expected a scope that this thread is in, got one that has ended")
+        if scopes > 1:
             raise RuntimeError(
-                "Pool.scope: expected to leave the innermost scope of this thread first, got an outer one"
+                "Pool.scope: expected to leave the innermost scope of this thread first, got an outer one: all ended"
             )
         if held:
             raise RuntimeError(held_text(held))
@@ -46,14 +52,18 @@ class PoolUse(_Within):
         super().__init__(pool)
         if pool.pin_memory:
             raise ValueError("Pool.use: expected a pool of ordinary memory, got one with pin_memory=True")
+        self._entered: list[_C.PoolUse] = []
 
     def __enter__(self) -> Pool:
-        self._use = _C.PoolUse(self._core)
-        self._use.enter()
+        use = _C.PoolUse(self._core)
+        use.enter()
+        self._entered.append(use)
         return self._pool
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if not self._use.leave() and kind is None:
+        if self._entered[-1].leave():
+            self._entered.pop()
+        elif kind is None:
             raise RuntimeError(
                 "Pool.use: expected to leave the innermost use() of this thread first, got an outer one"
             )
@@ -82,26 +92,40 @@ class PoolReplay(_Within):
         if pool.pin_memory:
             raise ValueError("Pool.replay: expected a pool of ordinary memory, got one with pin_memory=True")
         self._known = pool._replays
-        if self.plan is not None and self.plan not in self._known:
-            slots = [(b.size, offset) for b, offset in zip(self.plan.buffers, self.plan.offsets, strict=True)]
-            self._known[self.plan] = _C.PoolReplay(self._core, slots, self.plan.height, self.plan.alignment)
+        self._entered: list[_C.PoolUse | _C.PoolReplay] = []
+        self._replay: _C.PoolReplay | None = None
+        if self.plan is not None:
+            self._replay = self._known.get(self.plan)
+            if self._replay is None:
+                slots = [
+                    (b.size, offset) for b, offset in zip(self.plan.buffers, self.plan.offsets, strict=True)
+                ]
+                self._replay = _C.PoolReplay(self._core, slots, self.plan.height, self.plan.alignment)
+                self._known[self.plan] = self._replay
 
     def __enter__(self) -> PoolReplay:
         for other in self._known.values():
             other.settle()  # memory of other plans' steps
-        self._step = _C.PoolUse(self._core) if self.plan is None else self._known[self.plan]
-        self._step.enter()
+        if self.plan is not None and self._replay is not None:
+            self._known.setdefault(
+                self.plan, self._replay
+            )  # an equal plan's entry may have died with that plan
+        step = self._replay or _C.PoolUse(self._core)
+        step.enter()
+        self._entered.append(step)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if not self._step.leave():
+        step = self._entered[-1]
+        if not step.leave():
             if kind is None:
                 raise RuntimeError(
                     "Pool.replay: expected to leave the innermost use() of this thread first, got an outer one"
                 )
             return
-        if isinstance(self._step, _C.PoolReplay):
-            self.planned, self.served, self.fell_back, self.mismatch = self._step.step()
+        self._entered.pop()
+        if isinstance(step, _C.PoolReplay):
+            self.planned, self.served, self.fell_back, self.mismatch = step.step()
             if self.plan and self.fell_back and kind is None and self.plan not in self._pool._warned:
                 self._pool._warned.add(self.plan)
                 warnings.warn(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
+from collections.abc import Callable
 
 import torch
 
@@ -19,3 +22,14 @@ def resident() -> int:
     """Bytes of this process's memory that are backed."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def after_a_thread(work: Callable[[], object], condition: Callable[[], bool]) -> bool:
+    """Whether the condition holds once a thread has done the work; what a thread owns goes a moment after join()."""
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    until = time.monotonic() + 10
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.01)
+    return condition()

@@ -281,3 +281,27 @@ def test_lazy_names():
     assert memkit.Pool is Pool
     assert memkit.PoolExhausted is PoolExhausted
     assert memkit.pool.Pool is Pool
+
+
+def test_quantized_dtypes_are_refused(pool):
+    for make in (lambda d: pool.empty(3, dtype=d), lambda d: pool.empty_strided((3,), (1,), dtype=d)):
+        with pytest.raises(ValueError, match="a dtype that is not quantized, got QInt8"):
+            make(torch.qint8)
+
+
+def test_modes_see_strided_tensors(pool):
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    makers = (
+        lambda x: pool.empty_strided((3, 2), (1, 3)),
+        lambda x: pool.new_like(x),
+        lambda x: pool.empty_like(x),
+    )
+    for make in makers:
+        with FakeTensorMode():
+            made = make(torch.empty(2, 3).t())
+            assert isinstance(made, FakeTensor)
+            assert made.stride() == (1, 3)
+        graph = make_fx(make)(torch.ones(2, 3).t())
+        assert "pool_empty_strided" in graph.code

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import threading
 import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
+from pool_cases import after_a_thread
 from torch import Tensor, nn
 
 import memkit
@@ -239,3 +242,42 @@ def test_solve_by_hand_and_replay(pool: memkit.Pool) -> None:
         b = torch.empty(100)
         assert abs(a.data_ptr() - b.data_ptr()) >= 400
     assert replay.served == 2
+
+
+def test_equal_plans_and_the_life_of_the_first(pool: memkit.Pool) -> None:
+    first = pool.record(lambda: torch.ones(1000).sum().item())
+    second = copy.deepcopy(first)
+    assert second == first
+    r1, r2 = pool.replay(first), pool.replay(second)
+    del r1, first
+    gc.collect()
+    with r2:
+        torch.ones(1000).sum().item()
+    assert r2.fell_back == 0
+    with pool.replay(second):
+        torch.ones(1000).sum().item()
+
+
+def test_a_thread_that_ends_leaves_its_step(pool: memkit.Pool) -> None:
+    plan = pool.record(lambda: torch.ones(1000).sum().item())
+    blocks = pool.stats().live_blocks
+
+    def left() -> bool:
+        pool.replay(pool.record(lambda: None)).__enter__().__exit__(
+            None
+        )  # gives memory back that no step is in
+        return pool.stats().live_blocks == blocks
+
+    assert after_a_thread(lambda: pool.replay(plan).__enter__(), left)
+    with pool.replay(plan) as replay:
+        torch.ones(1000).sum().item()
+    assert replay.fell_back == 0
+
+
+def test_one_object_entered_twice_without_a_plan(pool: memkit.Pool) -> None:
+    replay = pool.replay(Plans(), signature="unknown")
+    with replay, memkit.Pool("1MiB").use(), replay:
+        pass
+    made = torch.ones(3)
+    assert pool.stats().live_blocks == 0
+    del made

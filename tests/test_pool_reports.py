@@ -1,6 +1,8 @@
 """A pool's numbers, snapshots and debug mode; sleep."""
 
 import ctypes
+import gc
+import itertools
 import pickle
 import subprocess
 import sys
@@ -63,7 +65,9 @@ def test_snapshot(tmp_path):
 
     segment = data["segments"][0]
     assert segment["total_size"] == 2 * MIB == sum(block["size"] for block in segment["blocks"])
-    live = [block for block in segment["blocks"] if block["state"] == "active_allocated"]
+    blocks = segment["blocks"]
+    assert all(a["address"] + a["size"] == b["address"] for a, b in itertools.pairwise(blocks))
+    live = [block for block in blocks if block["state"] == "active_allocated"]
     assert [block["requested_size"] for block in live] == [4000, 20]
     assert live[0]["frames"][0]["name"] == "weights"
     assert any(frame["name"] == "test_snapshot" for frame in live[1]["frames"])
@@ -207,3 +211,39 @@ def test_sleep_of_a_tag_reaches_into_replays():
     assert not made[2000:-2000].any()
     pool.wake()
     assert (made == 3).all()
+
+
+def test_sleep_in_debug_mode_keeps_to_its_own_memory():
+    capacity = 4 * MIB
+    neighbour = Pool(capacity, grow=False)
+    pool = Pool(capacity, grow=False, debug=True)  # often right below the neighbour
+    theirs = neighbour.full((capacity // 4,), 1.0)
+    mine = pool.full(((capacity - 128) // 4,), 2.0)
+    pool.sleep()
+    theirs.fill_(9.0)
+    pool.wake()
+    assert theirs.eq(9).all()
+    assert mine.eq(2).all()
+
+
+def test_debug_guards_survive_sleep():
+    pool = Pool("16MiB", debug=True)
+    a, b, c = pool.full((300_000,), 3.0), pool.full((300_000,), 4.0), pool.full((77,), 5.0)
+    pool.sleep()
+    del b
+    pool.wake()
+    pool.check()
+    assert a.eq(3).all()
+    assert c.eq(5).all()
+    del a, c
+    pool.check()
+
+
+@pytest.mark.parametrize("tag", [None, "weights"])
+def test_a_pool_that_dies_asleep_wakes_its_tensors(tag):
+    pool = Pool("8MiB")
+    held = pool.full((1_000_000,), 3.0, tag="weights")
+    pool.sleep(tag)
+    del pool
+    gc.collect()
+    assert held.eq(3).all()

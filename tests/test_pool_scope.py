@@ -5,6 +5,7 @@ import threading
 
 import pytest
 import torch
+from pool_cases import after_a_thread
 
 from memkit import Pool, PoolExhausted
 
@@ -111,8 +112,9 @@ def test_outer_left_first(pool):
     inner.__enter__()
     with pytest.raises(RuntimeError, match="innermost scope"):
         outer.__exit__(None, None, None)
-    inner.__exit__(None, None, None)
-    outer.__exit__(None, None, None)
+    with pool.scope(), pytest.raises(RuntimeError, match="one that has ended"):
+        inner.__exit__(None, None, None)
+    assert pool.stats().live_blocks == 0
 
 
 def test_two_pools_interleaved(pool):
@@ -204,3 +206,53 @@ def test_resident_memory_stays_flat(pool):
         with pool.scope():
             pool.empty(1000)
     assert pool.stats().growths == 0
+
+
+def test_a_scope_that_nobody_left_ends_with_the_outer_one():
+    pool = Pool("4MiB")
+
+    def interrupted():
+        pool.scope().__enter__()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), pool.scope():
+        interrupted()
+    for _ in range(20_000):
+        pool.empty(1000)
+    assert pool.stats().growths == 0
+
+
+def test_what_lives_in_scopes_that_nobody_left_stays():
+    pool = Pool("4MiB")
+    kept = []
+
+    def careless():
+        pool.scope().__enter__()
+        kept.append(pool.full((1000,), 3.0))
+
+    with pytest.raises(RuntimeError, match="innermost scope"), pool.scope():
+        careless()
+    with pool.scope():
+        pool.full((1000,), 4.0)
+    assert kept.pop().eq(3).all()
+    assert pool.stats().live_blocks == 0
+
+
+def test_one_object_entered_twice(pool):
+    scope = pool.scope()
+    with scope:
+        a = pool.full((10,), 1.0)
+        with scope:
+            pool.empty(10)
+        assert a.eq(1).all()
+        del a
+    assert pool.stats().live_blocks == 0
+
+
+def test_a_thread_that_ends_leaves_its_scopes(pool):
+    def work():
+        pool.tag("leaked").__enter__()
+        pool.scope().__enter__()
+        pool.empty(10)
+
+    assert after_a_thread(work, lambda: pool.stats().live_blocks == 0)

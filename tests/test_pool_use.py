@@ -2,12 +2,14 @@
 
 import gc
 import os
+import subprocess
+import sys
 import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
-from pool_cases import inside
+from pool_cases import after_a_thread, inside
 from torch import nn
 
 from memkit import _C, Pool, PoolExhausted
@@ -321,3 +323,72 @@ def test_fork(pool):
                 os._exit(code)
         assert os.waitpid(child, 0)[1] == 0
     assert made.sum() == 1000
+
+
+def in_a_new_process(program):
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_thread_keeps_a_pool_that_nobody_left():
+    in_a_new_process(
+        "import gc, torch, memkit\n"
+        "memkit.Pool('16MiB').use().__enter__()\n"
+        "gc.collect()\n"
+        "held = [torch.full((1000,), float(i)) for i in range(100)]\n"
+        "assert all(bool((t == i).all()) for i, t in enumerate(held))\n"
+    )
+
+
+def test_the_thread_keeps_a_replay_that_nobody_left():
+    in_a_new_process(
+        "import gc, torch, memkit\n"
+        "pool = memkit.Pool('16MiB')\n"
+        "plan = pool.record(lambda: [torch.ones(1000) for _ in range(100)])\n"
+        "pool.replay(plan).__enter__()\n"
+        "del pool, plan\n"
+        "gc.collect()\n"
+        "held = [torch.full((1000,), float(i)) for i in range(200)]\n"
+        "assert all(bool((t == i).all()) for i, t in enumerate(held))\n"
+    )
+
+
+def test_a_thread_that_ends_lets_the_pool_go():
+    def work():
+        pool = Pool("1MiB")
+        numbers.append(pool._id)
+        pool.use().__enter__()
+
+    def gone():
+        gc.collect()
+        try:
+            torch.ops.memkit.pool_empty(numbers[0], [3])
+        except ValueError as error:
+            return "living pool" in str(error)
+        return False
+
+    numbers = []
+    assert after_a_thread(work, gone)
+
+
+def test_one_object_entered_twice(pool):
+    use = pool.use()
+    with use:
+        with use:
+            assert inside(pool, torch.ones(3))
+        assert inside(pool, torch.ones(3))
+    assert not inside(pool, torch.ones(3))
+    nested = pool.use()
+    with nested, Pool("1MiB").use(), nested:
+        pass
+    assert not inside(pool, torch.ones(3))
+
+
+def test_a_closed_pool_is_not_entered():
+    pool = Pool("1MiB")
+    plan = pool.record(lambda: None)
+    pool.close()
+    for entering in (pool.use(), pool.replay(plan)):
+        with pytest.raises(RuntimeError, match="expected an open pool"):
+            entering.__enter__()
+    assert torch.ones(3).sum() == 3

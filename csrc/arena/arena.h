@@ -95,7 +95,9 @@ struct ChunkView {
 
 struct BlockView {
   const void* address;
-  std::size_t size, requested;
+  std::size_t size;
+  const void* data;  // the user's bytes in it; in debug mode canaries stand before and after them
+  std::size_t requested;
   State state;
   LaneId lane;
   TagId tag;

@@ -29,7 +29,8 @@ class Guest : public Owner {
     const std::lock_guard<SpinLock> guard(lock_);
     for (const auto& [nodes, count] : pieces_)
       for (const Block* b = nodes; b != nodes + count; ++b)
-        if (b->state == State::live) block({b->data(), b->size, b->requested, b->state, 0, b->tag, b->stack});
+        if (b->state == State::live)
+          block({b->data(), b->size, b->data(), b->requested, b->state, 0, b->tag, b->stack});
   }
 
  protected:

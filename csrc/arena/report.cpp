@@ -133,11 +133,13 @@ void Arena::visit(const std::function<void(const ChunkView&)>& chunk,
   });
   for (const Chunk* one : chunks) {
     if (chunk) chunk({one->memory, one->bytes, one->grown});
-    for (const Block* b = one->first; block && b; b = b->after)
+    for (const Block* b = one->first; block && b; b = b->after) {
+      void* const address = reinterpret_cast<void*>(b->address);
       if (b->state == State::free)
-        block({reinterpret_cast<void*>(b->address), b->size, 0, State::free, b->lane->id, 0, 0});
+        block({address, b->size, address, 0, State::free, b->lane->id, 0, 0});
       else
-        block({b->data(), b->size, b->requested, b->state, b->lane->id, b->tag, b->stack});
+        block({address, b->size, b->data(), b->requested, b->state, b->lane->id, b->tag, b->stack});
+    }
   }
 }
 

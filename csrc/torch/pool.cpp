@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <cstdio>
+#include <exception>
 #include <utility>
 
 namespace memkit {
@@ -134,6 +135,12 @@ std::shared_ptr<Pool> Pool::find(std::int64_t id) {
 }
 
 Pool::~Pool() {
+  // Tensors outlive their pool, awake.
+  if (asleep() && !arena_->inherited()) try {
+      wake();
+    } catch (const std::exception& error) {
+      std::fprintf(stderr, "memkit.Pool: tensors of a pool that slept when it died are lost: %s\n", error.what());
+    }
   if (file_ >= 0) ::close(file_);
   if (!arena_->inherited()) device_->reclaim(*arena_);
 }
@@ -144,7 +151,7 @@ Block* Pool::take(std::size_t nbytes, Tag tag, bool for_torch) {
     request.tag = *tag;
   } else {
     for (const PoolTag* named = pool_thread.tags; named; named = named->outer)
-      if (named->pool == this) {
+      if (named->pool == id_) {
         request.tag = named->tag;
         break;
       }
@@ -153,7 +160,7 @@ Block* Pool::take(std::size_t nbytes, Tag tag, bool for_torch) {
   if (asleep()) check_awake(request.tag);
   device_->make_room(*arena_, nbytes);
   PoolLayer* layer = pool_thread.layers;
-  while (layer && (layer->pool != this || (layer->torch_only && !for_torch))) layer = layer->outer;
+  while (layer && (layer->pool.get() != this || (layer->torch_only && !for_torch))) layer = layer->outer;
   if (!layer)
     if (Block* block = arena_->serve(request)) return block;
   const arena::Allocation got = layer ? layer->allocate(request) : arena_->allocate(request);
@@ -189,6 +196,7 @@ void* Pool::segment(std::size_t nbytes) {
 }
 
 at::Tensor Pool::wrap(std::size_t nbytes, Dtype dtype, Tag tag) {
+  TORCH_CHECK_VALUE(!at::isQIntType(dtype), "Pool: expected a dtype that is not quantized, got ", dtype);
   auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), nbytes, data(nbytes, tag),
                                                        allocator_, /*resizable=*/true);
   return at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys_, at::scalarTypeToTypeMeta(dtype));
@@ -218,6 +226,10 @@ at::Tensor Pool::empty_strided(at::IntArrayRef size, at::IntArrayRef stride, Dty
 void Pool::close() {
   arena_->close();
   if (!arena_->inherited()) device_->reclaim(*arena_);
+}
+
+void Pool::check_open(const char* op) const {
+  TORCH_CHECK(!arena_->closed(), op, ": expected an open pool, got one that was closed");
 }
 
 std::vector<std::string> Pool::violations() const {

@@ -12,6 +12,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "arena/arena.h"
@@ -24,21 +25,25 @@ namespace memkit {
 class Pool;
 struct PoolViolations;
 
-// What stands before the arena for one thread.
+// What stands before the arena for one thread, which owns it until it is left, or until the thread ends.
 class PoolLayer {
  public:
-  explicit PoolLayer(Pool* pool, bool torch_only = false) : pool(pool), torch_only(torch_only) {}
+  explicit PoolLayer(std::shared_ptr<Pool> pool, bool torch_only = false)
+      : pool(std::move(pool)), torch_only(torch_only) {}
   virtual ~PoolLayer() = default;
   virtual arena::Allocation allocate(const arena::Request& request) = 0;  // falls back to the arena by itself
 
-  Pool* const pool;
+  const std::shared_ptr<Pool> pool;
   const bool torch_only;  // serves what torch allocates in use(), not the tensors that the pool is asked for
   PoolLayer* outer = nullptr;
 };
 
+void push_layer(std::unique_ptr<PoolLayer> layer);
+std::unique_ptr<PoolLayer> take_layer(PoolLayer* layer);  // one of this thread's
+
 // A name for allocations of one thread, from with pool.tag(name).
 struct PoolTag {
-  const Pool* pool;
+  std::int64_t pool;  // its id: the pool may be gone
   arena::TagId tag;
   PoolTag* outer;
 };
@@ -73,13 +78,13 @@ class Pool final : public CpuSource, public std::enable_shared_from_this<Pool> {
   CpuBlock* allocate(std::size_t nbytes) override;
   void* segment(std::size_t nbytes);
 
-  // Scopes of the calling thread. The depth that enter returns is what leave wants back.
+  // Scopes of the calling thread. The number that enter returns is what leave wants back.
   struct Left {
-    bool in_order = true;
-    std::vector<arena::Scope::Held> held;
+    std::size_t scopes = 0;                // with those inside it that nobody had left; 0: it was left before
+    std::vector<arena::Scope::Held> held;  // what is still alive
   };
   std::size_t enter_scope();
-  Left leave_scope(std::size_t depth);
+  Left leave_scope(std::size_t number);
 
   void push_tag(std::string_view name);
   void pop_tag();
@@ -91,6 +96,7 @@ class Pool final : public CpuSource, public std::enable_shared_from_this<Pool> {
   bool asleep() const { return asleep_.load(std::memory_order_relaxed); }
 
   void close();
+  void check_open(const char* op) const;
   std::vector<std::string> violations() const;
 
  private:
@@ -113,6 +119,7 @@ class Pool final : public CpuSource, public std::enable_shared_from_this<Pool> {
   std::shared_ptr<PoolViolations> violations_;
   arena::ArenaPtr arena_;
   std::atomic<std::size_t> region_{std::size_t(1) << 20};  // bytes that a scope starts with: what the last ones needed
+  std::atomic<std::size_t> scopes_{0};                     // entered so far
   std::atomic<bool> asleep_{false};
   mutable std::mutex mutex_;  // of what follows
   int file_ = -1;

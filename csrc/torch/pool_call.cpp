@@ -49,6 +49,14 @@ at::Tensor call_op(std::int64_t id, const Sizes& size, at::ScalarType dtype, For
   return op.call(id, c10::fromIntArrayRefSlow(size), dtype, format, tag);
 }
 
+at::Tensor call_strided_op(std::int64_t id, const Sizes& size, const Sizes& stride, at::ScalarType dtype,
+                           std::string_view tag) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("memkit::pool_empty_strided", "")
+                             .typed<decltype(op_empty_strided)>();
+  return op.call(id, c10::fromIntArrayRefSlow(size), c10::fromIntArrayRefSlow(stride), dtype, tag);
+}
+
 // A mode or a transform wants to see every tensor's making.
 bool watched() {
   constexpr c10::DispatchKeySet keys(
@@ -186,6 +194,8 @@ PyObject* empty_strided(PyObject* self, PyObject* const* args, Py_ssize_t count,
   Sizes size, stride;
   sequence(args[0], kName, &size);
   sequence(args[1], kName, &stride);
+  if (watched())
+    return finish(call_strided_op(pool.id(), size, stride, options.dtype, options.tag), options.requires_grad);
   return finish(pool.empty_strided(size, stride, options.dtype, tag_of(pool, options.tag)), options.requires_grad);
 } catch (...) {
   return raised();

@@ -7,7 +7,7 @@
 #include <c10/util/Exception.h>
 
 namespace memkit {
-std::unique_ptr<PoolUse> make_cuda_use(std::shared_ptr<Pool>) {
+std::shared_ptr<PoolUse> make_cuda_use(std::shared_ptr<Pool>) {
   TORCH_CHECK(false, "Pool.use: expected a memkit that was built with CUDA, got one without");
 }
 }  // namespace memkit
@@ -71,21 +71,22 @@ Route& route_of(const std::shared_ptr<Pool>& pool) {
 }
 
 class CudaUse;
-thread_local std::vector<CudaUse*> entered;
+thread_local std::vector<std::shared_ptr<CudaUse>> entered;
 
-class CudaUse final : public PoolUse {
+class CudaUse final : public PoolUse, public std::enable_shared_from_this<CudaUse> {
  public:
   explicit CudaUse(std::shared_ptr<Pool> pool) : pool_(std::move(pool)), route_(route_of(pool_)) {}
 
   void enter() override {
+    pool_->check_open("Pool.use");
     stream_ = c10::cuda::getCurrentCUDAStream(route_.device).stream();
     if (CudaUse* outer = enclosing()) outer->end();
-    entered.push_back(this);
+    entered.push_back(shared_from_this());
     begin();
   }
 
   bool leave() override {
-    if (entered.empty() || entered.back() != this) return false;
+    if (entered.empty() || entered.back().get() != this) return false;
     end();
     entered.pop_back();
     if (CudaUse* outer = enclosing()) outer->begin();
@@ -96,7 +97,7 @@ class CudaUse final : public PoolUse {
   // Torch asks the filters in the order of their beginning: an outer one must stand aside.
   CudaUse* enclosing() const {
     for (auto at = entered.rbegin(); at != entered.rend(); ++at)
-      if ((*at)->route_.device == route_.device) return *at;
+      if ((*at)->route_.device == route_.device) return at->get();
     return nullptr;
   }
 
@@ -119,8 +120,8 @@ class CudaUse final : public PoolUse {
 
 }  // namespace
 
-std::unique_ptr<PoolUse> make_cuda_use(std::shared_ptr<Pool> pool) {
-  return std::make_unique<CudaUse>(std::move(pool));
+std::shared_ptr<PoolUse> make_cuda_use(std::shared_ptr<Pool> pool) {
+  return std::make_shared<CudaUse>(std::move(pool));
 }
 
 }  // namespace memkit

@@ -146,36 +146,32 @@ py::list chunks(Pool& pool) {
   return list;
 }
 
-py::object leave_scope(Pool& pool, std::size_t depth) {
-  const Pool::Left left = pool.leave_scope(depth);
-  if (!left.in_order) return py::none();
+py::tuple leave_scope(Pool& pool, std::size_t number) {
+  const Pool::Left left = pool.leave_scope(number);
   py::list held;
   for (const arena::Scope::Held& one : left.held)
     held.append(py::make_tuple(pool.arena().tag_name(one.tag), one.bytes, python_stack(one.stack),
                                reinterpret_cast<std::uintptr_t>(one.data)));
-  return held;
+  return py::make_tuple(left.scopes, held);
 }
 
 // On the CPU: the tap asks the pool.
 class CpuUse final : public PoolUse {
  public:
   explicit CpuUse(std::shared_ptr<Pool> pool) : pool_(std::move(pool)) {}
-  void enter() override { outer_ = exchange_cpu_source(pool_.get()); }
-  bool leave() override {
-    CpuSource* mine = exchange_cpu_source(outer_);
-    if (mine == pool_.get()) return true;
-    exchange_cpu_source(mine);
-    return false;
+  void enter() override {
+    if (!pool_->arena().inherited()) pool_->check_open("Pool.use");
+    enter_cpu_source(pool_);
   }
+  bool leave() override { return leave_cpu_source(pool_.get()); }
 
  private:
   const std::shared_ptr<Pool> pool_;
-  CpuSource* outer_ = nullptr;
 };
 
-std::unique_ptr<PoolUse> make_use(std::shared_ptr<Pool> pool) {
+std::shared_ptr<PoolUse> make_use(std::shared_ptr<Pool> pool) {
   if (pool->device().device().is_cuda()) return make_cuda_use(std::move(pool));
-  return std::make_unique<CpuUse>(std::move(pool));
+  return std::make_shared<CpuUse>(std::move(pool));
 }
 
 }  // namespace
@@ -214,7 +210,7 @@ void bind_pool(py::module_& m) {
           py::call_guard<py::gil_scoped_release>())
       .def("wake", &Pool::wake, py::call_guard<py::gil_scoped_release>())
       .def("asleep", &Pool::asleep);
-  py::class_<PoolUse>(m, "PoolUse")
+  py::class_<PoolUse, std::shared_ptr<PoolUse>>(m, "PoolUse")
       .def(py::init(&make_use))
       .def("enter", &PoolUse::enter)
       .def("leave", &PoolUse::leave);

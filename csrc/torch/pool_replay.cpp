@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 
 #include <sstream>
+#include <utility>
 
 namespace memkit {
 
@@ -11,7 +12,9 @@ using arena::Replay;
 // Before the arena for what torch allocates; tensors that the pool is asked for were not recorded.
 class PoolReplay::Layer final : public PoolLayer {
  public:
-  Layer(Pool* pool, Replay* replay) : PoolLayer(pool, /*torch_only=*/true), replay_(replay) {}
+  Layer(std::shared_ptr<Pool> pool, std::shared_ptr<Replay> replay, std::shared_ptr<UnderWay> under_way)
+      : PoolLayer(std::move(pool), /*torch_only=*/true), replay_(std::move(replay)), under_way_(std::move(under_way)) {}
+  ~Layer() override { *under_way_ = false; }
   arena::Allocation allocate(const arena::Request& request) override {
     arena::Allocation got;
     got.block = replay_->serve(request);
@@ -20,7 +23,8 @@ class PoolReplay::Layer final : public PoolLayer {
   }
 
  private:
-  Replay* const replay_;
+  const std::shared_ptr<Replay> replay_;
+  const std::shared_ptr<UnderWay> under_way_;
 };
 
 PoolReplay::PoolReplay(std::shared_ptr<Pool> pool, std::vector<arena::Plan::Slot> slots, std::size_t total,
@@ -37,38 +41,33 @@ PoolReplay::PoolReplay(std::shared_ptr<Pool> pool, std::vector<arena::Plan::Slot
 PoolReplay::~PoolReplay() = default;
 
 void PoolReplay::enter() {
-  TORCH_CHECK(!under_way_.exchange(true),
+  pool_->check_open("Pool.replay");
+  TORCH_CHECK(!under_way_->exchange(true),
               "Pool.replay: expected one step of a plan at a time, got a second before the first had ended");
   if (!replay_) {
     arena::Allocation base;
     replay_ = Replay::create(pool_->arena(), plan_, pool_->device().lane(), pool_->arena().tag("plan"), &base);
     if (!replay_) {
-      under_way_ = false;
+      *under_way_ = false;
       raise_pool_failure(*base.failure);
     }
   }
   replay_->rewind();
-  layer_ = std::make_unique<Layer>(pool_.get(), replay_.get());
-  layer_->outer = pool_thread.layers;
-  pool_thread.layers = layer_.get();
-  outer_ = exchange_cpu_source(pool_.get());
+  auto layer = std::make_unique<Layer>(pool_, replay_, under_way_);
+  layer_ = layer.get();
+  push_layer(std::move(layer));
+  enter_cpu_source(pool_);
 }
 
 bool PoolReplay::leave() {
-  CpuSource* mine = exchange_cpu_source(outer_);
-  if (mine != pool_.get() || pool_thread.layers != layer_.get()) {
-    exchange_cpu_source(mine);
-    return false;
-  }
-  pool_thread.layers = layer_->outer;
-  layer_.reset();
+  if (!*under_way_ || pool_thread.layers != layer_ || !leave_cpu_source(pool_.get())) return false;
   count();
-  under_way_ = false;
+  take_layer(layer_);
   return true;
 }
 
 void PoolReplay::settle() {
-  if (replay_ && !under_way_ && replay_->live() == 0) replay_.reset();
+  if (replay_ && !*under_way_ && replay_->live() == 0) replay_.reset();
 }
 
 void PoolReplay::count() {

@@ -33,14 +33,14 @@ class PoolReplay final : public PoolUse {
 
  private:
   class Layer;
+  using UnderWay = std::atomic<bool>;
   void count();
 
   const std::shared_ptr<Pool> pool_;
   std::shared_ptr<const arena::Plan> plan_;
-  arena::Replay::Pointer replay_;
-  std::unique_ptr<Layer> layer_;  // of the step under way
-  std::atomic<bool> under_way_{false};
-  CpuSource* outer_ = nullptr;
+  std::shared_ptr<arena::Replay> replay_;
+  const std::shared_ptr<UnderWay> under_way_ = std::make_shared<UnderWay>(false);  // until the layer dies
+  Layer* layer_ = nullptr;  // of the step under way, its thread's
   Step step_;
 };
 

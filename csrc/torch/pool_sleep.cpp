@@ -23,19 +23,24 @@ std::size_t Pool::sleep(Tag tag, int file) {
   asleep_tag_ = tag;
   asleep_.store(true);
   std::vector<Sleeper> sleepers, idle;
+  // What rounding added sleeps with the user's bytes, but canaries stay.
+  const auto sleeper = [debug = debug_](const BlockView& block) -> Sleeper {
+    char* const data = const_cast<char*>(static_cast<const char*>(block.data));
+    const char* const end = static_cast<const char*>(block.address) + block.size;
+    const bool guarded = debug && block.state == State::live;
+    return {data, guarded ? block.requested : static_cast<std::size_t>(end - data), block.tag};
+  };
   arena_->visit([](const ChunkView&) {},
                 [&](const BlockView& block) {
-                  char* at = const_cast<char*>(static_cast<const char*>(block.address));
                   if (block.state == State::live && (!tag || block.tag == *tag))
-                    sleepers.push_back({at, block.size, block.tag});
+                    sleepers.push_back(sleeper(block));
                   else if (!tag && block.state == State::free)
-                    idle.push_back({at, block.size, 0});
+                    idle.push_back(sleeper(block));
                 });
   // Without a tag the blocks that scopes and replays lie in sleep as wholes.
   if (tag)
     arena_->visit_guests([&](const BlockView& block) {
-      if (block.tag == *tag)
-        sleepers.push_back({const_cast<char*>(static_cast<const char*>(block.address)), block.size, block.tag});
+      if (block.tag == *tag) sleepers.push_back(sleeper(block));
     });
   std::size_t bytes = 0;
   const int copy = dup(file);
@@ -77,9 +82,9 @@ void Pool::wake() {
         if (!asleep_tag_) chunks.push_back({const_cast<char*>(static_cast<const char*>(chunk.address)), chunk.size, 0});
       },
       [&](const BlockView& block) {
-        if (block.state == State::live) alive.emplace(block.address, block.tag);
+        if (block.state == State::live) alive.emplace(block.data, block.tag);
       });
-  if (asleep_tag_) arena_->visit_guests([&](const BlockView& block) { alive.emplace(block.address, block.tag); });
+  if (asleep_tag_) arena_->visit_guests([&](const BlockView& block) { alive.emplace(block.data, block.tag); });
   for (const Sleeper& chunk : chunks) device_->restore(chunk.at, chunk.bytes);
   off_t position = 0;
   for (const Sleeper& one : sleepers_) {

@@ -7,7 +7,7 @@ namespace memkit {
 
 class Pool;
 
-// One `with pool.use()`, entered and left once by one thread.
+// One `with pool.use()`, entered and left once by one thread, which keeps the pool until then.
 class PoolUse {
  public:
   virtual ~PoolUse() = default;
@@ -15,6 +15,6 @@ class PoolUse {
   virtual bool leave() = 0;  // false: another one was entered since and not left; nothing changes
 };
 
-std::unique_ptr<PoolUse> make_cuda_use(std::shared_ptr<Pool> pool);  // raises in a build without CUDA
+std::shared_ptr<PoolUse> make_cuda_use(std::shared_ptr<Pool> pool);  // raises in a build without CUDA
 
 }  // namespace memkit

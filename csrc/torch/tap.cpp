@@ -13,6 +13,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <utility>
@@ -36,7 +37,15 @@ struct State {
 
 // Leaked on purpose: tensors die after static objects do.
 State& state = *new State;
-thread_local CpuSource* thread_source = nullptr;
+
+thread_local CpuSource* thread_source = nullptr;  // the innermost of the thread's, quicker to read
+struct ThreadSources {
+  std::vector<std::shared_ptr<CpuSource>> entered;
+
+  void choose() { thread_source = entered.empty() ? nullptr : entered.back().get(); }
+  ~ThreadSources() { thread_source = nullptr; }
+};
+thread_local ThreadSources thread_sources;
 
 class Tap final : public CpuObserver {
  public:
@@ -241,9 +250,18 @@ bool Tap::covers(std::uintptr_t storage) const {
 
 }  // namespace
 
-CpuSource* exchange_cpu_source(CpuSource* source) {
-  if (source) state.sourced.store(true, std::memory_order_relaxed);
-  return std::exchange(thread_source, source);
+void enter_cpu_source(std::shared_ptr<CpuSource> source) {
+  thread_sources.entered.push_back(std::move(source));
+  thread_sources.choose();
+  state.sourced.store(true, std::memory_order_relaxed);
+}
+
+bool leave_cpu_source(const CpuSource* source) {
+  if (thread_source != source) return false;
+  const std::shared_ptr<CpuSource> left = std::move(thread_sources.entered.back());  // dies when it is out of use
+  thread_sources.entered.pop_back();
+  thread_sources.choose();
+  return true;
 }
 
 void add_cpu_observer(CpuObserver* observer, const char* op) {

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstddef>
+#include <memory>
 
 namespace pybind11 {
 class module_;
@@ -17,7 +18,7 @@ struct CpuBlock {
   void (*release)(CpuBlock*) noexcept;  // called once: from any thread, also long after the scope was left
 };
 
-// Where CPU tensor storage may come from instead of torch's allocator. Outlives its scopes and its blocks.
+// Where CPU tensor storage may come from instead of torch's allocator. Its blocks may outlive it.
 class CpuSource {
  public:
   // nullptr: this one from torch's allocator, please. nbytes > 0.
@@ -27,9 +28,10 @@ class CpuSource {
   ~CpuSource() = default;
 };
 
-// Makes `source` this thread's, from now on; nullptr is torch's allocator. Returns the one it replaces, to
-// put back.
-CpuSource* exchange_cpu_source(CpuSource* source);
+// Makes `source` this thread's, which owns it until it is left, or until the thread ends.
+void enter_cpu_source(std::shared_ptr<CpuSource> source);
+// Back to the one before, or to torch's allocator. False, and nothing changes: `source` is not the innermost.
+bool leave_cpu_source(const CpuSource* source);
 
 // Sees CPU tensor storage come and go: each call under the tap's lock, so one at a time and in order, from any thread.
 // An address is released before it can be allocated anew. The calls must not allocate tensors or take Python's lock.

@@ -109,8 +109,11 @@ void test_random(bool real, bool debug, std::size_t granule, int operations) {
   const void* last = nullptr;
   arena->visit([](const ChunkView&) {},
                [&](const BlockView& block) {
-                 CHECK(block.address > last, "address order");
-                 last = block.address;
+                 const char* const end = static_cast<const char*>(block.address) + block.size;
+                 CHECK(block.address >= last, "blocks that overlap");
+                 CHECK(block.data >= block.address && static_cast<const char*>(block.data) + block.requested <= end,
+                       "a user's bytes beyond the block");
+                 last = end;
                  seen += block.state == State::live;
                });
   CHECK(seen == model.live.size(), "%zu", seen);
