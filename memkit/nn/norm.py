@@ -47,9 +47,7 @@ class _BatchNorm(nn.modules.batchnorm._BatchNorm):
     act_params: dict[str, Any] = {}  # noqa: RUF012  replaced, never changed
     process_group: Any = None
 
-    def __init__(
-        self, *args: Any, act: str | None = None, process_group: Any = None, **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, act: str | None = None, process_group: Any = None, **kwargs: Any) -> None:
         stock = {"eps", "momentum", "affine", "track_running_stats", "device", "dtype", "bias"}
         own = {name: value for name, value in kwargs.items() if name in stock | {"num_features"}}
         super().__init__(*args, **own)
