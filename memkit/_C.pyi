@@ -63,6 +63,62 @@ def act_dropout(
 
 def glu(gate: Tensor, up: Tensor | None, act: str, packing: str) -> Tensor | None: ...
 
+# csrc/torch/row_norm_call.cpp
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    inplace: bool | str,
+    save: str,
+) -> Tensor | None: ...
+def rms_norm(
+    input: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None,
+    eps: float | None,
+    inplace: bool | str,
+    save: str,
+) -> Tensor | None: ...
+def add_layer_norm(
+    input: Tensor,
+    residual: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    inplace: bool | str,
+    save: str,
+) -> tuple[Tensor, Tensor] | None: ...
+def add_rms_norm(
+    input: Tensor,
+    residual: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None,
+    eps: float | None,
+    inplace: bool | str,
+    save: str,
+) -> tuple[Tensor, Tensor] | None: ...
+def norm_saves(normed: Tensor) -> str: ...
+
+# csrc/torch/channel_norm_call.cpp
+
+def group_norm(
+    input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor | None: ...
+def batch_norm_act(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    variance: Tensor | None,
+    eps: float,
+    act: str,
+    params: list[float],
+) -> tuple[Tensor, Tensor, Tensor] | None: ...
+
 # csrc/torch/lean.cpp
 
 class Recipe:
