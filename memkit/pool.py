@@ -305,13 +305,15 @@ class Pool(_C.PoolBase):
         return self._core.trim()
 
     def sleep(self, tag: str | None = None, *, file: str | Path | None = None) -> int:
-        """Writes contents to a file and gives the memory back to the system; addresses stay. Returns bytes given back.
+        """Writes contents to a file and gives the memory back to the system; addresses stay. Returns the bytes of the blocks.
+
+        Whole pages (4 KiB) of a block are given back, so blocks far smaller give back little.
 
         Args:
             tag: only what has this tag, in scopes and replays, too. By default all of the pool.
             file: by default a temporary one.
 
-        Until `wake()` nobody may read or write the tensors that sleep (they hold zeros then), and nothing can be
+        Until `wake()` nobody may read or write the tensors that sleep, and nothing can be
         allocated from the pool, or under the tag. Freeing is allowed.
         """
         if tag == "":
