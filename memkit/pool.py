@@ -305,7 +305,7 @@ class Pool(_C.PoolBase):
         return self._core.trim()
 
     def sleep(self, tag: str | None = None, *, file: str | Path | None = None) -> int:
-        """Writes contents to a file and gives the memory back to the system; addresses stay. Returns the bytes of the blocks.
+        """Writes contents to a file, gives the memory back to the system; addresses stay. Returns the bytes of the blocks.
 
         Whole pages (4 KiB) of a block are given back, so blocks far smaller give back little.
 
