@@ -87,7 +87,9 @@ def test_activations_as_exact_as_stock(dtype: torch.dtype, act: str | None, trai
         assert kinks.double().mean() < 1e-2
         for found in (mine, theirs, want):
             found[1] = torch.where(kinks, 0, found[1])
-    assert_as_good_as_stock("y input weight bias", mine, theirs, want)
+    # The docstring's bound for the sums over a channel.
+    assert_as_good_as_stock("y input", mine[:2], theirs[:2], want[:2])
+    assert_as_good_as_stock("weight bias", mine[2:], theirs[2:], want[2:], units=1.5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
