@@ -203,7 +203,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--quick", action="store_true", help="two ops, two sizes, float32")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="without stock compiled")
-    parser.add_argument("--json", nargs="?", const="", metavar="FILE", help="default: results/norm-DEVICE.json")
+    parser.add_argument(
+        "--json", nargs="?", const="", metavar="FILE", help="default: results/norm-DEVICE.json"
+    )
     parser.add_argument("--update", action="store_true", help="keep the file's cases of other ops")
     args = parser.parse_args(argv)
     quick = {"ops": ["layer_norm", "rms_norm"], "sizes": ["128Ki", "8Mi"], "dtypes": ["float32"]}

@@ -23,6 +23,63 @@ def activation(
 ) -> Tensor | None:
     """An activation in eager mode; None where the call has to go through torch.ops."""
 
+# csrc/torch/row_norm_call.cpp. None where the call has to go through torch.ops.
+
+def layer_norm(
+    input: Tensor,
+    shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    inplace: bool | str,
+    save: str,
+) -> Tensor | None: ...
+def rms_norm(
+    input: Tensor,
+    shape: Sequence[int],
+    weight: Tensor | None,
+    eps: float | None,
+    inplace: bool | str,
+    save: str,
+) -> Tensor | None: ...
+def add_layer_norm(
+    input: Tensor,
+    residual: Tensor,
+    shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    inplace: bool | str,
+    save: str,
+) -> tuple[Tensor, Tensor] | None: ...
+def add_rms_norm(
+    input: Tensor,
+    residual: Tensor,
+    shape: Sequence[int],
+    weight: Tensor | None,
+    eps: float | None,
+    inplace: bool | str,
+    save: str,
+) -> tuple[Tensor, Tensor] | None: ...
+def norm_saves(x: Tensor) -> str:
+    """ "input" or "output" for a result of the above that autograd recorded, else ""."""
+
+# csrc/torch/channel_norm_call.cpp. None where the call has to go through torch.ops.
+
+def batch_norm_act(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    variance: Tensor | None,
+    eps: float,
+    act: str,
+    params: Sequence[float],
+) -> tuple[Tensor, Tensor, Tensor] | None: ...
+def group_norm(
+    input: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor | None: ...
+
 # csrc/torch/tap.cpp
 
 class Tap:

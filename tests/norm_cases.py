@@ -27,7 +27,9 @@ def inputs(kind: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0)
     return x.to(dtype)
 
 
-def normal(shape: tuple[int, ...], dtype: torch.dtype, seed: int, mean: float = 0, scale: float = 1) -> Tensor:
+def normal(
+    shape: tuple[int, ...], dtype: torch.dtype, seed: int, mean: float = 0, scale: float = 1
+) -> Tensor:
     x = torch.randn(shape, generator=generator(seed), dtype=torch.float64)
     return (mean + scale * x).to(dtype)
 
@@ -42,12 +44,14 @@ def assert_as_good_as_stock(
 ) -> None:
     """Worst and root mean square error at most twice stock's, plus `units` in the last place of the largest value."""
     for name, a, b, truth in zip(names.split(), mine, theirs, want, strict=True):
-        assert a.dtype == b.dtype and a.shape == b.shape, f"{name}: {a.dtype} {a.shape}, {b.dtype} {b.shape}"
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), name
         assert a.isfinite().all(), name
         slack = units * torch.finfo(a.dtype).eps * truth.abs().max().item()
         for measure in ("worst", "rms"):
             own, other = (
-                (x.double() - truth).abs().max() if measure == "worst" else (x.double() - truth).square().mean().sqrt()
+                (x.double() - truth).abs().max()
+                if measure == "worst"
+                else (x.double() - truth).square().mean().sqrt()
                 for x in (a, b)
             )
             assert own <= 2 * other + slack, (

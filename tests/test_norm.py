@@ -85,7 +85,10 @@ def test_float64(op: str, save: str) -> None:
     for columns in (1, 7, 32, 2049, 5000):
         tensors = [inputs("normal", (5, columns), torch.float64), *weights(op, columns, torch.float64)]
         grads = [normal((5, columns), torch.float64, 3)]
-        mine, want = run(ours(op, columns, save=save), tensors, grads), run(stock(op, columns), tensors, grads)
+        mine, want = (
+            run(ours(op, columns, save=save), tensors, grads),
+            run(stock(op, columns), tensors, grads),
+        )
         for a, b in zip(mine, want, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
@@ -146,7 +149,12 @@ def test_missing_parameters_and_shapes(op: str) -> None:
 @saves
 def test_layouts(op: str, save: str) -> None:
     base = normal((6, 5, 8), torch.float64, 0)
-    for make in (lambda x: x.transpose(0, 1), lambda x: x[:, ::2], lambda x: x[..., 1:], lambda x: x[:1].expand(4, 5, 8)):
+    for make in (
+        lambda x: x.transpose(0, 1),
+        lambda x: x[:, ::2],
+        lambda x: x[..., 1:],
+        lambda x: x[:1].expand(4, 5, 8),
+    ):
         columns = make(base).shape[-1]
         tensors = [base, *weights(op, columns, torch.float64)]
 
@@ -207,7 +215,11 @@ def test_bytes_kept_before_a_linear(op: str) -> None:
     net = torch.nn.Sequential(norm(columns), torch.nn.Linear(columns, 8)).bfloat16()
     x = normal((64, columns), torch.bfloat16, 0).requires_grad_()
     assert saved_per_element(net, x) == 2 + 4 / columns
-    net[0].save = "input"  # kept beside the Linear's: here the input is from before, so that only the statistics count
+    net[
+        0
+    ].save = (
+        "input"  # kept beside the Linear's: here the input is from before, so that only the statistics count
+    )
     assert saved_per_element(net, x) == 2 + (8 if op == "layer_norm" else 4) / columns
     hidden = torch.nn.Sequential(torch.nn.Linear(columns, columns).bfloat16(), net)
     assert saved_per_element(hidden, x) == 4 + (8 if op == "layer_norm" else 4) / columns
@@ -241,7 +253,9 @@ def test_autocast_is_as_exact_as_stock_with_its_linear(op: str) -> None:
         torch.manual_seed(0)
         net = torch.nn.Sequential(cls(columns), torch.nn.Linear(columns, columns))
         with torch.no_grad():
-            for parameter, values in zip(net[0].parameters(), weights(op, columns, torch.float32), strict=True):
+            for parameter, values in zip(
+                net[0].parameters(), weights(op, columns, torch.float32), strict=True
+            ):
                 parameter.copy_(values)
         return net
 
@@ -276,7 +290,9 @@ def test_the_choice_follows_the_weights() -> None:
     with torch.no_grad():
         norm.weight[0] = 0
     assert M.norm_saves(norm(x)) == "input"
-    with pytest.raises(ValueError, match="^layer_norm: expected, with save='output', finite weights other than 0"):
+    with pytest.raises(
+        ValueError, match=r"^layer_norm: expected, with save='output', finite weights other than 0"
+    ):
         M.layer_norm(x, (64,), norm.weight, norm.bias, save="output")
     with torch.no_grad():
         norm.weight[0] = math.nan
@@ -348,20 +364,25 @@ def test_in_place_auto() -> None:
 def test_in_place_is_refused_where_a_gradient_would_suffer() -> None:
     x = normal((4, 8), torch.float32, 0).requires_grad_()
     weight, bias = torch.ones(8), torch.zeros(8)
-    with pytest.raises(RuntimeError, match="^layer_norm: expected, in place, .*a leaf that requires grad"):
+    with pytest.raises(RuntimeError, match=r"^layer_norm: expected, in place, .*a leaf that requires grad"):
         M.layer_norm(x, (8,), weight, bias, inplace=True)
     h = x.exp()
-    with pytest.raises(RuntimeError, match="^layer_norm: expected, in place, .*ExpBackward0"):
+    with pytest.raises(RuntimeError, match=r"^layer_norm: expected, in place, .*ExpBackward0"):
         M.layer_norm(h, (8,), weight, bias, inplace=True)
     h = x * 1
     before = h.clone()
-    with pytest.raises(ValueError, match="^layer_norm: expected, in place, weights at least as large"):
+    with pytest.raises(ValueError, match=r"^layer_norm: expected, in place, weights at least as large"):
         M.layer_norm(h, (8,), weight, bias + 2, inplace=True)
-    with pytest.raises(ValueError, match="^layer_norm: expected, in place, finite weights other than 0"):
+    with pytest.raises(ValueError, match=r"^layer_norm: expected, in place, finite weights other than 0"):
         M.layer_norm(h, (8,), weight * 0, bias, inplace=True)
-    with pytest.raises(ValueError, match="^layer_norm: expected save 'auto' or 'output' in place, got 'input'"):
+    with pytest.raises(
+        ValueError, match=r"^layer_norm: expected save 'auto' or 'output' in place, got 'input'"
+    ):
         M.layer_norm(h, (8,), weight, bias, inplace=True, save="input")
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match="an input of the output's dtype"):
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(TypeError, match="an input of the output's dtype"),
+    ):
         M.layer_norm(h, (8,), weight, bias, inplace=True)
     with pytest.raises(RuntimeError, match="a weight in memory of its own"):
         M.layer_norm(h, (8,), h[0].detach(), bias, inplace=True)
@@ -413,7 +434,7 @@ def test_a_residual_of_another_dtype() -> None:
         normed, total = M.add_rms_norm(x, residual.clone(), (8,), inplace=inplace)
         assert normed.dtype == total.dtype == torch.float32
         torch.testing.assert_close(total, x + residual)
-    with pytest.raises(TypeError, match="^add_rms_norm: expected, in place, a residual that holds the sum"):
+    with pytest.raises(TypeError, match=r"^add_rms_norm: expected, in place, a residual that holds the sum"):
         M.add_rms_norm(residual, x, (8,), inplace=True)
     with torch.autocast("cpu", torch.bfloat16):
         normed, total = M.add_rms_norm(x, residual, (8,))
@@ -425,7 +446,9 @@ def test_unused_results_get_no_gradient() -> None:
     weight = torch.ones(8, dtype=torch.float64, requires_grad=True)
     _, total = M.add_rms_norm(x, residual, (8,), weight)
     grads = torch.autograd.grad(total.sum(), (x, residual, weight), allow_unused=True)
-    assert torch.equal(grads[0], torch.ones(4, 8)) and torch.equal(grads[1], grads[0]) and grads[2] is None
+    assert torch.equal(grads[0], torch.ones(4, 8, dtype=torch.float64))
+    assert torch.equal(grads[1], grads[0])
+    assert grads[2] is None
     normed, _ = M.add_rms_norm(x, residual, (8,), weight)
     assert torch.autograd.grad(normed.sum(), x)[0].shape == x.shape
 
@@ -440,19 +463,33 @@ def test_unused_results_get_no_gradient() -> None:
         (ValueError, "last dimensions are", lambda x: M.layer_norm(x, ())),
         (ValueError, "last dimensions are", lambda x: M.layer_norm(x, (2, 4, 8))),
         (ValueError, r"a weight of shape \[8\], got \[7\]", lambda x: M.layer_norm(x, (8,), torch.ones(7))),
-        (ValueError, r"a bias of shape \[8\], got \[1\]", lambda x: M.layer_norm(x, (8,), None, torch.ones(1))),
+        (
+            ValueError,
+            r"a bias of shape \[8\], got \[1\]",
+            lambda x: M.layer_norm(x, (8,), None, torch.ones(1)),
+        ),
         (TypeError, "float16 or bfloat16, got torch.int64", lambda x: M.layer_norm(x.long(), (8,))),
         (TypeError, "float16 or bfloat16", lambda x: M.layer_norm(x, (8,), torch.ones(8).long())),
-        (TypeError, "weight and bias of one dtype", lambda x: M.layer_norm(x, (8,), torch.ones(8), torch.ones(8).half())),
+        (
+            TypeError,
+            "weight and bias of one dtype",
+            lambda x: M.layer_norm(x, (8,), torch.ones(8), torch.ones(8).half()),
+        ),
         (RuntimeError, "dense", lambda x: M.layer_norm(x.to_sparse(), (8,))),
         (RuntimeError, "one device", lambda x: M.layer_norm(x, (8,), torch.ones(8, device="meta"))),
-        (ValueError, "save 'auto', 'input' or 'output'", lambda x: M.layer_norm(x.requires_grad_(), (8,), save="x")),
+        (
+            ValueError,
+            "save 'auto', 'input' or 'output'",
+            lambda x: M.layer_norm(x.requires_grad_(), (8,), save="x"),
+        ),
         (ValueError, "inplace True, False or 'auto'", lambda x: M.layer_norm(x, (8,), inplace="x")),
         (TypeError, "to be a Tensor", lambda x: M.layer_norm(None, (8,))),
         (ValueError, r"one shape, got \[4, 8\] and \[8\]", lambda x: M.add_layer_norm(x, x[0], (8,))),
     ],
 )
-def test_errors_say_what_was_expected(error: type[Exception], text: str, make: Callable[[Tensor], Any]) -> None:
+def test_errors_say_what_was_expected(
+    error: type[Exception], text: str, make: Callable[[Tensor], Any]
+) -> None:
     with pytest.raises(error, match=f"^(add_)?layer_norm: expected .*{text}"):
         make(normal((4, 8), torch.float32, 0))
 

@@ -82,7 +82,9 @@ def test_derivative_of_the_derivative(name: str) -> None:
         out = call(lambda *a: function(*a, save="output"), *leaves)
         out = out[0] if isinstance(out, tuple) else out
         op = name.removeprefix("add_")
-        with pytest.raises(RuntimeError, match=f"^{op}: expected save='input' for a derivative of the gradient"):
+        with pytest.raises(
+            RuntimeError, match=f"^{op}: expected save='input' for a derivative of the gradient"
+        ):
             torch.autograd.grad(out.sum(), leaves[0], create_graph=True)
 
 
@@ -95,8 +97,10 @@ def test_function_transforms(name: str) -> None:
     close(jvp(ours, tuple(values), tangents), jvp(stock, tuple(values), tangents))
     loss = lambda f: lambda *t: first(f(*t)).square().sum()  # noqa: E731
     close(grad(loss(ours))(*values), grad(loss(stock))(*values))
-    close(grad(lambda x: grad(loss(ours))(x, *values[1:]).square().sum())(values[0]),
-          grad(lambda x: grad(loss(stock))(x, *values[1:]).square().sum())(values[0]))
+    close(
+        grad(lambda x: grad(loss(ours))(x, *values[1:]).square().sum())(values[0]),
+        grad(lambda x: grad(loss(stock))(x, *values[1:]).square().sum())(values[0]),
+    )
     batch = torch.stack([values[0], values[0].cos()])
     close(vmap(lambda x: ours(x, *values[1:]))(batch), vmap(lambda x: stock(x, *values[1:]))(batch))
     per_sample = vmap(grad(lambda x: loss(ours)(x, *values[1:])))
@@ -126,7 +130,9 @@ def test_compiled_in_place_writes_the_input(name: str) -> None:
     x, parameters, call = CASES[name]
     function = getattr(M, name)
     compiled = torch.compile(
-        lambda h: call(lambda *a: function(*a, inplace=True), h, *parameters) + 1, backend="aot_eager", fullgraph=True
+        lambda h: call(lambda *a: function(*a, inplace=True), h, *parameters) + 1,
+        backend="aot_eager",
+        fullgraph=True,
     )
     h = x.clone()
     out = compiled(h)
@@ -164,18 +170,21 @@ OPERATORS = ["_row_norm", "_add_row_norm", "_group_norm", "_batch_norm_act"]
 def test_opcheck(operator: str) -> None:
     x, image = (t.float().requires_grad_() for t in (ROW, IMAGE))
     w, b = (t.float().requires_grad_() for t in (WEIGHT, BIAS))
+    last = image.detach().contiguous(memory_format=torch.channels_last)
     calls = {
         "_row_norm": [
             (x, 1, w, b, 1e-5, True, torch.float32, "input"),
             (x, 1, w, None, 1e-5, False, torch.bfloat16, "output"),
             (x, 2, None, None, 1e-5, True, torch.float32, "auto"),
         ],
-        "_add_row_norm": [(x, x.detach() * 2, 1, w, b, 1e-5, True, torch.float32, save) for save in ("input", "output")],
+        "_add_row_norm": [
+            (x, x.detach() * 2, 1, w, b, 1e-5, True, torch.float32, save) for save in ("input", "output")
+        ],
         "_group_norm": [(image, 3, w, b, 1e-5, torch.float32), (image, 2, None, None, 1e-5, torch.bfloat16)],
         "_batch_norm_act": [
             (image, w, b, None, None, 1e-5, "silu", [], torch.float32),
             (image, w, None, torch.zeros(C), torch.ones(C), 1e-5, "", [], torch.float32),
-            (image.detach().contiguous(memory_format=torch.channels_last), w, b, None, None, 1e-5, "relu", [], torch.float32),
+            (last, w, b, None, None, 1e-5, "relu", [], torch.float32),
         ],
     }
     for arguments in calls[operator]:

@@ -11,9 +11,9 @@
 namespace memkit::cpu {
 namespace {
 
-constexpr int64_t kBlockRows = 16;     // of a matrix of columns, whose moments are taken together
+constexpr int64_t kBlockRows = 16;  // of a matrix of columns, whose moments are taken together
 constexpr int64_t kBlockColumns = 256;
-constexpr int64_t kFlushRows = 8;      // that are summed in the type computed in
+constexpr int64_t kFlushRows = 8;  // that are summed in the type computed in
 
 template <class T>
 struct Arrays {
@@ -127,7 +127,8 @@ struct Backward {
               const T *center = t.center + c, *scale = t.scale + c, *offset = t.offset + c, *slope = t.slope + c;
               MEMKIT_LOOP
               for (int64_t i = 0; i < m; ++i)
-                dx[k + i] = ChannelTerms<T>{center[i], scale[i], T(0), offset[i], slope[i]}.gradient(x[k + i], dz[k + i]);
+                dx[k + i] =
+                    ChannelTerms<T>{center[i], scale[i], T(0), offset[i], slope[i]}.gradient(x[k + i], dz[k + i]);
             });
         written<Lanes>(dx, args.grad_input, args.dtype, first, n);
       }

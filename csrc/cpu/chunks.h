@@ -49,9 +49,8 @@ MEMKIT_FN void written(const double*, void*, Dtype, int64_t, int64_t) {}
 template <class Lanes>
 MEMKIT_FN void written(const float* values, void* array, Dtype dtype, int64_t first, int64_t n) {
   if (dtype == Dtype::float32) return;
-  with_storage(dtype, [&](auto stored) MEMKIT_INLINE {
-    Lanes::narrow(values, static_cast<decltype(stored)*>(array) + first, n);
-  });
+  with_storage(dtype, [&](auto stored)
+                          MEMKIT_INLINE { Lanes::narrow(values, static_cast<decltype(stored)*>(array) + first, n); });
 }
 
 // Two sums over [0, n) in one go: term(i, a, b) adds what belongs to i. Each is made of 32 sums side by side, which is

@@ -87,7 +87,8 @@ struct Forward {
         if (args.rstd) static_cast<T*>(args.rstd)[row] = rstd;
         for (int64_t first = 0; first < args.columns; first += kChunk) {
           const int64_t n = chunk_at(first, args.columns);
-          if (args.columns > kChunk) x = read<Lanes>(args.residual ? args.sum : args.x, args.dtype, at + first, n, space);
+          if (args.columns > kChunk)
+            x = read<Lanes>(args.residual ? args.sum : args.x, args.dtype, at + first, n, space);
           T* y = place(args.y, args.out_dtype, at + first, result);
           const T *w = weight + first, *b = bias + first;
           MEMKIT_LOOP
@@ -157,8 +158,10 @@ struct Backward {
           g = read<Lanes>(args.grad, args.out_dtype, at + first, n, grads);
         };
         const auto x_hat = [&](int64_t i, int64_t column) MEMKIT_INLINE {
-          if constexpr (from_output_) return from_output(saved[i], inverse[column], centered ? bias[column] : T(0));
-          else return normalised(saved[i], mean, rstd);
+          if constexpr (from_output_)
+            return from_output(saved[i], inverse[column], centered ? bias[column] : T(0));
+          else
+            return normalised(saved[i], mean, rstd);
         };
         Sums<T> total{0, 0};
         for (int64_t first = 0; first < args.columns; first += kChunk) {
@@ -255,8 +258,8 @@ void backward(const RowNormArgs& args, int64_t begin, int64_t end) {
 
 template <class T>
 void backward(const RowNormArgs& args, int64_t begin, int64_t end) {
-  if (args.centered) return args.from_output ? backward<T, true, true>(args, begin, end)
-                                             : backward<T, true, false>(args, begin, end);
+  if (args.centered)
+    return args.from_output ? backward<T, true, true>(args, begin, end) : backward<T, true, false>(args, begin, end);
   return args.from_output ? backward<T, false, true>(args, begin, end) : backward<T, false, false>(args, begin, end);
 }
 

@@ -173,9 +173,7 @@ inline unsigned plane_threads(const ChannelArgs& args) {
   const int64_t warps = (args.inner + kLanes * kWidth - 1) / (kLanes * kWidth);
   return unsigned(std::min<int64_t>(warps * kLanes, kChannelThreads));
 }
-inline unsigned plane_blocks(const ChannelArgs& args) {
-  return unsigned(std::min<int64_t>(args.planes(), 1 << 30));
-}
+inline unsigned plane_blocks(const ChannelArgs& args) { return unsigned(std::min<int64_t>(args.planes(), 1 << 30)); }
 
 inline dim3 column_grid(const ChannelArgs& args, int64_t parts) {
   const int64_t each = kColumnThreads * kWidth;
@@ -223,11 +221,11 @@ struct LaunchSums {
     using Op = Formula<T, false>;
     const bool wide = wide_units(args);
     if (args.columns()) {
-      column_sums_kernel<T, Op><<<column_grid(args, parts), column_threads(), 0, stream>>>(args, Op(args.params), wide,
-                                                                                          dz, dz_distance);
+      column_sums_kernel<T, Op>
+          <<<column_grid(args, parts), column_threads(), 0, stream>>>(args, Op(args.params), wide, dz, dz_distance);
     } else {
-      plane_sums_kernel<T, Op><<<plane_blocks(args), plane_threads(args), 0, stream>>>(args, Op(args.params), wide, dz,
-                                                                                      dz_distance);
+      plane_sums_kernel<T, Op>
+          <<<plane_blocks(args), plane_threads(args), 0, stream>>>(args, Op(args.params), wide, dz, dz_distance);
     }
     return cudaGetLastError();
   }

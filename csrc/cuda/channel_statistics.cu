@@ -24,8 +24,8 @@ __global__ void plane_moments_kernel(const ChannelArgs args, const bool wide, do
     over([&](T x) { distance.a += x - about, distance.b += (x - about) * (x - about); });
     distance = block_sum(distance);
     if (threadIdx.x != 0) continue;
-    const Moments<double> moments = Moments<double>::from_sums(double(args.inner), double(about), double(distance.a),
-                                                               double(distance.b));
+    const Moments<double> moments =
+        Moments<double>::from_sums(double(args.inner), double(about), double(distance.a), double(distance.b));
     means[plane] = moments.mean, m2[plane] = moments.m2;
   }
 }
@@ -170,10 +170,10 @@ int channel_finish_sums(const ChannelStatistics<T>& s, int64_t parts, const doub
                   FinishSums<T>{s, parts, dz, dz_distance, sum_dz, sum_dz_x_hat, c1, c2});
 }
 
-#define MEMKIT_STEPS(T)                                                                                               \
-  template int channel_finish_moments<T>(const ChannelStatistics<T>&, const double*, const double*, CUstream_st*);              \
-  template int channel_terms<T>(const ChannelStatistics<T>&, int64_t, const double*, const double*, T*, CUstream_st*);          \
-  template int channel_finish_sums<T>(const ChannelStatistics<T>&, int64_t, const double*, const double*, double*, \
+#define MEMKIT_STEPS(T)                                                                                                \
+  template int channel_finish_moments<T>(const ChannelStatistics<T>&, const double*, const double*, CUstream_st*);     \
+  template int channel_terms<T>(const ChannelStatistics<T>&, int64_t, const double*, const double*, T*, CUstream_st*); \
+  template int channel_finish_sums<T>(const ChannelStatistics<T>&, int64_t, const double*, const double*, double*,     \
                                       double*, double*, double*, CUstream_st*);
 MEMKIT_STEPS(float)
 MEMKIT_STEPS(double)

@@ -2,10 +2,9 @@
 // memory is read once; of longer rows the passes after the first read again. A thread meets the same columns in every row:
 // it sums its part of the gradients of weight and bias in registers, writes the sums once, and a second kernel adds up
 // those of all blocks, in order.
-#include "row_norm.h"
-
 #include <algorithm>
 
+#include "row_norm.h"
 #include "vector.cuh"
 
 namespace memkit::cuda {
@@ -83,12 +82,12 @@ __device__ void store_share(const Share<T>& share, void* array, Dtype dtype, int
 
 // Weight or bias; `missing` where there is none.
 template <class T>
-__device__ Share<T> load_parameter(const void* array, Dtype dtype, int64_t columns, int64_t turn, T missing, bool wide) {
+__device__ Share<T> load_parameter(const void* array, Dtype dtype, int64_t columns, int64_t turn, T missing,
+                                   bool wide) {
   if (array) return load_share<T>(array, dtype, 0, columns, turn, wide);
   Share<T> share;
   MEMKIT_UNROLL
-  for (int v = 0; v < kVectors<T>; ++v)
-    MEMKIT_UNROLL
+  for (int v = 0; v < kVectors<T>; ++v) MEMKIT_UNROLL
   for (int k = 0; k < kWidth; ++k) share.v[v].x[k] = missing;
   return share;
 }
@@ -97,8 +96,7 @@ __device__ Share<T> load_parameter(const void* array, Dtype dtype, int64_t colum
 template <class T, class F>
 __device__ void for_share(int64_t columns, int64_t turn, F&& f) {
   MEMKIT_UNROLL
-  for (int v = 0; v < kVectors<T>; ++v)
-    MEMKIT_UNROLL
+  for (int v = 0; v < kVectors<T>; ++v) MEMKIT_UNROLL
   for (int k = 0; k < kWidth; ++k)
     if (column_of<T>(v, turn) + k < columns) f(v, k);
 }
@@ -157,8 +155,9 @@ __global__ void __launch_bounds__(kMostThreads, 1) forward_kernel(const RowNormA
       if (turns > 1) x = load_input<T>(args, row, turn, wide, false);
       const Share<T> w = load_parameter<T>(args.weight, args.weight_dtype, columns, turn, T(1), wide);
       const Share<T> b = load_parameter<T>(args.bias, args.weight_dtype, columns, turn, T(0), wide);
-      for_share<T>(columns, turn,
-                [&](int v, int k) { x.v[v].x[k] = normalised(x.v[v].x[k], mean, rstd) * w.v[v].x[k] + b.v[v].x[k]; });
+      for_share<T>(columns, turn, [&](int v, int k) {
+        x.v[v].x[k] = normalised(x.v[v].x[k], mean, rstd) * w.v[v].x[k] + b.v[v].x[k];
+      });
       store_share(x, args.y, args.out_dtype, row, columns, turn, wide);
     }
   }
@@ -178,8 +177,8 @@ __global__ void __launch_bounds__(kMostThreads, 1) backward_kernel(const RowNorm
       x_hat = load_share<T>(args.saved, saved_dtype, row, columns, turn, wide);
       gw = load_share<T>(args.grad, args.out_dtype, row, columns, turn, wide);
       const Share<T> w = load_parameter<T>(args.weight, args.weight_dtype, columns, turn, T(1), wide);
-      const Share<T> b = load_parameter<T>(args.from_output ? args.bias : nullptr, args.weight_dtype, columns, turn,
-                                           T(0), wide);
+      const Share<T> b =
+          load_parameter<T>(args.from_output ? args.bias : nullptr, args.weight_dtype, columns, turn, T(0), wide);
       for_share<T>(columns, turn, [&](int v, int k) {
         T& x = x_hat.v[v].x[k];
         const T weight = w.v[v].x[k], g = gw.v[v].x[k];
@@ -235,7 +234,8 @@ __global__ void parameters_kernel(const RowNormArgs args, const bool wide) {
   MEMKIT_UNROLL
   for (int k = 0; k < kWidth; ++k) {
     const bool exists = column + k < columns;
-    inverse.x[k] = args.weight && exists ? inverse_weight(load_one<T>(args.weight, args.weight_dtype, column + k)) : T(1);
+    inverse.x[k] =
+        args.weight && exists ? inverse_weight(load_one<T>(args.weight, args.weight_dtype, column + k)) : T(1);
     bias.x[k] = args.bias && exists ? load_one<T>(args.bias, args.weight_dtype, column + k) : T(0);
   }
   for (int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
@@ -292,9 +292,9 @@ __global__ void flaws_kernel(const RowNormArgs args, const WeightCheck<T> check,
 
 bool all_aligned(const RowNormArgs& args) {
   if (args.columns % kWidth != 0) return false;
-  for (const void* pointer : {args.x, args.residual, static_cast<const void*>(args.sum), static_cast<const void*>(args.y),
-                              args.weight, args.bias, args.saved, args.grad, args.grad_sum,
-                              static_cast<const void*>(args.grad_input)})
+  for (const void* pointer :
+       {args.x, args.residual, static_cast<const void*>(args.sum), static_cast<const void*>(args.y), args.weight,
+        args.bias, args.saved, args.grad, args.grad_sum, static_cast<const void*>(args.grad_input)})
     if (!is_aligned(pointer)) return false;
   return true;
 }

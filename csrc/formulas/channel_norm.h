@@ -29,8 +29,8 @@ struct ChannelArgs {
   bool has_act = false;
   Act act = Act::relu;
   ActParams params{};
-  Dtype dtype;      // of x and grad_input
-  Dtype out_dtype;  // of y and grad
+  Dtype dtype;                  // of x and grad_input
+  Dtype out_dtype;              // of y and grad
   const void* terms = nullptr;  // every set's center, then every set's scale, and so on
   const void* x = nullptr;
   void* y = nullptr;

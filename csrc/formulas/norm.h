@@ -93,9 +93,9 @@ struct RowNormArgs {
   bool centered = true;      // layer norm; else RMS norm
   bool from_output = false;  // backward: `saved` is the output
   double eps = 0;
-  Dtype dtype;         // of the input, the residual, their sum and their gradients
-  Dtype out_dtype;     // of the output and its gradient
-  Dtype weight_dtype;  // of weight and bias
+  Dtype dtype;                   // of the input, the residual, their sum and their gradients
+  Dtype out_dtype;               // of the output and its gradient
+  Dtype weight_dtype;            // of weight and bias
   const void* weight = nullptr;  // null: 1
   const void* bias = nullptr;    // null: 0
   void* mean = nullptr;          // one a row; backward: null where not needed
@@ -112,8 +112,8 @@ struct RowNormArgs {
   const void* grad = nullptr;
   const void* grad_sum = nullptr;  // of the sum, where there is one; added
   void* grad_input = nullptr;      // null: not wanted
-  void* partial = nullptr;         // sums of g x_hat and of g over some rows, `columns` each, on the CPU in double; null:
-                                   // not wanted
+  void* partial = nullptr;  // sums of g x_hat and of g over some rows, `columns` each, on the CPU in double; null:
+                            // not wanted
 };
 
 }  // namespace memkit

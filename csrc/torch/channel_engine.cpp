@@ -99,9 +99,8 @@ void for_elements(const ChannelArgs& args, const F& f) {
   // Whole blocks, so that no two threads write to one cache line.
   constexpr int64_t kUnit = 512;
   const int64_t numel = args.numel();
-  at::parallel_for(0, (numel + kUnit - 1) / kUnit, kGrain / kUnit, [&](int64_t begin, int64_t end) {
-    f(begin * kUnit, std::min(end * kUnit, numel));
-  });
+  at::parallel_for(0, (numel + kUnit - 1) / kUnit, kGrain / kUnit,
+                   [&](int64_t begin, int64_t end) { f(begin * kUnit, std::min(end * kUnit, numel)); });
 }
 
 #ifdef MEMKIT_WITH_CUDA
@@ -188,8 +187,7 @@ void run_channel_sums(ChannelCall call, double* dz, double* dz_x_hat, double* c1
         cpu::channel_sums(call.args, begin, end, sums + part, distances + part);
       });
       for (int64_t i = 0; i < s.statistics; ++i) s.finish_sums(i, sums, distances, c1, c2);
-      for (int64_t c = 0; c < s.channels; ++c)
-        s.finish_parameters(c, parts.count, sums, distances, dz, dz_x_hat);
+      for (int64_t c = 0; c < s.channels; ++c) s.finish_parameters(c, parts.count, sums, distances, dz, dz_x_hat);
       return;
     }
 #ifdef MEMKIT_WITH_CUDA

@@ -96,12 +96,11 @@ struct ChannelNormBackward : SavedNode {
       if (plain) {
         sums = channel_norm_sums(norm(), grad, x, mean, variance, weight, bias);
       } else {
-        std::tie(sums.dz, sums.dz_x_hat, sums.c1, sums.c2) =
-            MEMKIT_CALL("memkit::_channel_norm_sums",
-                        std::tuple<Tensor, Tensor, Tensor, Tensor>(
-                            const Tensor&, const Tensor&, int64_t, const Tensor&, const Tensor&, const OptionalTensor&,
-                            const OptionalTensor&, double, c10::string_view, Params))(
-                grad, x, groups, mean, variance, weight, bias, eps, act, params);
+        std::tie(sums.dz, sums.dz_x_hat, sums.c1, sums.c2) = MEMKIT_CALL(
+            "memkit::_channel_norm_sums", std::tuple<Tensor, Tensor, Tensor, Tensor>(
+                                              const Tensor&, const Tensor&, int64_t, const Tensor&, const Tensor&,
+                                              const OptionalTensor&, const OptionalTensor&, double, c10::string_view,
+                                              Params))(grad, x, groups, mean, variance, weight, bias, eps, act, params);
       }
     }
     if (wants_weight) result[1] = sums.dz_x_hat.to(weight->scalar_type());
@@ -171,9 +170,8 @@ std::tuple<Tensor, Tensor, Tensor> run(const ChannelNorm& norm, const Tensor& in
     } else if (plain) {
       std::tie(own_mean, own_variance) = channel_moments(norm, input);
     } else {
-      std::tie(own_mean, own_variance) =
-          MEMKIT_CALL("memkit::_channel_moments", std::tuple<Tensor, Tensor>(const Tensor&, int64_t))(input,
-                                                                                                      norm.groups);
+      std::tie(own_mean, own_variance) = MEMKIT_CALL(
+          "memkit::_channel_moments", std::tuple<Tensor, Tensor>(const Tensor&, int64_t))(input, norm.groups);
     }
     if (plain) {
       out = channel_norm_forward(norm, input, own_mean, own_variance, weight, bias, dtype);

@@ -26,7 +26,9 @@ using at::Tensor;
 // Below this many elements one thread is faster than waking a second.
 constexpr int64_t kGrain = 32768;
 
-int64_t grain_rows(const RowNormArgs& args) { return std::max<int64_t>(1, kGrain / std::max<int64_t>(1, args.columns)); }
+int64_t grain_rows(const RowNormArgs& args) {
+  return std::max<int64_t>(1, kGrain / std::max<int64_t>(1, args.columns));
+}
 
 [[noreturn]] [[maybe_unused]] void without_cuda(c10::Device device) {
   TORCH_CHECK(false, "memkit: expected a CPU tensor, got one on ", device,
@@ -70,8 +72,7 @@ void run_row_norm_forward(const RowNormArgs& args, c10::Device device) {
   }
 #ifdef MEMKIT_WITH_CUDA
   const c10::cuda::CUDAGuard guard(device);
-  C10_CUDA_CHECK(
-      static_cast<cudaError_t>(cuda::row_norm_forward(args, c10::cuda::getCurrentCUDAStream().stream())));
+  C10_CUDA_CHECK(static_cast<cudaError_t>(cuda::row_norm_forward(args, c10::cuda::getCurrentCUDAStream().stream())));
 #else
   without_cuda(device);
 #endif
@@ -92,14 +93,15 @@ void run_row_norm_backward(RowNormArgs args, const Tensor& grad, Tensor& grad_we
   C10_CUDA_CHECK(static_cast<cudaError_t>(cuda::row_norm_parts(args, parts)));
   const bool parameters = grad_weight.defined() || grad_bias.defined();
   if (parameters) {
-    partials = at::empty({parts, 2, args.columns}, grad.options().dtype(args.dtype == Dtype::float64 ? at::kDouble : at::kFloat));
+    partials = at::empty({parts, 2, args.columns},
+                         grad.options().dtype(args.dtype == Dtype::float64 ? at::kDouble : at::kFloat));
     args.partial = partials.mutable_data_ptr();
   }
   C10_CUDA_CHECK(static_cast<cudaError_t>(cuda::row_norm_backward(args, parts, stream)));
   if (!parameters) return;
-  C10_CUDA_CHECK(static_cast<cudaError_t>(cuda::row_norm_reduce(
-      args, parts, grad_weight.defined() ? grad_weight.mutable_data_ptr() : nullptr,
-      grad_bias.defined() ? grad_bias.mutable_data_ptr() : nullptr, stream)));
+  C10_CUDA_CHECK(static_cast<cudaError_t>(
+      cuda::row_norm_reduce(args, parts, grad_weight.defined() ? grad_weight.mutable_data_ptr() : nullptr,
+                            grad_bias.defined() ? grad_bias.mutable_data_ptr() : nullptr, stream)));
 #else
   without_cuda(grad.device());
 #endif
@@ -115,9 +117,7 @@ struct WeightMeasurement::Pending {
 
 namespace {
 // While a graph is captured nothing else may be asked of the device.
-bool capturing() {
-  return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
-}
+bool capturing() { return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None; }
 }  // namespace
 
 #else
@@ -149,8 +149,8 @@ void WeightMeasurement::start(const RowNorm& norm, const Tensor& weight, const O
   }
   const auto stream = c10::cuda::getCurrentCUDAStream();
   pending_->device.zero_();
-  C10_CUDA_CHECK(static_cast<cudaError_t>(
-      cuda::row_norm_flaws(args, pending_->device.mutable_data_ptr<int>(), stream.stream())));
+  C10_CUDA_CHECK(
+      static_cast<cudaError_t>(cuda::row_norm_flaws(args, pending_->device.mutable_data_ptr<int>(), stream.stream())));
   pending_->host.copy_(pending_->device, /*non_blocking=*/true);
   pending_->event.record(stream.unwrap());
   pending_->running = true;

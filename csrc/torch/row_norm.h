@@ -12,7 +12,7 @@ namespace memkit {
 using OptionalTensor = std::optional<at::Tensor>;
 
 struct RowNorm {
-  int64_t dims;          // how many dimensions, from the last one
+  int64_t dims;  // how many dimensions, from the last one
   double eps;
   bool centered;         // LayerNorm; else RMSNorm
   at::ScalarType dtype;  // of the output

@@ -126,12 +126,11 @@ RowNormed forward(const RowNorm& norm, const Tensor& input, const OptionalTensor
   if (is_plain(input) && (!residual || is_plain(*residual)) && (!weight || is_plain(*weight)) &&
       (!bias || is_plain(*bias)))
     return row_norm_forward(norm, input, residual, weight, bias, needs_mean);
-  auto [out, sum, mean, rstd] =
-      MEMKIT_CALL("memkit::_row_norm_forward",
-                  std::tuple<Tensor, Tensor, Tensor, Tensor>(const Tensor&, const OptionalTensor&, int64_t,
-                                                             const OptionalTensor&, const OptionalTensor&, double, bool,
-                                                             at::ScalarType))(
-          input, residual, norm.dims, weight, bias, norm.eps, norm.centered, norm.dtype);
+  auto [out, sum, mean, rstd] = MEMKIT_CALL(
+      "memkit::_row_norm_forward",
+      std::tuple<Tensor, Tensor, Tensor, Tensor>(const Tensor&, const OptionalTensor&, int64_t, const OptionalTensor&,
+                                                 const OptionalTensor&, double, bool, at::ScalarType))(
+      input, residual, norm.dims, weight, bias, norm.eps, norm.centered, norm.dtype);
   return {out, residual ? sum : Tensor(), norm.centered ? mean : Tensor(), rstd};
 }
 

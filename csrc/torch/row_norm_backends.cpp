@@ -50,8 +50,8 @@ void check_parameter(const RowNorm& norm, const char* what, const Tensor& input,
   const auto shape = input.sym_sizes().slice(input.dim() - norm.dims);
   TORCH_CHECK_VALUE(parameter.sym_sizes() == shape, norm.name(), ": expected a ", what, " of shape ", shape, ", got ",
                     parameter.sym_sizes());
-  TORCH_CHECK(parameter.device() == input.device(), norm.name(), ": expected input and ", what,
-              " on one device, got ", input.device(), " and ", parameter.device());
+  TORCH_CHECK(parameter.device() == input.device(), norm.name(), ": expected input and ", what, " on one device, got ",
+              input.device(), " and ", parameter.device());
 }
 
 }  // namespace
@@ -60,15 +60,14 @@ at::ScalarType norm_output_dtype(const Tensor& input) {
   const auto device = input.device().type();
   const auto dtype = input.scalar_type();
   return dtype != at::kDouble && at::autocast::is_autocast_enabled(device) ? at::autocast::get_autocast_dtype(device)
-                                                                          : dtype;
+                                                                           : dtype;
 }
 
 void check_row_norm(const RowNorm& norm, const Tensor& input, const OptionalTensor& residual,
                     const OptionalTensor& weight, const OptionalTensor& bias) {
   check_float_tensor(norm.name(), input);
-  TORCH_CHECK_VALUE(norm.dims >= 1 && norm.dims <= input.dim(), norm.name(),
-                    ": expected a normalized_shape of 1 to ", input.dim(), " dimensions for input ", input.sym_sizes(),
-                    ", got ", norm.dims);
+  TORCH_CHECK_VALUE(norm.dims >= 1 && norm.dims <= input.dim(), norm.name(), ": expected a normalized_shape of 1 to ",
+                    input.dim(), " dimensions for input ", input.sym_sizes(), ", got ", norm.dims);
   TORCH_CHECK((norm.dtype == at::kDouble) == (input.scalar_type() == at::kDouble), norm.name(),
               ": expected an output in float64 for float64 and for nothing else, got ", norm.dtype, " for ",
               describe(input));
@@ -78,8 +77,7 @@ void check_row_norm(const RowNorm& norm, const Tensor& input, const OptionalTens
                       ": expected input and residual of one shape, got ", input.sym_sizes(), " and ",
                       residual->sym_sizes());
     TORCH_CHECK_TYPE(residual->scalar_type() == input.scalar_type(), norm.name(),
-                     ": expected input and residual of one dtype, got ", describe(input), " and ",
-                     describe(*residual));
+                     ": expected input and residual of one dtype, got ", describe(input), " and ", describe(*residual));
     TORCH_CHECK(residual->device() == input.device(), norm.name(), ": expected input and residual on one device, got ",
                 input.device(), " and ", residual->device());
   }
@@ -119,8 +117,8 @@ RowNormed row_norm_forward(const RowNorm& norm, const Tensor& input, const Optio
 
 RowNormGradients row_norm_backward(const RowNorm& norm, const Tensor& grad, const OptionalTensor& grad_sum,
                                    const Tensor& saved, const OptionalTensor& weight, const OptionalTensor& bias,
-                                   const Tensor& mean, const Tensor& rstd, bool from_output,
-                                   at::ScalarType input_dtype, std::array<bool, 3> wanted, Tensor into) {
+                                   const Tensor& mean, const Tensor& rstd, bool from_output, at::ScalarType input_dtype,
+                                   std::array<bool, 3> wanted, Tensor into) {
   // Saved-tensor hooks may hand back anything.
   TORCH_CHECK(saved.sym_sizes() == grad.sym_sizes() && saved.device() == grad.device() &&
                   saved.scalar_type() == (from_output ? norm.dtype : input_dtype) && grad.scalar_type() == norm.dtype,
@@ -137,10 +135,10 @@ RowNormGradients row_norm_backward(const RowNorm& norm, const Tensor& grad, cons
   if (g.is_meta()) return result;
   RowNormArgs args;
   describe_call(args, norm, g, input_dtype, w, b);
-  TORCH_CHECK(rstd.is_contiguous() && rstd.numel() * args.columns == g.numel() && rstd.scalar_type() == computed &&
-                  (!mean.defined() || (mean.is_contiguous() && mean.numel() == rstd.numel() &&
-                                       mean.scalar_type() == computed)),
-              norm.name(), ": expected one statistic a row, got ", describe(rstd), " for ", describe(g));
+  TORCH_CHECK(
+      rstd.is_contiguous() && rstd.numel() * args.columns == g.numel() && rstd.scalar_type() == computed &&
+          (!mean.defined() || (mean.is_contiguous() && mean.numel() == rstd.numel() && mean.scalar_type() == computed)),
+      norm.name(), ": expected one statistic a row, got ", describe(rstd), " for ", describe(g));
   args.from_output = from_output;
   args.mean = mean.defined() ? mean.data_ptr() : nullptr;
   args.rstd = rstd.data_ptr();
@@ -169,9 +167,8 @@ std::tuple<Tensor, Tensor, Tensor> backward_op(const Tensor& grad, const Optiona
                                                const OptionalTensor& mean, const Tensor& rstd, bool centered,
                                                bool from_output, at::ScalarType input_dtype,
                                                std::array<bool, 3> wanted) {
-  RowNormGradients r =
-      row_norm_backward({dims, 0, centered, grad.scalar_type()}, grad, grad_sum, saved, weight, bias,
-                        mean.value_or(Tensor()), rstd, from_output, input_dtype, wanted);
+  RowNormGradients r = row_norm_backward({dims, 0, centered, grad.scalar_type()}, grad, grad_sum, saved, weight, bias,
+                                         mean.value_or(Tensor()), rstd, from_output, input_dtype, wanted);
   return {or_nothing(r.input, grad), or_nothing(r.weight, grad), or_nothing(r.bias, grad)};
 }
 

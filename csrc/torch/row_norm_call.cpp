@@ -16,37 +16,35 @@ using Shape = std::vector<int64_t>;
 RowNorm norm_of(bool centered, const Tensor& input, const Shape& shape, std::optional<double> eps) {
   const auto dtype = norm_output_dtype(input);
   // Without an eps: that of the type computed in, as in torch.nn.functional.rms_norm.
-  const double smallest = dtype == at::kDouble ? std::numeric_limits<double>::epsilon()
-                                               : double(std::numeric_limits<float>::epsilon());
+  const double smallest =
+      dtype == at::kDouble ? std::numeric_limits<double>::epsilon() : double(std::numeric_limits<float>::epsilon());
   const RowNorm norm{int64_t(shape.size()), eps.value_or(smallest), centered, dtype};
   const auto sizes = input.sizes();
-  TORCH_CHECK_VALUE(!shape.empty() && shape.size() <= sizes.size() &&
-                        std::equal(shape.begin(), shape.end(), sizes.end() - norm.dims),
-                    norm.name(), ": expected an input whose last dimensions are ", shape, ", got ", sizes);
+  TORCH_CHECK_VALUE(
+      !shape.empty() && shape.size() <= sizes.size() && std::equal(shape.begin(), shape.end(), sizes.end() - norm.dims),
+      norm.name(), ": expected an input whose last dimensions are ", shape, ", got ", sizes);
   return norm;
 }
 
 // Tensors that a tracer, a mode or a transform follows are worked on by registered operators alone.
 bool may_bypass(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias) {
-  return is_plain(x) && (!weight || is_plain(*weight)) && (!bias || is_plain(*bias)) && !torch::jit::tracer::isTracing();
+  return is_plain(x) && (!weight || is_plain(*weight)) && (!bias || is_plain(*bias)) &&
+         !torch::jit::tracer::isTracing();
 }
 
 Tensor run(const RowNorm& norm, const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
            std::string_view save) {
-  return MEMKIT_CALL("memkit::_row_norm",
-                     Tensor(const Tensor&, int64_t, const OptionalTensor&, const OptionalTensor&, double, bool,
-                            at::ScalarType, c10::string_view))(input, norm.dims, weight, bias, norm.eps, norm.centered,
-                                                               norm.dtype, save);
+  return MEMKIT_CALL("memkit::_row_norm", Tensor(const Tensor&, int64_t, const OptionalTensor&, const OptionalTensor&,
+                                                 double, bool, at::ScalarType, c10::string_view))(
+      input, norm.dims, weight, bias, norm.eps, norm.centered, norm.dtype, save);
 }
 
 std::tuple<Tensor, Tensor> run_adding(const RowNorm& norm, const Tensor& input, const Tensor& residual,
-                                      const OptionalTensor& weight, const OptionalTensor& bias,
-                                      std::string_view save) {
+                                      const OptionalTensor& weight, const OptionalTensor& bias, std::string_view save) {
   return MEMKIT_CALL("memkit::_add_row_norm",
                      std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, int64_t, const OptionalTensor&,
-                                                const OptionalTensor&, double, bool, at::ScalarType,
-                                                c10::string_view))(input, residual, norm.dims, weight, bias, norm.eps,
-                                                                   norm.centered, norm.dtype, save);
+                                                const OptionalTensor&, double, bool, at::ScalarType, c10::string_view))(
+      input, residual, norm.dims, weight, bias, norm.eps, norm.centered, norm.dtype, save);
 }
 
 Tensor row_norm(bool centered, const Tensor& input, const Shape& shape, const OptionalTensor& weight,
@@ -55,7 +53,8 @@ Tensor row_norm(bool centered, const Tensor& input, const Shape& shape, const Op
   const RowNorm norm = norm_of(centered, input, shape, eps);
   const bool bypass = may_bypass(input, weight, bias);
   if (inplace == Inplace::automatic) {
-    const bool possible = bypass && norm.dtype == input.scalar_type() && eager::resolve_inplace(inplace, norm.name(), input) &&
+    const bool possible = bypass && norm.dtype == input.scalar_type() &&
+                          eager::resolve_inplace(inplace, norm.name(), input) &&
                           resolve_kept(norm, input, weight, bias, save, false) == Kept::output;
     inplace = possible ? Inplace::forced : Inplace::never;
   } else if (inplace == Inplace::forced) {

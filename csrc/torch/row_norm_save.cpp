@@ -31,8 +31,8 @@ struct Identity {
         dtype(dtype) {}
 
   bool operator==(const Identity& other) const {
-    return weight_data == other.weight_data && bias_data == other.bias_data &&
-           weight_version == other.weight_version && bias_version == other.bias_version && dtype == other.dtype;
+    return weight_data == other.weight_data && bias_data == other.bias_data && weight_version == other.weight_version &&
+           bias_version == other.bias_version && dtype == other.dtype;
   }
 };
 

@@ -69,7 +69,9 @@ def batch_norm_act(
     values = [params.get(key, default) for key, default in names.items()]
     if not training:
         if running_mean is None or running_var is None:
-            raise ValueError("batch_norm_act: expected running_mean and running_var outside training, got None")
+            raise ValueError(
+                "batch_norm_act: expected running_mean and running_var outside training, got None"
+            )
         return _run(input, weight, bias, running_mean, running_var, eps, name, values)[0]
     if process_group is not None:
         from ._sync_norm import synchronised

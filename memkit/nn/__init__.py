@@ -22,12 +22,13 @@ from .activation import (
 from .norm import BatchNorm1d, BatchNorm2d, BatchNorm3d, GroupNorm, LayerNorm, RMSNorm
 
 __all__ = [
-    "BatchNorm1d",
-    "BatchNorm2d",
-    "BatchNorm3d",
     "CELU",
     "ELU",
     "GELU",
+    "SELU",
+    "BatchNorm1d",
+    "BatchNorm2d",
+    "BatchNorm3d",
     "GroupNorm",
     "Hardsigmoid",
     "Hardswish",
@@ -40,7 +41,6 @@ __all__ = [
     "ReLU",
     "ReLU6",
     "ReLUSquared",
-    "SELU",
     "SiLU",
     "Sigmoid",
     "Softplus",

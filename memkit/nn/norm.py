@@ -47,9 +47,7 @@ class _BatchNorm(nn.modules.batchnorm._BatchNorm):
     act_params: dict[str, Any] = {}  # noqa: RUF012  replaced, never changed
     process_group: Any = None
 
-    def __init__(
-        self, *args: Any, act: str | None = None, process_group: Any = None, **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, act: str | None = None, process_group: Any = None, **kwargs: Any) -> None:
         stock = {"eps", "momentum", "affine", "track_running_stats", "device", "dtype", "bias"}
         own = {name: value for name, value in kwargs.items() if name in stock | {"num_features"}}
         super().__init__(*args, **own)
@@ -58,7 +56,7 @@ class _BatchNorm(nn.modules.batchnorm._BatchNorm):
         self.process_group = process_group
 
     def forward(self, input: Tensor) -> Tensor:
-        self._check_input_dim(input)
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
         momentum = 0.0 if self.momentum is None else self.momentum
         if self.training and self.track_running_stats and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
@@ -81,7 +79,7 @@ class _BatchNorm(nn.modules.batchnorm._BatchNorm):
         )
 
     def extra_repr(self) -> str:
-        text = super().extra_repr()
+        text: str = super().extra_repr()  # type: ignore[no-untyped-call]
         if self.act is not None:
             text += f", act={self.act!r}" + "".join(f", {k}={v}" for k, v in self.act_params.items())
         return text
