@@ -117,11 +117,6 @@ autograd::variable_list ActivationBackward::backward(autograd::variable_list&& g
 
 namespace {
 
-constexpr c10::DispatchKeySet kTransforms({c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::FuncTorchBatched});
-
-// Function transforms and forward-mode derivatives see ATen's operators, whose rules they know.
-bool needs_stock(const Tensor& x) { return x.key_set().has_any(kTransforms) || autograd::isFwGradDefined(x); }
-
 Tensor stock_with_bias(const Tensor& x, const OptionalTensor& bias, int64_t dim, const ActivationSpec& spec) {
   return stock_activation(spec, bias ? x + along(*bias, x, dim) : x);
 }
@@ -149,7 +144,7 @@ Tensor activation(const Tensor& x, const OptionalTensor& bias, int64_t dim, c10:
   const ActivationSpec spec(op, params);
   const Save save = resolve_save(spec, save_name, false);
   check_arguments(spec.name, x, bias, dim);
-  if (needs_stock(x) || (bias && needs_stock(*bias))) return stock_with_bias(x, bias, dim, spec);
+  if (needs_stock(x, bias)) return stock_with_bias(x, bias, dim, spec);
   if (!autograd::compute_requires_grad(x, bias)) {
     const at::AutoDispatchBelowADInplaceOrView below;
     return ops::activation(x, bias, dim, op, params, save_name);
@@ -184,7 +179,7 @@ Tensor& activation_(Tensor& x, const OptionalTensor& bias, int64_t dim, c10::str
   const Save save = resolve_save(spec, save_name, true);
   check_arguments(spec.name, x, bias, dim);
   check_inplace(spec.name, x, inplace_blocker(x));
-  if (needs_stock(x) || (bias && needs_stock(*bias))) return stock_with_bias_(x, bias, dim, spec);
+  if (needs_stock(x, bias)) return stock_with_bias_(x, bias, dim, spec);
   const bool requires_grad = autograd::compute_requires_grad(x, bias);
   autograd::check_inplace(x, requires_grad);
   if (!requires_grad) {

@@ -146,18 +146,13 @@ struct ChannelNormBackward : SavedNode {
   }
 };
 
-constexpr c10::DispatchKeySet kTransforms({c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::FuncTorchBatched});
-
-bool needs_stock(const Tensor& x) { return x.key_set().has_any(kTransforms) || autograd::isFwGradDefined(x); }
-bool needs_stock(const OptionalTensor& x) { return x && needs_stock(*x); }
-
 std::tuple<Tensor, Tensor, Tensor> run(const ChannelNorm& norm, const Tensor& input, const OptionalTensor& weight,
                                        const OptionalTensor& bias, const OptionalTensor& mean,
                                        const OptionalTensor& variance, at::ScalarType dtype) {
   check_channel_norm(norm, input, weight, bias);
   TORCH_CHECK(mean.has_value() == variance.has_value(), norm.name(),
               ": expected a mean and a variance or neither, got one of them");
-  if (needs_stock(input) || needs_stock(weight) || needs_stock(bias)) {
+  if (needs_stock(input, weight, bias)) {
     const Composed made = compose(norm, input, mean, variance, weight, bias, dtype);
     return {made.out, made.mean.to(at::kDouble), made.variance.to(at::kDouble)};
   }

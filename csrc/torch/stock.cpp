@@ -1,10 +1,17 @@
 #include "stock.h"
 
 #include <ATen/ATen.h>
+#include <torch/csrc/autograd/VariableTypeUtils.h>
 
 namespace memkit {
 
 using at::Tensor;
+
+bool needs_stock(const Tensor& x) {
+  constexpr c10::DispatchKeySet transforms(
+      {c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::FuncTorchBatched});
+  return x.key_set().has_any(transforms) || torch::autograd::isFwGradDefined(x);
+}
 
 at::Tensor stock_activation(const ActivationSpec& spec, const Tensor& x) {
   const ActParams& p = spec.params;

@@ -4,9 +4,19 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
+
 #include "spec.h"
 
 namespace memkit {
+
+// Function transforms and forward-mode derivatives see ATen's operators, whose rules they know.
+bool needs_stock(const at::Tensor& x);
+inline bool needs_stock(const std::optional<at::Tensor>& x) { return x && needs_stock(*x); }
+template <class X, class Y, class... Rest>
+bool needs_stock(const X& x, const Y& y, const Rest&... rest) {
+  return needs_stock(x) || needs_stock(y, rest...);
+}
 
 at::Tensor stock_activation(const ActivationSpec& spec, const at::Tensor& x);
 
