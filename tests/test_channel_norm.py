@@ -37,12 +37,12 @@ def parameters(channels: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def batch_norm(
-    function: Callable[..., Any], act: str | None, training: bool = True, channels: int = 0
+    function: Callable[..., Any], act: str | None, training: bool = True, running: tuple[Tensor, ...] = ()
 ) -> Callable[..., Any]:
+    """In training without running statistics, else by those given, in the input's dtype."""
+
     def call(x: Tensor, *p: Tensor) -> Any:
-        mean = variance = None
-        if not training:
-            mean, variance = (normal((channels,), x.dtype, 3), uniform((channels,), x.dtype, 4, 0.5, 2))
+        mean, variance = (t.to(x.dtype) for t in running) if running else (None, None)
         return function(x, mean, variance, *p, training, 0.1, 1e-5, act=act, **ACTS.get(act, {}))
 
     return call
@@ -74,8 +74,9 @@ def test_activations_as_exact_as_stock(dtype: torch.dtype, act: str | None, trai
     shape = (6, 40, 15, 17)  # many channels: the worst of few would be luck
     tensors = [normal(shape, dtype, 0), *parameters(shape[1], dtype)]
     grads = [normal(shape, dtype, 5)]
+    running = () if training else (normal((40,), dtype, 3), uniform((40,), dtype, 4, 0.5, 2))
     ours, stock = (
-        batch_norm(f, act, training, shape[1]) for f in (M.batch_norm_act, STOCK["batch_norm_act"])
+        batch_norm(f, act, training, running) for f in (M.batch_norm_act, STOCK["batch_norm_act"])
     )
     want = run(stock, tensors, grads, torch.float64)
     # Where the activation has a kink, an input that rounds to its other side has the other slope: in both, but not in the
