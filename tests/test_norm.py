@@ -446,7 +446,7 @@ def test_unused_results_get_no_gradient() -> None:
     weight = torch.ones(8, dtype=torch.float64, requires_grad=True)
     _, total = M.add_rms_norm(x, residual, (8,), weight)
     grads = torch.autograd.grad(total.sum(), (x, residual, weight), allow_unused=True)
-    assert torch.equal(grads[0], torch.ones(4, 8))
+    assert torch.equal(grads[0], torch.ones(4, 8, dtype=torch.float64))
     assert torch.equal(grads[1], grads[0])
     assert grads[2] is None
     normed, _ = M.add_rms_norm(x, residual, (8,), weight)

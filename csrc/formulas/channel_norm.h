@@ -78,11 +78,12 @@ struct ChannelStatistics {
   const T* bias = nullptr;    // null: 0
   double* mean = nullptr;
   double* variance = nullptr;
+  const double* roots = nullptr;  // 1 / sqrt(variance + eps), where they have been computed
 
   MEMKIT_FN int64_t part(int64_t s, int64_t j) const { return s * step + j * stride; }
   MEMKIT_FN int64_t part_size(int64_t j) const { return size * (j + 1) / count - size * j / count; }
   MEMKIT_FN double weight_of(int64_t channel) const { return weight ? double(weight[channel]) : 1.0; }
-  MEMKIT_FN double rstd(int64_t s) const { return reciprocal_root(variance[s], eps); }
+  MEMKIT_FN double rstd(int64_t s) const { return roots ? roots[s] : reciprocal_root(variance[s], eps); }
   MEMKIT_FN double lost(int64_t s) const { return mean[s] - double(T(mean[s])); }
   MEMKIT_FN int64_t statistic_of(int64_t set) const { return groups == 0 ? set : set / (channels / groups); }
 

@@ -175,9 +175,7 @@ struct Request {
                       drop.size(), " numbers");
   }
 
-  bool needs_stock(const Tensor& x) const {
-    return memkit::needs_stock(x) || memkit::needs_stock(bias) || memkit::needs_stock(residual);
-  }
+  bool needs_stock(const Tensor& x) const { return memkit::needs_stock(x, bias, residual); }
 };
 
 // By ATen's operators alone, but for which elements are dropped.

@@ -27,6 +27,16 @@ struct Parts {
   int64_t ways, count;
 };
 
+// The moments of a group are those of a plane of all its channels.
+ChannelCall by_groups(ChannelCall call) {
+  if (call.groups) {
+    call.args.inner *= call.args.channels / call.groups;
+    call.args.channels = call.groups;
+    call.args.sets = call.args.planes();
+  }
+  return call;
+}
+
 Parts parts_of(const ChannelCall& call) {
   const ChannelArgs& args = call.args;
   if (!args.columns()) return {1, args.planes()};
@@ -113,16 +123,98 @@ CUstream_st* stream() { return c10::cuda::getCurrentCUDAStream().stream(); }
               "; this memkit was built without CUDA: rebuild with MEMKIT_CUDA=1");
 }
 
+// On the CPU the steps between the passes are loops in the order of memory: there may be a part for every few elements.
+
+template <class F>
+void for_many(int64_t n, const F& f) {
+  at::parallel_for(0, n, 1024, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) f(i);
+  });
+}
+
+// 1 / sqrt(variance + eps), which s then points to.
+template <class T>
+Tensor make_roots(const ChannelCall& call, ChannelStatistics<T>& s) {
+  Tensor made = at::empty({s.statistics}, at::TensorOptions(at::kDouble));
+  double* roots = made.mutable_data_ptr<double>();
+  for_many(s.statistics, [&](int64_t i) { roots[i] = s.rstd(i); });
+  s.roots = roots;
+  return made;
+}
+
+// Channel by channel side by side, from `rows` parts of one size each: the mean first, then the distances from it.
+template <class T>
+void finish_moments_by_rows(const ChannelStatistics<T>& s, int64_t rows, const double* means, const double* m2) {
+  const int64_t channels = s.channels;
+  const double share = 1.0 / double(rows), part = double(s.size) * share;
+  at::parallel_for(0, channels, std::max<int64_t>(8, kGrain / rows), [&](int64_t begin, int64_t end) {
+    std::fill(s.mean + begin, s.mean + end, 0.0);
+    std::fill(s.variance + begin, s.variance + end, 0.0);
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t c = begin; c < end; ++c) s.mean[c] += means[r * channels + c];
+    for (int64_t c = begin; c < end; ++c) s.mean[c] *= share;
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t c = begin; c < end; ++c) {
+        const double d = means[r * channels + c] - s.mean[c];
+        s.variance[c] += m2[r * channels + c] + part * d * d;
+      }
+    }
+    for (int64_t c = begin; c < end; ++c) s.variance[c] /= double(s.size);
+  });
+}
+
+// As ChannelStatistics::finish_parameters for all channels.
+template <class T>
+void finish_parameters_by_rows(const ChannelStatistics<T>& s, int64_t rows, const double* dz, const double* dz_distance,
+                               double* sum_dz, double* sum_dz_x_hat) {
+  const int64_t channels = s.channels, together = s.groups ? channels / s.groups : channels;
+  const int64_t blocks = channels / together;  // of channels that have a statistic in common; batch norm: one of all
+  const auto add = [&](int64_t begin, int64_t end, int64_t block) {
+    for (int64_t r = 0; r < rows; ++r) {
+      const double *from = dz + r * channels, *distance = dz_distance + r * channels;
+      const int64_t statistic = r * blocks + block;
+      const double root = s.groups ? s.rstd(statistic) : 1, lost = s.groups ? s.lost(statistic) : 0;
+      for (int64_t c = begin; c < end; ++c) {
+        sum_dz[c] += from[c];
+        sum_dz_x_hat[c] += (distance[c] - lost * from[c]) * root;
+      }
+    }
+    if (s.groups) return;
+    for (int64_t c = begin; c < end; ++c) sum_dz_x_hat[c] = (sum_dz_x_hat[c] - s.lost(c) * sum_dz[c]) * s.rstd(c);
+  };
+  std::fill(sum_dz, sum_dz + channels, 0.0);
+  std::fill(sum_dz_x_hat, sum_dz_x_hat + channels, 0.0);
+  const int64_t grain = std::max<int64_t>(1, kGrain / rows);
+  if (s.groups) {
+    at::parallel_for(0, blocks, std::max<int64_t>(1, grain / together), [&](int64_t begin, int64_t end) {
+      for (int64_t block = begin; block < end; ++block) add(block * together, (block + 1) * together, block);
+    });
+  } else {
+    at::parallel_for(0, channels, std::max<int64_t>(8, grain), [&](int64_t begin, int64_t end) { add(begin, end, 0); });
+  }
+}
+
+// Batch norm: c1 and c2 from the channels' own sums.
+template <class T>
+void finish_batch_sums(const ChannelStatistics<T>& s, const double* sum_dz, const double* sum_dz_x_hat, double* c1,
+                       double* c2) {
+  for (int64_t c = 0; c < s.channels; ++c) {
+    c1[c] = s.weight_of(c) * sum_dz[c] / double(s.size);
+    c2[c] = s.weight_of(c) * sum_dz_x_hat[c] / double(s.size);
+  }
+}
+
 // The terms of all sets, which the call then points to.
 template <class T>
 Tensor make_terms(ChannelCall& call, const double* c1, const double* c2) {
   Tensor made = at::empty({5, call.args.sets}, at::TensorOptions(call.computed).device(call.device));
   T* data = static_cast<T*>(made.mutable_data_ptr());
   call.args.terms = data;
-  const ChannelStatistics<T> s = statistics_of<T>(call, {1, call.args.planes()});
+  ChannelStatistics<T> s = statistics_of<T>(call, {1, call.args.planes()});
   if (call.device.is_cpu()) {
     const TermArrays<T> arrays{data, call.args.sets};
-    for (int64_t set = 0; set < call.args.sets; ++set) arrays.put(set, s.terms(set, c1, c2));
+    const Tensor roots = make_roots(call, s);
+    for_many(call.args.sets, [&](int64_t set) { arrays.put(set, s.terms(set, c1, c2)); });
     return made;
   }
 #ifdef MEMKIT_WITH_CUDA
@@ -133,7 +225,8 @@ Tensor make_terms(ChannelCall& call, const double* c1, const double* c2) {
 
 }  // namespace
 
-void run_channel_moments(const ChannelCall& call) {
+void run_channel_moments(const ChannelCall& whole) {
+  const ChannelCall call = by_groups(whole);
   const Parts parts = parts_of(call);
   with_computed(call, [&](auto computed) {
     using T = decltype(computed);
@@ -144,6 +237,7 @@ void run_channel_moments(const ChannelCall& call) {
       for_units(call.args, parts, [&](int64_t begin, int64_t end, int64_t part) {
         cpu::channel_moments(call.args, begin, end, means + part, m2 + part);
       });
+      if (call.groups == 0 && !call.args.columns()) return finish_moments_by_rows(s, s.count, means, m2);
       for (int64_t i = 0; i < s.statistics; ++i) s.finish_moments(i, means, m2);
       return;
     }
@@ -180,7 +274,7 @@ void run_channel_sums(ChannelCall call, double* dz, double* dz_x_hat, double* c1
     using T = decltype(computed);
     const Tensor room = scratch(call, parts.count);
     double *sums = room.mutable_data_ptr<double>(), *distances = sums + parts.count;
-    const ChannelStatistics<T> s = statistics_of<T>(call, parts);
+    ChannelStatistics<T> s = statistics_of<T>(call, parts);
     if (call.device.is_cpu()) {
       const Tensor terms = make_terms<T>(call, nullptr, nullptr);
       for_units(call.args, parts, [&](int64_t begin, int64_t end, int64_t part) {

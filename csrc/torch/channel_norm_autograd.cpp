@@ -153,7 +153,7 @@ std::tuple<Tensor, Tensor, Tensor> run(const ChannelNorm& norm, const Tensor& in
   check_channel_norm(norm, input, weight, bias);
   TORCH_CHECK(mean.has_value() == variance.has_value(), norm.name(),
               ": expected a mean and a variance or neither, got one of them");
-  if (needs_stock(input) || needs_stock(weight) || needs_stock(bias)) {
+  if (needs_stock(input, weight, bias)) {
     const Composed made = compose(norm, input, mean, variance, weight, bias, dtype);
     return {made.out, made.mean.to(at::kDouble), made.variance.to(at::kDouble)};
   }

@@ -208,7 +208,7 @@ Tensor recorded(const Tensor& input, const Tensor& target, const OptionalTensor&
                 int64_t ignore_index, double smoothing, double z, double cap, at::ScalarType dtype, int64_t inplace) {
   const LossOptions options{reduction, ignore_index, smoothing, z, cap};
   check(input, target, weight, options);
-  if (needs_stock(input) || needs_stock(target) || (weight && needs_stock(*weight)) ||
+  if (needs_stock(input, target, weight) ||
       autograd::compute_requires_grad(target, weight)) {  // the kernels have no gradient of the target
     return by_stock(input, target, weight, options, dtype);
   }

@@ -246,7 +246,7 @@ struct GluBackward : SavedNode {
 Tensor glu_autograd(const Tensor& gate, const OptionalTensor& up, Text act, Text packing) {
   spec_of(act);
   check(gate, up, packing);
-  if (needs_stock(gate) || needs_stock(up)) return glu_by_stock(gate, up, act, packing);
+  if (needs_stock(gate, up)) return glu_by_stock(gate, up, act, packing);
   const bool recorded = autograd::compute_requires_grad(gate, up);
   Tensor out;
   {

@@ -316,8 +316,8 @@ Tensor recorded(const Tensor& input, const Tensor& linear_weight, const Optional
                 double smoothing, double z, double cap, at::ScalarType compute, at::ScalarType dtype, int64_t chunk) {
   const LossOptions options{reduction, ignore_index, smoothing, z, cap};
   check(input, linear_weight, linear_bias, target, weight, options, compute);
-  if (needs_stock(input) || needs_stock(linear_weight) || needs_stock(target) || (weight && needs_stock(*weight)) ||
-      (linear_bias && needs_stock(*linear_bias)) || autograd::compute_requires_grad(target, weight)) {
+  if (needs_stock(input, linear_weight, linear_bias, target, weight) ||
+      autograd::compute_requires_grad(target, weight)) {
     return by_stock(input, linear_weight, linear_bias, target, weight, options, compute, dtype);
   }
   const bool records = autograd::compute_requires_grad(input, linear_weight, linear_bias);

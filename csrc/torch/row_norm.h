@@ -6,6 +6,7 @@
 #include <optional>
 #include <string_view>
 #include <tuple>
+#include <vector>
 
 namespace memkit {
 
@@ -52,6 +53,7 @@ RowNormGradients row_norm_backward(const RowNorm& norm, const at::Tensor& grad, 
                                    at::ScalarType input_dtype, std::array<bool, 3> wanted, at::Tensor into = {});
 
 // The same in ATen's own operators, for function transforms and derivatives of derivatives.
+std::vector<int64_t> normalised_dims(const RowNorm& norm);
 at::Tensor stock_row_norm(const RowNorm& norm, const at::Tensor& input, const OptionalTensor& weight,
                           const OptionalTensor& bias);
 RowNormGradients stock_row_norm_backward(const RowNorm& norm, const at::Tensor& grad, const OptionalTensor& grad_sum,

@@ -14,5 +14,9 @@ inline bool needs_stock(const at::Tensor& x) {
   return x.key_set().has_any(transforms) || torch::autograd::isFwGradDefined(x);
 }
 inline bool needs_stock(const std::optional<at::Tensor>& x) { return x && needs_stock(*x); }
+template <class X, class Y, class... Rest>
+bool needs_stock(const X& x, const Y& y, const Rest&... rest) {
+  return needs_stock(x) || needs_stock(y, rest...);
+}
 
 }  // namespace memkit

@@ -59,9 +59,6 @@ def batch_norm_act(
     (``negative_slope=0.2``). ``process_group``: a group of ``torch.distributed`` over whose processes the statistics of a
     training step are taken together, and the gradients of those statistics; None for this process alone.
     ``ValueError``: one value a channel in training, as in PyTorch.
-
-    Errors are at most twice stock's own; of the gradients of weight and bias with an activation, sums over a channel, at
-    most that and 1.5 units in the last place of the largest.
     """
     name = act or ""
     names = _PARAMETERS.get(name, {})

@@ -1,0 +1,109 @@
+// LayerNorm and RMSNorm in ATen's own operators: under function transforms, and for derivatives of derivatives.
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+#include "row_norm.h"
+
+namespace memkit {
+
+using at::Tensor;
+
+namespace {
+
+// The dimensions in front of those that are normalised; none at all would mean all of them to sum().
+std::vector<int64_t> leading(const RowNorm& norm, const Tensor& x) {
+  std::vector<int64_t> dims(x.dim() - norm.dims);
+  for (size_t d = 0; d < dims.size(); ++d) dims[d] = int64_t(d);
+  return dims;
+}
+
+// The statistic of each row, ready to broadcast.
+Tensor along_rows(const RowNorm& norm, Tensor statistic) {
+  for (int64_t d = 0; d < norm.dims; ++d) statistic = statistic.unsqueeze(-1);
+  return statistic;
+}
+
+}  // namespace
+
+std::vector<int64_t> normalised_dims(const RowNorm& norm) {
+  std::vector<int64_t> dims(norm.dims);
+  for (int64_t d = 0; d < norm.dims; ++d) dims[d] = d - norm.dims;
+  return dims;
+}
+
+Tensor stock_row_norm(const RowNorm& norm, const Tensor& input, const OptionalTensor& weight,
+                      const OptionalTensor& bias) {
+  const auto computed = compute_dtype(input.scalar_type());
+  const auto wide = [&](const OptionalTensor& x) { return x ? OptionalTensor(x->to(computed)) : x; };
+  const auto shape = input.sym_sizes().slice(input.dim() - norm.dims);
+  const Tensor x = input.to(computed);
+  const Tensor y = norm.centered ? at::layer_norm_symint(x, shape, wide(weight), wide(bias), norm.eps)
+                                 : at::rms_norm_symint(x, shape, wide(weight), norm.eps);
+  return y.to(norm.dtype);
+}
+
+RowNormGradients stock_row_norm_backward(const RowNorm& norm, const Tensor& grad, const OptionalTensor& grad_sum,
+                                         const Tensor& x_hat, const OptionalTensor& weight, const Tensor& rstd,
+                                         at::ScalarType input_dtype, std::array<bool, 3> wanted) {
+  const auto computed = compute_dtype(input_dtype);
+  const Tensor g = grad.to(computed);
+  const auto dims = normalised_dims(norm), rows = leading(norm, x_hat);
+  const auto over_rows = [&](const Tensor& x) { return rows.empty() ? x : x.sum(rows); };
+  const auto parameter_dtype = weight ? weight->scalar_type() : computed;
+  RowNormGradients result;
+  if (wanted[0]) {
+    const Tensor gw = weight ? g * weight->to(computed) : g;
+    const Tensor centered = norm.centered ? gw - gw.mean(dims, true) : gw;
+    result.input = rstd * (centered - x_hat * (gw * x_hat).mean(dims, true));
+    if (grad_sum) result.input = result.input + grad_sum->to(computed);
+    result.input = result.input.to(input_dtype);
+  }
+  if (wanted[1]) result.weight = over_rows(g * x_hat).to(parameter_dtype);
+  if (wanted[2]) result.bias = over_rows(g).to(parameter_dtype);
+  return result;
+}
+
+namespace {
+
+// Outputs and gradients of vmap's batches.
+Tensor row_norm_batched(const Tensor& input, int64_t dims, const OptionalTensor& weight, const OptionalTensor& bias,
+                        double eps, bool centered, at::ScalarType dtype, c10::string_view) {
+  return stock_row_norm({dims, eps, centered, dtype}, input, weight, bias);
+}
+
+std::tuple<Tensor, Tensor> add_row_norm_batched(const Tensor& input, const Tensor& residual, int64_t dims,
+                                                const OptionalTensor& weight, const OptionalTensor& bias, double eps,
+                                                bool centered, at::ScalarType dtype, c10::string_view) {
+  const Tensor sum = input + residual;
+  return {stock_row_norm({dims, eps, centered, dtype}, sum, weight, bias), sum};
+}
+
+std::tuple<Tensor, Tensor, Tensor> backward_batched(const Tensor& grad, const OptionalTensor& grad_sum,
+                                                    const Tensor& saved, int64_t dims, const OptionalTensor& weight,
+                                                    const OptionalTensor& bias, const OptionalTensor& mean,
+                                                    const Tensor& rstd, bool centered, bool from_output,
+                                                    at::ScalarType input_dtype, std::array<bool, 3> wanted) {
+  const RowNorm norm{dims, 0, centered, grad.scalar_type()};
+  const auto computed = compute_dtype(input_dtype);
+  const Tensor wide = saved.to(computed), scale = along_rows(norm, rstd);
+  Tensor x_hat;
+  if (from_output) {
+    x_hat = bias ? wide - bias->to(computed) : wide;
+    if (weight) x_hat = at::where(*weight == 0, at::zeros({}, x_hat.options()), x_hat / weight->to(computed));
+  } else {
+    x_hat = (mean ? wide - along_rows(norm, *mean) : wide) * scale;
+  }
+  RowNormGradients g = stock_row_norm_backward(norm, grad, grad_sum, x_hat, weight, scale, input_dtype, wanted);
+  const auto or_nothing = [&](const Tensor& x) { return x.defined() ? x : at::empty({0}, grad.options()); };
+  return {or_nothing(g.input), or_nothing(g.weight), or_nothing(g.bias)};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(memkit, FuncTorchBatched, m) {
+  m.impl("_row_norm", row_norm_batched);
+  m.impl("_add_row_norm", add_row_norm_batched);
+  m.impl("_row_norm_backward", backward_batched);
+}
+
+}  // namespace memkit

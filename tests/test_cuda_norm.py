@@ -1,0 +1,186 @@
+"""The norms' CUDA kernels: as exact as on the CPU, on every stream, in a captured graph, with the choice of what is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from norm_cases import DTYPES, KINDS, LOW, assert_as_good_as_stock, inputs, normal, uniform
+from torch import Tensor, nn
+
+import memkit.functional as M
+import memkit.nn
+from memkit._reference_norm import STOCK, run
+from memkit.memory import measure
+
+pytestmark = pytest.mark.cuda
+CUDA = torch.device("cuda")
+OPS = ("layer_norm", "rms_norm")
+
+
+def rows(op: str, columns: int, rows: int, dtype: torch.dtype, kind: str = "normal") -> list[Tensor]:
+    tensors = [inputs(kind, (rows, columns), dtype), uniform((columns,), dtype, 1, 0.5, 1.5)]
+    if op == "layer_norm":
+        tensors.append(uniform((columns,), dtype, 2, -0.3, 0.3))
+    return [t.to(CUDA) for t in tensors]
+
+
+def of(function: Callable[..., Any], op: str, columns: int, **keep: Any) -> Callable[..., Any]:
+    eps = 1e-6 if op == "rms_norm" else 1e-5
+    return lambda x, *p: function(x, (columns,), *p, eps, **keep)
+
+
+@pytest.mark.parametrize("columns", [1, 7, 24, 1000, 1024, 5120, 8192, 9000, 20_000])
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("save", ["input", "output"])
+@pytest.mark.parametrize("op", OPS)
+def test_rows(op: str, save: str, dtype: torch.dtype, columns: int) -> None:
+    tensors = rows(op, columns, 67, dtype)
+    grads = [normal((67, columns), dtype, 3).to(CUDA)]
+    want = run(of(STOCK[op], op, columns), tensors, grads, torch.float64)
+    mine = run(of(getattr(M, op), op, columns, save=save), tensors, grads)
+    theirs = run(of(STOCK[op], op, columns), tensors, grads)
+    assert_as_good_as_stock(
+        "y input weight bias"[: 14 if op == "rms_norm" else None], mine, theirs, want, units=1
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("op", OPS)
+def test_kinds_of_input(op: str, kind: str) -> None:
+    tensors, grads = rows(op, 768, 300, torch.float32, kind), [normal((300, 768), torch.float32, 3).to(CUDA)]
+    want = run(of(STOCK[op], op, 768), tensors, grads, torch.float64)
+    mine, theirs = (
+        run(of(getattr(M, op), op, 768), tensors, grads),
+        run(of(STOCK[op], op, 768), tensors, grads),
+    )
+    assert_as_good_as_stock(
+        "y input weight bias"[: 14 if op == "rms_norm" else None], mine, theirs, want, units=1
+    )
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_float64_unaligned_and_many_rows(op: str) -> None:
+    for columns, count in ((24, 5), (33, 5), (4100, 3), (16, 50_000)):
+        tensors = rows(op, columns, count, torch.float64)
+        shifted = torch.cat([tensors[0].new_zeros(1), tensors[0].flatten()])[1:].view(tensors[0].shape)
+        grads = [normal((count, columns), torch.float64, 3).to(CUDA)]
+        want = run(of(STOCK[op], op, columns), tensors, grads)
+        for x in (tensors[0], shifted):
+            for a, b in zip(
+                run(of(getattr(M, op), op, columns), [x, *tensors[1:]], grads), want, strict=True
+            ):
+                torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_residual(dtype: torch.dtype) -> None:
+    x, residual, weight = (normal(s, dtype, i).to(CUDA) for i, s in enumerate([(64, 512), (64, 512), (512,)]))
+    grads = [normal((64, 512), dtype, 5 + i).to(CUDA) for i in range(2)]
+    tolerance = {"rtol": 10 * torch.finfo(dtype).eps, "atol": 30 * torch.finfo(dtype).eps}
+    weight = weight.abs() + 0.5
+    want = run(
+        lambda *t: STOCK["add_rms_norm"](*t[:2], (512,), t[2], 1e-6),
+        [x, residual, weight],
+        grads,
+        torch.float64,
+    )
+    for inplace in (False, True):
+        mine = run(
+            lambda *t, k=inplace: M.add_rms_norm(t[0], t[1] * 1, (512,), t[2], 1e-6, inplace=k),
+            [x, residual, weight],
+            grads,
+        )
+        for a, b in zip(mine, want, strict=True):
+            scale = b.abs().max().clamp_min(1)
+            torch.testing.assert_close(a.double() / scale, b / scale, **tolerance)
+
+
+def test_deterministic() -> None:
+    tensors, grads = (
+        rows("layer_norm", 1024, 5000, torch.float32),
+        [normal((5000, 1024), torch.float32, 3).to(CUDA)],
+    )
+    first, second = (run(of(M.layer_norm, "layer_norm", 1024), tensors, grads) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_the_choice_follows_the_weights_without_waiting() -> None:
+    x = normal((4, 64), torch.float32, 0).to(CUDA)
+    norm = memkit.nn.LayerNorm(64).to(CUDA)
+
+    def settled() -> str | None:
+        norm(x)
+        torch.cuda.synchronize()
+        return M.norm_saves(norm(x))
+
+    assert settled() == "output"
+    with torch.no_grad():
+        norm.weight[3] = 0
+    assert settled() == "input"
+    with torch.no_grad():
+        norm.weight[3] = 1
+    assert settled() == "output"
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_bytes_kept_under_autocast(op: str) -> None:
+    columns = 1024
+    norm = {"layer_norm": memkit.nn.LayerNorm, "rms_norm": memkit.nn.RMSNorm}[op]
+    net = nn.Sequential(norm(columns), nn.Linear(columns, 8)).to(CUDA)
+    x = normal((64, columns), torch.bfloat16, 0).to(CUDA).requires_grad_()
+    with torch.autocast("cuda", torch.bfloat16):
+        for _ in range(2):
+            net(x)
+            torch.cuda.synchronize()
+        saved = measure(lambda: net(x), device=CUDA).saved
+    assert saved <= x.numel() * 2 + 4 * 64 + 8 * columns * 2 + 8 * 2
+
+
+def test_captured_graph() -> None:
+    norm = memkit.nn.RMSNorm(256).to(CUDA)
+    x = normal((32, 256), torch.float32, 0).to(CUDA).requires_grad_()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            norm(x).square().sum().backward()
+        norm.zero_grad(set_to_none=False)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        out = norm(x)
+        out.square().sum().backward()
+    graph.replay()
+    torch.cuda.synchronize()
+    torch.testing.assert_close(out, F.rms_norm(x, (256,), norm.weight))
+
+
+@pytest.mark.parametrize("shape", [(9, 24, 31, 33), (400, 24), (9, 16, 77), (3, 20, 8, 8), (5000, 3)])
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_channels(dtype: torch.dtype, last: bool, shape: tuple[int, ...]) -> None:
+    x = normal(shape, dtype, 0).to(CUDA)
+    if last and len(shape) == 4:
+        x = x.contiguous(memory_format=torch.channels_last)
+    parameters = [uniform((shape[1],), dtype, 1, -1.5, 1.5).to(CUDA), normal((shape[1],), dtype, 2).to(CUDA)]
+    tensors, grads = [x, *parameters], [normal(shape, dtype, 5).to(CUDA)]
+    for act in (None, "silu", "gelu"):
+
+        def call(function: Callable[..., Any], act: str | None = act) -> Callable[..., Any]:
+            return lambda x, *p: function(x, None, None, *p, True, 0.1, 1e-5, act=act)
+
+        want = run(call(STOCK["batch_norm_act"]), tensors, grads, torch.float64)
+        mine, theirs = (
+            run(call(M.batch_norm_act), tensors, grads),
+            run(call(STOCK["batch_norm_act"]), tensors, grads),
+        )
+        assert mine[0].stride() == x.stride()
+        assert_as_good_as_stock("y input weight bias", mine, theirs, want, units=2)
+    if shape[1] % 4 == 0:
+        want = run(lambda x, *p: F.group_norm(x, 4, *p), tensors, grads, torch.float64)
+        mine = run(lambda x, *p: M.group_norm(x, 4, *p), tensors, grads)
+        theirs = run(lambda x, *p: F.group_norm(x, 4, *p), tensors, grads)
+        assert_as_good_as_stock("y input weight bias", mine, theirs, want, units=2)
