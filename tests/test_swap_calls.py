@@ -37,7 +37,7 @@ def test_functions_that_transformer_layers_hold(train):
     for function, name in recipes.FUNCTIONS.items():
         layer = nn.TransformerEncoderLayer(D, 2, D, 0.0, activation=function, batch_first=True, **DOUBLE)
         layer.train(train)
-        row = only(swap(layer))
+        row = only(swap(layer, ops=STOCK))
         assert (row.path, row.changed) == ("activation", True), (name, row.reason)
         assert_as_stock(layer, batch(2, 3, D))
         unswap(layer)
@@ -51,7 +51,7 @@ def test_transformer_layers(layer_type, activation, by_sample, calls):
     layer = layer_type(D, 2, D, 0.0, activation=activation, batch_first=True, **DOUBLE)
     args = (batch(2, 3, D),) if layer_type is nn.TransformerEncoderLayer else (batch(2, 3, D), batch(2, 5, D))
     before = dict(vars(layer)), repr(layer), list(layer.state_dict())
-    row = only(swap(layer, sample=args if by_sample else None))
+    row = only(swap(layer, sample=args if by_sample else None, ops=STOCK))
     known = getattr(activation, "__name__", "") != "<lambda>"
     assert row.changed == known, row.reason
     calls.clear()
@@ -70,7 +70,7 @@ def test_transformer_layers(layer_type, activation, by_sample, calls):
 def test_dropout_keeps_nothing():
     layer = nn.TransformerEncoderLayer(D, 2, D, 0.1, activation="gelu", batch_first=True, **DOUBLE)
     for sample in (None, batch(2, 3, D)):
-        row = only(swap(layer, sample=sample))
+        row = only(swap(layer, sample=sample, ops=STOCK))
         assert not row.changed
         assert "nothing to save" in row.reason
 

@@ -312,9 +312,9 @@ def test_report():
     assert len(lines) == 5
     assert lines[0].split() == ["path", "before", "after", "saved", "bytes", "reason"]
     assert "512 B → 8 B" in lines[2]
-    assert "1 of 2 activations changed; saved for backward" in lines[-1]
+    assert "1 of 2 sites changed; saved for backward" in lines[-1]
     table = report.to_dict()
     assert table["changed"] == table["left"] == 1
     assert table["rows"][0]["path"] == "0.1"
     assert pickle.loads(pickle.dumps(report)) == report
-    assert str(swap(nn.Linear(2, 2))).endswith("0 of 0 activations changed")
+    assert str(swap(nn.Linear(2, 2))).endswith("0 of 0 sites changed")

@@ -40,6 +40,33 @@ class GroupNorm(nn.GroupNorm):
         return F.group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
 
 
+def batch_norm_of(
+    module: Any, input: Tensor, act: str | None, params: dict[str, Any], process_group: Any = None
+) -> Tensor:
+    """What a batch norm of torch.nn computes with its state, and the activation behind it."""
+    module._check_input_dim(input)
+    momentum = 0.0 if module.momentum is None else module.momentum
+    if module.training and module.track_running_stats and module.num_batches_tracked is not None:
+        module.num_batches_tracked.add_(1)
+        if module.momentum is None:  # the average over all batches
+            momentum = 1.0 / float(module.num_batches_tracked)
+    own_statistics = module.training or (module.running_mean is None and module.running_var is None)
+    kept = not module.training or module.track_running_stats
+    return F.batch_norm_act(
+        input,
+        module.running_mean if kept else None,
+        module.running_var if kept else None,
+        module.weight,
+        module.bias,
+        own_statistics,
+        momentum,
+        module.eps,
+        act=act,
+        process_group=process_group,
+        **params,
+    )
+
+
 class _BatchNorm(nn.modules.batchnorm._BatchNorm):
     """The attributes have defaults in the class so that a module whose class was changed has them too."""
 
@@ -56,27 +83,8 @@ class _BatchNorm(nn.modules.batchnorm._BatchNorm):
         self.process_group = process_group
 
     def forward(self, input: Tensor) -> Tensor:
-        self._check_input_dim(input)  # type: ignore[no-untyped-call]
-        momentum = 0.0 if self.momentum is None else self.momentum
-        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-            if self.momentum is None:  # the average over all batches
-                momentum = 1.0 / float(self.num_batches_tracked)
-        own_statistics = self.training or (self.running_mean is None and self.running_var is None)
-        kept = not self.training or self.track_running_stats
-        return F.batch_norm_act(
-            input,
-            self.running_mean if kept else None,
-            self.running_var if kept else None,
-            self.weight,
-            self.bias,
-            own_statistics,
-            momentum,
-            self.eps,
-            act=self.act,
-            process_group=self.process_group if self.training else None,
-            **self.act_params,
-        )
+        group = self.process_group if self.training else None
+        return batch_norm_of(self, input, self.act, self.act_params, group)
 
     def extra_repr(self) -> str:
         text: str = super().extra_repr()  # type: ignore[no-untyped-call]

@@ -1,13 +1,15 @@
-"""`swap` turns a model's activations into memkit's, where that is proven to change neither values nor gradients.
+"""`swap` turns a model's layers into memkit's, where that is proven to change neither values nor gradients.
 
 What is changed, by module or by function:
 
-- modules whose type is exactly one of torch.nn's activations, by changing `module.__class__` (types.py);
-- functions that known layers hold, as torch.nn.TransformerEncoderLayer does (recipes.py, where rows for the layers of
-  model libraries belong).
+- activations: modules whose type is exactly one of torch.nn's, by changing `module.__class__` (types.py), and functions
+  that known layers hold, as torch.nn.TransformerEncoderLayer does (recipes.py, where rows for the layers of model
+  libraries belong);
+- norms and dropouts of torch.nn, and a batch norm with the activation behind it in an `nn.Sequential` (layers.py).
 
-Which variant, site by site (sites.py from structure, prove.py from a run on a sample):
+Which variant of an activation, site by site (sites.py from structure, prove.py from a run on a sample):
 
+- with the batch norm before it;
 - in place, the slope from the output: nothing reads the input afterwards. Each call checks again and goes out of place
   where it must: the proof covers the model as it is called, not what else might be done with it;
 - out of place, the slope from the output: nothing changes the output afterwards, and what follows keeps it anyway;
@@ -31,9 +33,8 @@ from torch.nn.parameter import is_lazy
 from . import sites
 from .prove import prove
 from .report import Row, SwapReport
-from .sites import Decision, Site
+from .sites import OPS, Decision, Decisions, Found
 from .trial import TOLERANCE, Trial
-from .types import TWINS
 
 __all__ = ["Row", "SwapReport", "swap", "unswap"]
 
@@ -45,26 +46,29 @@ def swap(
     ops: Collection[str] | Literal["all"] = "all",
     exact: bool = True,
 ) -> SwapReport:
-    """Changes the model's activations to variants that need less memory, and reports each one.
+    """Changes the model's activations, norms and dropouts to variants that need less memory, and reports each one.
 
     Parameters, hooks, flags, `state_dict`, optimizers, sharing, copies and pickles stay as they are; `repr` too.
     A swapped module goes back to the stock forward in any call that memkit cannot serve or that was not proven.
-    What remains different: backward raises if a hook added later changes an activation's output in place, and if the
-    gradient itself is to be differentiated (`create_graph=True`) through gelu, silu, mish or hardswish.
+    What remains different: dropout drops other elements than stock's under the same seed, as many and as random.
+    Backward raises if a hook added later changes an activation's or a norm's output in place, and if the gradient itself
+    is to be differentiated (`create_graph=True`) through gelu, silu, mish or hardswish or a norm that keeps its output.
 
     Args:
         model: changed where it stands. Swap before `torch.compile`, and before DDP or FSDP if there is a sample.
             A model swapped before is taken as it was.
         sample: what to call the model with: one tensor, a tuple of arguments or a mapping of keyword arguments.
-            The model runs on it three times, forward and backward, in its present mode and under the present
-            autocast; user hooks are called. Random state, gradients, buffers and the modules' attributes are put
+            The model runs on it three times, five with dropouts, forward and backward, in its present mode and under
+            the present autocast; user hooks are called. Random state, gradients, buffers and the modules' attributes are put
             back afterwards. The proof holds for the control flow that the sample takes. Without a sample, only what
             the structure proves is changed: activations in an `nn.Sequential` before a layer that keeps its input,
             and in torch.nn's transformer layers.
-        ops: which activations, by their names in `memkit.functional`.
+        ops: which, by their names in `memkit.functional`: of activations, of norms ("layer_norm", "rms_norm",
+            "group_norm"; "batch_norm_act" for a batch norm with what is behind it), of dropouts ("dropout", ...).
         exact: only where the slope from the output is off by at most 2e-4, and that only by its own rounding near the
             function's minimum: for gelu, silu, mish, hardswish, elu, selu, celu and softplus in float32 and
-            float64. Calls in half precision then stay as in stock.
+            float64. Calls in half precision then stay as in stock, and so do norms whose result is float32 under
+            autocast in stock PyTorch.
 
     Raises:
         TypeError, ValueError: on unknown arguments, a compiled model, parameters that are not there yet.
@@ -79,14 +83,14 @@ def swap(
         _check_sample(model, sample)
     previous = sites.undo(model)
     try:
-        found, others = sites.find(model, names)
+        found = sites.find(model, names)
         if sample is None:
-            decisions = {site: sites.by_structure(site, exact) for site in found}
-            report = SwapReport(_rows(decisions, others))
-            _apply(decisions)
+            decisions = {site: sites.by_structure(site, exact) for site in found.sites}
+            report = SwapReport(_rows(decisions, found))
+            _apply(decisions, found)
         else:
             given = dict(sample) if isinstance(sample, Mapping) else sample
-            report = _swap_by_sample(Trial(model, given), found, others, exact)
+            report = _swap_by_sample(Trial(model, given), found, exact)
     except BaseException:
         sites.undo(model)
         sites.redo(previous)
@@ -101,49 +105,54 @@ def unswap(model: nn.Module) -> None:
     sites.undo(model)
 
 
-def _swap_by_sample(trial: Trial, found: list[Site], others: list[Row], exact: bool) -> SwapReport:
-    decisions, dtypes = prove(trial, found, exact)
+def _swap_by_sample(trial: Trial, found: Found, exact: bool) -> SwapReport:
+    decisions, dtypes = prove(trial, found.sites, exact)
     if not any(decision.proof for decision in decisions.values()):
-        return SwapReport(_rows(decisions, others))
-    stock = trial.run("stock")
-    _apply(decisions)
-    swapped = trial.run("swapped")
-    tolerance = max(TOLERANCE.get(dtype, 0.0) for dtype in dtypes)
+        return SwapReport(_rows(decisions, found))
+    # Elements dropped are not the same: compared without those dropouts, counted with them.
+    dropouts = [site.module for site, d in decisions.items() if d.proof and "dropout" in site.name]
+    stock = trial.run("stock", dropouts)
+    before = trial.run("stock, with dropout").saved if dropouts else stock.saved
+    _apply(decisions, found)
+    swapped = trial.run("swapped", dropouts)
+    tolerance = max((TOLERANCE.get(dtype, 0.0) for dtype in dtypes), default=0.0)
     note = ""
     if not swapped.agrees_with(stock, tolerance):
         sites.undo(trial.model)
-        if stock.agrees_with(trial.run("stock, again"), tolerance):
+        if stock.agrees_with(trial.run("stock, again", dropouts), tolerance):
             reason = "values or gradients of the swapped model differ on the sample"
             decisions = {
                 site: Decision(None, reason if d.proof else d.reason, d.bytes_before, d.bytes_before)
                 for site, d in decisions.items()
             }
-            swapped = stock
-        else:
-            _apply(decisions)
-            note = "stock does not repeat itself on the sample, so values were not compared"
-    return SwapReport(_rows(decisions, others), stock.saved, swapped.saved, note)
+            return SwapReport(_rows(decisions, found), before, before, note)
+        _apply(decisions, found)
+        note = "stock does not repeat itself on the sample, so values were not compared"
+    after = trial.run("swapped, with dropout").saved if dropouts else swapped.saved
+    return SwapReport(_rows(decisions, found), before, after, note)
 
 
-def _apply(decisions: dict[Site, Decision]) -> None:
+def _apply(decisions: Decisions, found: Found) -> None:
     for site, decision in decisions.items():
         if decision.proof is not None:
             sites.apply(site, decision.proof)
+    for sequence in found.sequences:
+        sites.apply_sequence(sequence)
 
 
-def _rows(decisions: dict[Site, Decision], others: list[Row]) -> tuple[Row, ...]:
-    return (*(site.row(decision) for site, decision in decisions.items()), *others)
+def _rows(decisions: Decisions, found: Found) -> tuple[Row, ...]:
+    return (*(site.row(decision) for site, decision in decisions.items()), *found.others)
 
 
 def _names(ops: Collection[str] | str) -> frozenset[str]:
     if isinstance(ops, str):
         if ops == "all":
-            return frozenset(TWINS)
+            return frozenset(OPS)
         given, unknown = repr(ops), True
     else:
-        given, unknown = str(sorted(map(str, ops))), not set(ops) <= TWINS.keys()
+        given, unknown = str(sorted(map(str, ops))), not set(ops) <= set(OPS)
     if unknown:
-        raise ValueError(f"swap: expected ops 'all' or a collection of {', '.join(TWINS)}; got {given}")
+        raise ValueError(f"swap: expected ops 'all' or a collection of {', '.join(OPS)}; got {given}")
     return frozenset(ops)
 
 

@@ -11,6 +11,8 @@ Values and gradients are therefore compared afterwards, and each call counts the
 from __future__ import annotations
 
 import gc
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from sys import getrefcount
 from types import MethodType
@@ -21,8 +23,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..memory._saved import SavedStorages, storages
+from .layers import FUSED, Choice, Norm, keeps_output
 from .recipes import RECIPES
-from .sites import Decision, Site, check, restriction
+from .sites import Decision, Decisions, LayerSite, Site, check, restriction
 from .trial import Trial, explained, tensors, untouched
 from .types import ALONE, FLOATS, INEXACT, KEEPS_OUTPUT, NEEDS_BIT, Proof
 
@@ -31,10 +34,11 @@ from .types import ALONE, FLOATS, INEXACT, KEEPS_OUTPUT, NEEDS_BIT, Proof
 class Call:
     """One call of an activation."""
 
-    site: Site
+    site: Site | LayerSite
     references: int
     dtype: torch.dtype
-    numel: int = 0
+    device: str
+    shape: torch.Size = torch.Size()  # noqa: RUF009  never changed
     nbytes: int = 0
     input: int = 0
     """The key of its storage, as of the output's."""
@@ -57,8 +61,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.known = dict.fromkeys(self.parameters, "its input is a parameter")
         for name, given in (("a buffer", model.buffers()), ("the model's", tensors(inputs))):
             self.known |= {key: f"its input is {name}" for tensor in given for key in self.keys(tensor)}
-        self.calls: dict[Site, list[Call]] = {}
-        self.nodes: dict[Site, set[Any]] = {}
+        self.calls: dict[Site | LayerSite, list[Call]] = {}
+        self.nodes: dict[Site | LayerSite, set[Any]] = {}
         self.saved_elsewhere: set[int] = set()
         self.inputs: dict[int, list[Call]] = {}
         self.outputs: dict[int, list[Call]] = {}
@@ -70,9 +74,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.alive.update((storage._cdata, storage) for storage in found)
         return [storage._cdata for storage in found]
 
-    def begin(self, site: Site, input: Tensor, references: int) -> Call:
-        self.current = call = Call(site, references, input.dtype)
+    def begin(self, site: Site | LayerSite, input: Tensor, references: int) -> Call:
+        self.current = call = Call(site, references, input.dtype, input.device.type)
         self.calls.setdefault(site, []).append(call)
+        if isinstance(site, LayerSite):  # never in place
+            return call
         for key in self.keys(input):
             call.read = call.read or self.known.get(key, "")
             for earlier in self.inputs.get(key, ()):
@@ -86,10 +92,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if len(inputs) != 1 or len(outputs) != 1:
             call.read = call.written = "its input is not a dense tensor"
             return
-        call.numel, call.nbytes = output.numel(), output.nbytes
+        call.shape, call.nbytes = output.shape, output.nbytes
         call.input, call.output = inputs[0], outputs[0]
         self.outputs.setdefault(call.output, []).append(call)
-        if call.input != call.output:
+        if call.input != call.output and isinstance(call.site, Site):
             self.inputs.setdefault(call.input, []).append(call)
 
     def saved(self, tensor: Tensor) -> None:
@@ -139,8 +145,8 @@ class Saves(SavedStorages):
         self._watch.saved(tensor)
 
 
-def prove(trial: Trial, sites: list[Site], exact: bool) -> tuple[dict[Site, Decision], set[torch.dtype]]:
-    """What becomes of each site, and the dtypes that activations were called with."""
+def prove(trial: Trial, sites: Sequence[Site | LayerSite], exact: bool) -> tuple[Decisions, set[torch.dtype]]:
+    """What becomes of each site, and the dtypes that they were called with."""
     refusals = {site: check(site) for site in sites}
     watched = [site for site in sites if not refusals[site]]
     with untouched(trial.model), explained("watched"):
@@ -156,12 +162,14 @@ def prove(trial: Trial, sites: list[Site], exact: bool) -> tuple[dict[Site, Deci
             watch.restore_parameters()
             for site in watched:
                 del vars(site.module)["forward"]
-    decisions = {site: Decision(None, reason) for site, reason in refusals.items()}
-    decisions |= {site: _decide(site, watch, exact) for site in watched}
+    decisions: Decisions = {site: Decision(None, reason) for site, reason in refusals.items()}
+    for site in watched:
+        decide: Any = _decide if isinstance(site, Site) else _decide_layer
+        decisions[site] = decide(site, watch, exact)
     return decisions, {call.dtype for calls in watch.calls.values() for call in calls}
 
 
-def _observe(site: Site, watch: Watch) -> None:
+def _observe(site: Site | LayerSite, watch: Watch) -> None:
     stock = site.twin._stock_forward
 
     def forward(self: nn.Module, input: Tensor) -> Tensor:
@@ -211,6 +219,8 @@ def _decide(site: Site, watch: Watch, exact: bool) -> Decision:
     if watch.backups:
         return Decision(None, "the forward changes a parameter")
     before, after = _bytes(calls, watch, site.dtypes(exact))
+    if site.fused:
+        return Decision(FUSED, "", before, 0)
     dtypes = site.dtypes(exact) or FLOATS
     refused = [call.dtype for call in calls if call.dtype not in dtypes]
     if len(refused) == len(calls):
@@ -234,6 +244,58 @@ def _decide(site: Site, watch: Watch, exact: bool) -> Decision:
     return Decision(proof, "; ".join(filter(None, reasons)), before, after)
 
 
+def _decide_layer(site: LayerSite, watch: Watch, exact: bool) -> Decision:
+    calls = watch.calls.get(site, [])
+    if not calls:
+        return Decision(None, "not called on the sample")
+    before = _own(calls, watch)
+    if not any(call.dtype in FLOATS for call in calls):
+        return Decision(None, f"called on {calls[0].dtype}", before, before)
+    if not issubclass(site.twin, Norm):
+        return Decision(Choice(), "", before, 8 * sum(bool(call.own) for call in calls))
+    if exact and torch.is_autocast_enabled(calls[0].device):
+        reason = "its result is float32 under autocast: exact=False allows autocast's dtype"
+        return Decision(None, reason, before, before)
+    written = next((call.written for call in calls if call.written), "")
+    choice = Choice(
+        "auto" if site.may_keep_output and not written else "input", bool(site.module._forward_hooks), exact
+    )
+    reason = f"keeps its input: {written}" if site.may_keep_output and written else ""
+    kept: dict[int, int] = {}
+    statistics = 0
+    for call in calls:
+        if call.own:
+            from_output = choice.save == "auto" and keeps_output(site.twin, site.module, call.dtype)
+            kept[call.output if from_output else call.input] = call.nbytes
+            statistics += _statistics(site, call, from_output)
+    return Decision(choice, reason, before, _beyond(kept, watch) + statistics)
+
+
+def _statistics(site: LayerSite, call: Call, from_output: bool) -> int:
+    """Bytes beside the tensor: a number a row, or two where the mean is needed as well; two of float64 a group."""
+    module: Any = site.module
+    if site.name == "group_norm":
+        return 16 * call.shape[0] * int(module.num_groups)
+    rows: int = call.shape.numel() // max(1, math.prod(module.normalized_shape))
+    return (
+        (2 if site.name == "layer_norm" and not from_output else 1)
+        * rows
+        * (8 if call.dtype == torch.float64 else 4)
+    )
+
+
+def _own(calls: list[Call], watch: Watch) -> int:
+    kept: dict[int, int] = {}
+    for call in calls:
+        kept |= call.own
+    return _beyond(kept, watch)
+
+
+def _beyond(kept: dict[int, int], watch: Watch) -> int:
+    """Of these storages, by key, the bytes of those that nothing else keeps."""
+    return sum(size for key, size in kept.items() if key not in watch.saved_elsewhere)
+
+
 def _why_not(site: Site, dtype: torch.dtype) -> str:
     if dtype not in FLOATS:
         return f"called on {dtype}"
@@ -254,7 +316,5 @@ def _bytes(calls: list[Call], watch: Watch, dtypes: frozenset[torch.dtype] | Non
             swapped |= call.own
         elif call.own:
             swapped[call.output] = call.nbytes
-            bits += -(-call.numel // 8) if call.site.name in NEEDS_BIT else 0
-    elsewhere = watch.saved_elsewhere
-    before, after = (sum(n for key, n in kept.items() if key not in elsewhere) for kept in (stock, swapped))
-    return before, after + bits
+            bits += -(-call.shape.numel() // 8) if call.site.name in NEEDS_BIT else 0
+    return _beyond(stock, watch), _beyond(swapped, watch) + bits

@@ -26,7 +26,7 @@ RECIPES: dict[type[nn.Module], Recipe] = {
     for layer in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 }
 
-CALLERS: frozenset[CodeType] = frozenset(
+CALLERS: set[CodeType] = set(
     {nn.Sequential.forward.__code__, *(recipe.caller for recipe in RECIPES.values())}
 )
 """Code whose source was read: see `Recipe.caller`."""

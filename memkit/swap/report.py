@@ -85,7 +85,7 @@ class SwapReport:
             for line in lines
         ]
         table.insert(1, "  ".join("-" * width for width in widths))
-        total = f"{len(self.changed)} of {len(self.rows)} activations changed"
+        total = f"{len(self.changed)} of {len(self.rows)} sites changed"
         if self.saved_before is not None and self.saved_after is not None:
             total += f"; saved for backward {_size(self.saved_before)} → {_size(self.saved_after)}"
         return "\n".join([*table, total + (f"; {self.note}" if self.note else "")])

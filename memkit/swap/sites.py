@@ -1,4 +1,4 @@
-"""Finds a model's activations, says what its structure proves of each, and changes them or changes them back."""
+"""Finds what swap may change in a model, says what structure proves of each activation, and changes them or back."""
 
 from __future__ import annotations
 
@@ -11,11 +11,25 @@ from torch import nn
 
 from .. import _C
 from ..nn.activation import _Variant
+from .layers import BATCH_NORMS, FUSED, LAYERS, Choice, Layer, Norm, Sequential
 from .recipes import FUNCTIONS, RECIPES
 from .report import Row
-from .types import COPIES_INPUT, INEXACT, KEEPS_OUTPUT, NEEDS_BIT, TWINS, WIDE, Proof, Swapped
+from .types import (
+    COPIES_INPUT,
+    INEXACT,
+    KEEPS_OUTPUT,
+    NEEDS_BIT,
+    TWINS,
+    WIDE,
+    Changed,
+    Proof,
+    Swapped,
+    has_hooks,
+)
 
 NAMES: dict[type[nn.Module], str] = {twin._stock: name for name, twin in TWINS.items()}
+LAYER_NAMES: dict[type[nn.Module], str] = {twin._stock: name for name, twin in LAYERS.items()}
+OPS = (*TWINS, *LAYERS, "batch_norm_act")
 
 # Modules that keep their input for backward, give a new tensor, and change nothing; with a weight, where it is trained.
 WEIGHTED = {
@@ -48,10 +62,17 @@ class Site:
     """For each place where known code calls it: the modules that take its output, in order."""
     variables: int = 1
     """In which that code holds its input."""
+    norms: list[bool] = field(default_factory=list)
+    """For each of those places: whether a batch norm comes before it, with which it runs as one."""
 
-    def add_place(self, followers: list[nn.Module], variables: int) -> None:
+    def add_place(self, followers: list[nn.Module], variables: int, behind_norm: bool = False) -> None:
         self.followers.append(followers)
         self.variables = min(self.variables, variables)
+        self.norms.append(behind_norm)
+
+    @property
+    def fused(self) -> bool:
+        return bool(self.norms) and all(self.norms) and not has_hooks(self.module)
 
     @property
     def twin(self) -> type[Swapped]:
@@ -82,8 +103,8 @@ class Site:
         return Row(
             path=self.path,
             before=type(self.module).__name__ if self.function is None else f"{self.function.__name__}()",
-            after="unchanged" if proof is None else "in place" if proof.inplace else "output",
-            saved=kept,
+            after=_after(proof),
+            saved="input of the norm" if proof is FUSED else kept,
             bytes_before=decision.bytes_before,
             bytes_after=decision.bytes_before if proof is None else decision.bytes_after,
             reason=decision.reason,
@@ -94,27 +115,81 @@ class Site:
 class Decision:
     """What becomes of a site: a proof, or the reason why it stays."""
 
-    proof: Proof | None
+    proof: Any  # Proof, of a layer a Choice
     reason: str = ""
     bytes_before: int | None = None
     bytes_after: int | None = None
 
 
-def find(model: nn.Module, names: frozenset[str]) -> tuple[list[Site], list[Row]]:
-    """The sites with these names, and a row for each activation that is none."""
+@dataclass(eq=False)
+class LayerSite:
+    """A norm or a dropout."""
+
+    module: nn.Module
+    name: str
+    path: str
+    layer: None = None
+
+    @property
+    def twin(self) -> type[Layer]:
+        return LAYERS[self.name]
+
+    @property
+    def may_keep_output(self) -> bool:
+        return self.name in ("layer_norm", "rms_norm")
+
+    def row(self, decision: Decision) -> Row:
+        before, after = ("input", "input") if issubclass(self.twin, Norm) else ("mask", "seed")
+        if decision.proof is None:
+            after = before
+        elif decision.proof.save == "auto":
+            after = "output"
+        return Row(
+            path=self.path,
+            before=type(self.module).__name__,
+            after="unchanged" if decision.proof is None else "memkit",
+            saved=after,
+            bytes_before=decision.bytes_before,
+            bytes_after=decision.bytes_before if decision.proof is None else decision.bytes_after,
+            reason=decision.reason,
+        )
+
+
+Decisions = dict["Site | LayerSite", "Decision"]
+
+
+@dataclass
+class Found:
+    activations: list[Site]
+    layers: list[LayerSite]
+    sequences: list[nn.Module]
+    """Those with a batch norm and an activation behind it."""
+    others: list[Row]
+    """Activations that are none of the above."""
+
+    @property
+    def sites(self) -> list[Site | LayerSite]:
+        return [*self.activations, *self.layers]
+
+
+def find(model: nn.Module, names: frozenset[str]) -> Found:
+    """Everything with these names."""
     paths: dict[nn.Module, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         paths.setdefault(module, []).append(path)
     sites: dict[nn.Module, Site] = {}
-    others: list[Row] = []
+    found = Found([], [], [], [])
     for module, places in paths.items():
+        where = ", ".join(places)
         stock = next((base for base in type(module).__mro__ if base in NAMES), None)
         if stock is not None and NAMES[stock] in names and not isinstance(module, _Variant):
             if type(module) is stock:
-                sites[module] = Site(module, NAMES[stock], ", ".join(places))
+                sites[module] = Site(module, NAMES[stock], where)
             else:
                 reason = f"a subclass of torch.nn.{stock.__name__}"
-                others.append(_left(", ".join(places), type(module).__name__, reason))
+                found.others.append(_left(where, type(module).__name__, reason))
+        if LAYER_NAMES.get(type(module)) in names:
+            found.layers.append(LayerSite(module, LAYER_NAMES[type(module)], where))
         recipe = RECIPES.get(type(module))
         held: Any = recipe and getattr(module, recipe.attribute)
         if recipe is not None and not isinstance(held, nn.Module):
@@ -122,7 +197,7 @@ def find(model: nn.Module, names: frozenset[str]) -> tuple[list[Site], list[Row]
             name = FUNCTIONS.get(held) if callable(held) and isinstance(held, Hashable) else None
             if name is None:
                 before = getattr(held, "__name__", type(held).__name__)
-                others.append(_left(path, before, "not a function that memkit knows"))
+                found.others.append(_left(path, before, "not a function that memkit knows"))
             elif name in names:
                 stand_in = TWINS[name]._stock()
                 sites[stand_in] = site = Site(stand_in, name, path, module, held)
@@ -131,21 +206,35 @@ def find(model: nn.Module, names: frozenset[str]) -> tuple[list[Site], list[Row]
         recipe = RECIPES.get(type(parent))
         if is_sequence(parent):
             children = _children(parent)
+            fuses = type(parent) is nn.Sequential and "batch_norm_act" in names
             for index, child in enumerate(children):
                 if child in sites:
-                    sites[child].add_place(children[index + 1 :], variables=1)
+                    behind_norm = fuses and index > 0 and _is_pair(children[index - 1], child)
+                    sites[child].add_place(children[index + 1 :], variables=1, behind_norm=behind_norm)
+                    if behind_norm and parent not in found.sequences:
+                        found.sequences.append(parent)
         elif recipe is not None:
             held = getattr(parent, recipe.attribute)
             if isinstance(held, nn.Module) and held in sites:
                 sites[held].add_place([getattr(parent, after) for after in recipe.then], variables=0)
-    return list(sites.values()), others
+    found.activations = list(sites.values())
+    return found
 
 
-def by_structure(site: Site, exact: bool) -> Decision:
+def _is_pair(norm: nn.Module, act: nn.Module) -> bool:
+    """What layers.is_pair will say when the activation has been changed."""
+    return type(norm) in BATCH_NORMS and not has_hooks(norm) and not has_hooks(act)
+
+
+def by_structure(site: Site | LayerSite, exact: bool) -> Decision:
     """What holds whatever the model does elsewhere, as calls from elsewhere are left to stock."""
     module = site.module
     if refusal := check(site):
         return Decision(None, refusal)
+    if isinstance(site, LayerSite):
+        return Decision(Choice(exact=exact), f"keeps its input: {UNPROVEN}" if site.may_keep_output else "")
+    if site.fused:
+        return Decision(FUSED)
     if has_hooks(module):
         return Decision(None, f"it has hooks: {UNPROVEN}")
     if not site.followers:
@@ -160,11 +249,13 @@ def by_structure(site: Site, exact: bool) -> Decision:
     return Decision(proof, restriction(site, exact))
 
 
-def check(site: Site) -> str:
+def check(site: Site | LayerSite) -> str:
     """Why no proof would help."""
     module = site.module
     if "forward" in vars(module):
         return "its forward is replaced"
+    if isinstance(site, LayerSite):
+        return ""
     if site.overwrites and site.name not in COPIES_INPUT:
         return "already in place"
     as_twin = site.twin.__new__(site.twin)
@@ -192,22 +283,19 @@ def is_sequence(module: nn.Module) -> bool:
     )
 
 
-def has_hooks(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in vars(module)
-    )
-
-
-def apply(site: Site, proof: Proof) -> None:
+def apply(site: Site | LayerSite, proof: Any) -> None:
     module: Any = site.module
-    module._swap = proof._replace(original=site.function)
+    if isinstance(site, Site):
+        proof = proof._replace(original=site.function)
+    module._swap = proof
     module.__class__ = site.twin
     if site.layer is not None:
         vars(site.layer)[RECIPES[type(site.layer)].attribute] = module
+
+
+def apply_sequence(sequence: Any) -> None:
+    sequence._swap = None
+    sequence.__class__ = Sequential
 
 
 def undo(model: nn.Module) -> list[tuple[nn.Module, Any]]:
@@ -218,8 +306,8 @@ def undo(model: nn.Module) -> list[tuple[nn.Module, Any]]:
         if recipe is not None and isinstance(held := vars(module).get(recipe.attribute), Swapped):
             done.append((module, held))
             vars(module)[recipe.attribute] = held._swap.original
-        if isinstance(module, Swapped):
-            done.append((module, (type(module), vars(module).pop("_swap"))))
+        if isinstance(module, Changed):
+            done.append((module, (type(module), vars(module).pop("_swap", None))))
             stock: Any = module._stock
             module.__class__ = stock
     return done
@@ -265,6 +353,12 @@ def _children(module: nn.Module) -> list[nn.Module]:
 
 def _is_exact(value: float, dtype: torch.dtype) -> bool:
     return torch.tensor(value, dtype=dtype).item() == value
+
+
+def _after(proof: Proof | None) -> str:
+    if proof is None:
+        return "unchanged"
+    return "with the norm" if proof is FUSED else "in place" if proof.inplace else "output"
 
 
 def _left(path: str, before: str, reason: str) -> Row:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -40,9 +40,11 @@ class Trial:
         self.model = model
         self.sample = sample
 
-    def run(self, phase: str) -> Outcome:
-        """Counts what is saved on the way."""
+    def run(self, phase: str, in_evaluation: Sequence[nn.Module] = ()) -> Outcome:
+        """Counts what is saved on the way. Some modules may be told that this is no training."""
         with untouched(self.model), explained(phase):
+            for module in in_evaluation:
+                module.training = False
             inputs = self.fresh()
             measured = measure(lambda: self.step(inputs), device=self.device())
             leaves = [*self.model.parameters(), *tensors(inputs)]

@@ -1,4 +1,4 @@
-"""What a swapped module is: its class, what it may do, and the checks of each call that keep it safe.
+"""What a swapped activation is: its class, what it may do, and the checks of each call that keep it safe.
 
 A swapped module's class is a subclass of memkit.nn's twin; its attributes stay as they were, and one, `_swap`, says what
 was proven. Each call checks what cannot be proven once and for all:
@@ -49,18 +49,41 @@ class Proof(NamedTuple):
     """The function whose place the module took."""
 
 
-class Swapped(nn.Module):
-    """Mixed into the twins below, before them."""
+def has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in vars(module)
+    )
 
-    _swap: Proof
-    _op: str
-    _params: tuple[float, ...] = ()
+
+class Changed(nn.Module):
+    """Mixed into the twin that takes a stock module's place, before it."""
+
+    _swap: Any
+    """What was proven, or chosen; gone when the module is changed back."""
     _stock: ClassVar[type[nn.Module]]
     _stock_forward: ClassVar[Callable[[Any, Tensor], Tensor]]
 
     def __init_subclass__(cls) -> None:
         cls._stock = next(base for base in cls.__mro__ if base.__module__.startswith("torch.nn."))
         cls._stock_forward = cast(Any, cls._stock).forward
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        stock = self._stock.__new__(self._stock)
+        vars(stock).update(vars(self))
+        vars(stock).pop("_swap", None)
+        return stock
+
+
+class Swapped(Changed):
+    """An activation."""
+
+    _swap: Proof
+    _op: str
+    _params: tuple[float, ...] = ()
 
     def forward(self, input: Tensor) -> Tensor:
         if is_dynamo_compiling():
@@ -100,12 +123,6 @@ class Swapped(nn.Module):
         ):
             return self._stock_forward(input)
         return _dispatched(self._op, input, self._params, proof.inplace, "output", None, -1)
-
-    def __prepare_scriptable__(self) -> nn.Module:
-        stock = self._stock.__new__(self._stock)
-        vars(stock).update(vars(self))
-        del vars(stock)["_swap"]
-        return stock
 
 
 class _Counter(nn.Module):

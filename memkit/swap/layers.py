@@ -1,0 +1,175 @@
+"""What swap changes beside activations: norms, dropouts, and a batch norm with the activation behind it.
+
+They work out of place and compute what stock computes, dropout but for which elements are dropped. So there is nothing to
+prove, except where a norm keeps its output: that must not be changed in place afterwards. Their gain:
+
+- dropouts keep a seed, no mask;
+- layer norm and RMS norm keep one tensor, where possible the output that the next layer keeps anyway;
+- a batch norm and the activation behind it in an `nn.Sequential` keep the norm's input alone.
+
+What memkit has no kernel for, and norms under autocast where `exact`, goes to the stock forward: memkit's norms give
+autocast's dtype there, stock's float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_exporting
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+
+from .. import nn as memkit_nn
+from ..functional import Save, norm_saves
+from ..functional._activation import _PARAMETERS
+from ..functional._norm import output_dtype
+from ..nn.norm import batch_norm_of
+from .recipes import CALLERS
+from .types import FLOATS, Changed, Proof, Swapped, has_hooks
+
+
+class Choice(NamedTuple):
+    """What was chosen for one module. Plain values: copied and pickled with it."""
+
+    save: Save = "input"
+    hooked: bool = False
+    """The choice holds with the forward hooks that the module has."""
+    exact: bool = True
+
+
+class Layer(Changed):
+    _swap: Choice
+    _op: str
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not serves(input) or self._stays(input):
+            return self._stock_forward(input)
+        try:
+            out: Tensor = super().forward(input)
+        except (RuntimeError, TypeError, ValueError) as error:
+            if not str(error).startswith(f"{self._op}: expected"):  # how memkit refuses, before it writes
+                raise
+            return self._stock_forward(input)
+        return out
+
+    def _stays(self, input: Tensor) -> bool:
+        return False
+
+
+class Norm(Layer):
+    @property
+    def save(self) -> Save:
+        hooks = self._forward_hooks or _global_forward_hooks
+        return "input" if hooks and not self._swap.hooked else self._swap.save
+
+    def _stays(self, input: Tensor) -> bool:
+        return self._swap.exact and torch.is_autocast_enabled(input.device.type)
+
+
+def serves(input: Tensor) -> bool:
+    """Whether memkit may have a kernel for it, and nothing but tensors is to be seen."""
+    return (
+        (type(input) is Tensor or type(input) is nn.Parameter)
+        and input.dtype in FLOATS
+        and input.device.type in ("cpu", "cuda")
+        and input.layout == torch.strided
+        and not is_exporting()
+    )
+
+
+def keeps_output(twin: type[Layer], module: Any, dtype: torch.dtype) -> bool:
+    """Whether save="auto" comes to the output, with these weights."""
+    norm: Any = twin.__new__(twin)
+    vars(norm).update(vars(module))
+    norm._swap = Choice("auto", hooked=True, exact=False)
+    device = next((p.device for p in module.parameters()), None)
+    x = torch.zeros(1, *module.normalized_shape, dtype=dtype, device=device, requires_grad=True)
+    with torch.enable_grad():
+        return norm_saves(norm.forward(x)) == "output"
+
+
+class LayerNorm(Norm, memkit_nn.LayerNorm):  # type: ignore[override]
+    _op = "layer_norm"
+
+
+class RMSNorm(Norm, memkit_nn.RMSNorm):  # type: ignore[override]
+    _op = "rms_norm"
+
+
+class GroupNorm(Norm, memkit_nn.GroupNorm):
+    _op = "group_norm"
+
+
+class Dropout(Layer, memkit_nn.Dropout):
+    _op = "dropout"
+
+
+class Dropout1d(Layer, memkit_nn.Dropout1d):
+    _op = "dropout1d"
+
+
+class Dropout2d(Layer, memkit_nn.Dropout2d):
+    _op = "dropout2d"
+
+
+class Dropout3d(Layer, memkit_nn.Dropout3d):
+    _op = "dropout3d"
+
+
+class AlphaDropout(Layer, memkit_nn.AlphaDropout):
+    _op = "alpha_dropout"
+
+
+class FeatureAlphaDropout(Layer, memkit_nn.FeatureAlphaDropout):
+    _op = "feature_alpha_dropout"
+
+
+LAYERS: dict[str, type[Layer]] = {
+    "layer_norm": LayerNorm,
+    "rms_norm": RMSNorm,
+    "group_norm": GroupNorm,
+    "dropout": Dropout,
+    "dropout1d": Dropout1d,
+    "dropout2d": Dropout2d,
+    "dropout3d": Dropout3d,
+    "alpha_dropout": AlphaDropout,
+    "feature_alpha_dropout": FeatureAlphaDropout,
+}
+"""The names that `ops` takes, beside the activations' and "batch_norm_act"."""
+
+BATCH_NORMS = frozenset({nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d})
+
+FUSED = Proof(False, dtypes=frozenset())
+"""Of an activation that runs in its batch norm, and as stock wherever else it is called."""
+
+
+class Sequential(Changed, nn.Sequential):
+    """Runs a batch norm and the activation behind it as one. Looks anew in each call: it may have been sliced or edited."""
+
+    def forward(self, input: Any) -> Any:
+        modules = tuple(self._modules.values())
+        done: Any = None
+        for module, behind in zip(modules, (*modules[1:], None), strict=True):
+            if module is done:
+                done = None
+            elif is_pair(module, behind) and serves(input) and output_dtype(input) == input.dtype:
+                act: Any = behind
+                params = dict(zip(_PARAMETERS.get(act._op, ()), act._params, strict=True))
+                input = batch_norm_of(module, input, act._op, params)
+                done = behind
+            else:
+                input = cast(Any, module)(input)
+        return input
+
+
+CALLERS.add(Sequential.forward.__code__)
+
+
+def is_pair(norm: Any, act: Any) -> bool:
+    """A batch norm and an activation, and nothing that looks between them."""
+    return (
+        type(norm) in BATCH_NORMS
+        and isinstance(act, Swapped)
+        and not (has_hooks(norm) or has_hooks(act) or _global_forward_hooks or _global_forward_pre_hooks)
+    )

@@ -1,0 +1,220 @@
+"""Norms and dropouts that swap changed, and batch norms that run with the activation behind them."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from swap_cases import D, assert_as_stock, batch, step
+from torch import nn
+
+from memkit import memory, swap, unswap
+from memkit.functional import norm_saves
+from memkit.swap import layers, types
+
+pytestmark = pytest.mark.usefixtures("repeatable")
+
+
+class Residual(nn.Module):
+    """A pre-norm block, as transformers have it."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.norm, self.up, self.act, self.down = norm, nn.Linear(D, D), nn.GELU(), nn.Linear(D, D)
+        self.drop = nn.Dropout(0.25)
+
+    def forward(self, x):
+        return x + self.drop(self.down(self.act(self.up(self.norm(x)))))
+
+
+def blocks(norm=nn.LayerNorm, **kwargs):
+    return nn.Sequential(nn.Linear(D, D), *(Residual(norm(D)) for _ in range(2))).to(
+        **{"dtype": torch.float64, **kwargs}
+    )
+
+
+def convolutions(act=nn.SiLU):
+    def stage(inputs):
+        return nn.Sequential(nn.Conv2d(inputs, D, 3, bias=False), nn.BatchNorm2d(D), act())
+
+    return nn.Sequential(stage(2), stage(D), nn.Flatten(), nn.Linear(D * 16, 3)).double()
+
+
+def images():
+    return torch.randn(3, 2, 8, 8, dtype=torch.float64)
+
+
+def by_path(report):
+    return {row.path: row for row in report}
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+@pytest.mark.parametrize("by_sample", [True, False])
+def test_blocks(norm, by_sample):
+    model, x = blocks(norm), batch(8, D)
+    report = swap(model, sample=x if by_sample else None)
+    rows = by_path(report)
+    assert all(row.changed for row in report if row.before != "GELU"), report
+    assert rows["1.norm"].saved == ("output" if by_sample else "input")
+    assert rows["1.drop"].saved == "seed"
+    assert_as_stock(model, x)
+
+
+def test_the_report_counts_what_is_saved():
+    """Row by row it comes to what was measured."""
+    for model, x in (
+        (blocks(), batch(64, D)),
+        (blocks(nn.RMSNorm), batch(64, D)),
+        (convolutions(), images()),
+    ):
+        report = swap(model, sample=x)
+        told = report.bytes_before - report.bytes_after
+        assert told == pytest.approx(report.saved_before - report.saved_after, abs=16 * 8 * len(report)), (
+            report
+        )
+        assert report.saved_after < 0.85 * report.saved_before
+        assert memory.measure(lambda: model(x).sum()).saved == report.saved_after  # noqa: B023
+
+
+def test_dropout_keeps_a_seed():
+    model = nn.Sequential(nn.Linear(D, D), nn.Dropout(0.5)).double()
+    x = batch(4096, D)
+    stock = memory.measure(lambda: model(x)).saved
+    swap(model)
+    assert stock - memory.measure(lambda: model(x)).saved >= x.numel() - 8
+    y = model(x)
+    kept = (y != 0).double().mean().item()
+    assert abs(kept - 0.5) < 0.01
+    torch.testing.assert_close(y[y != 0], (2 * model[0](x))[y != 0])
+    model.eval()
+    assert model(x).equal(model[0](x))
+
+
+def test_an_output_that_is_changed_later_is_not_kept():
+    class Scaled(Residual):
+        def forward(self, x):
+            return x + self.drop(self.down(self.act(self.up(self.norm(x).mul_(2)))))
+
+    model, x = Scaled(nn.LayerNorm(D)).double(), batch()
+    row = by_path(swap(model, sample=x))["norm"]
+    assert row.changed
+    assert row.saved == "input"
+    assert "changed in place" in row.reason
+    assert_as_stock(model, x)
+
+
+def test_weights_that_do_not_allow_the_output():
+    norm = nn.LayerNorm(D).double()
+    nn.init.constant_(norm.bias, 5.0)
+    model, x = Residual(norm), batch()
+    model = model.double()
+    before = swap(model, sample=x)
+    assert by_path(before)["norm"].bytes_after >= x.nbytes
+    assert_as_stock(model, x)
+
+
+def test_hooks_added_later_are_served():
+    """A hook may change the output in place: then the norm keeps its input."""
+    model, x = blocks(), batch()
+    swap(model, sample=x)
+    assert norm_saves(model[1].norm(model[0](x))) == "output"
+    model[1].norm.register_forward_hook(lambda module, args, out: out.mul_(2))
+    assert_as_stock(model, x)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    "act", [nn.ReLU, nn.SiLU, nn.GELU, lambda: nn.LeakyReLU(0.2), lambda: nn.Hardtanh(-0.5, 0.5)]
+)
+@pytest.mark.parametrize("by_sample", [True, False])
+def test_batch_norm_with_its_activation(act, training, by_sample):
+    model, x = convolutions(act).train(training), images()
+    twin = copy.deepcopy(model)
+    state = list(model.state_dict())
+    report = swap(model, sample=x if by_sample else None)
+    assert [row.after for row in report] == ["with the norm"] * 2
+    for ours, theirs in zip(step(model, x), step(twin, x), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
+    assert list(model.state_dict()) == state
+    for ours, theirs in zip(model.buffers(), twin.buffers(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert repr(model) == repr(twin)
+    unswap(model)
+    assert not any(isinstance(module, types.Changed) for module in model.modules())
+    assert type(model[0]) is nn.Sequential
+
+
+def test_parts_of_a_sequence_are_themselves():
+    """The norm alone, the activation alone, slices and edits."""
+    model, x = convolutions().eval(), images()
+    twin = copy.deepcopy(model)
+    swap(model)
+    for part in (slice(0, 1), slice(0, 2), slice(1, 2), slice(1, 3)):
+        data = x if part.start == 0 else torch.randn(3, D, 6, 6, dtype=torch.float64)
+        torch.testing.assert_close(model[0][part](data), twin[0][part](data))
+    h = torch.randn(3, D, 6, 6, dtype=torch.float64)
+    torch.testing.assert_close(model[0][1](h), twin[0][1](h))
+    torch.testing.assert_close(model[0][2](h), twin[0][2](h))
+    for each in (model, twin):
+        each[0][2] = nn.Tanh()
+    torch.testing.assert_close(model(x), twin(x))
+    seen = []
+    model[1][1].register_forward_hook(lambda module, args, out: seen.append(out))
+    torch.testing.assert_close(model(x), twin(x))
+    assert len(seen) == 1
+
+
+def test_copies_pickles_compilers():
+    model, x = convolutions(), images()
+    swap(model, sample=x)
+    want = step(model, x)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        for ours, theirs in zip(step(other, x), want, strict=True):
+            torch.testing.assert_close(ours, theirs)
+        assert type(other[0]) is layers.Sequential
+        unswap(other)
+        assert type(other[0]) is nn.Sequential
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for ours, theirs in zip(step(compiled, x), want, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_autocast():
+    """Norms that give float32 there stay, unless exact=False; batch norms compute in what they get."""
+    model, x = blocks(dtype=torch.float32), batch(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        row = by_path(swap(model, sample=x))["1.norm"]
+        assert not row.changed
+        assert "exact=False" in row.reason
+        assert model[1].norm(x).dtype == torch.float32
+        swap(model)
+        assert model[1].norm(x).dtype == torch.float32
+        swap(model, sample=x, exact=False)
+        assert model[1].norm(x).dtype == torch.bfloat16
+    net, image = convolutions().float(), images().float()
+    with torch.autocast("cpu", torch.bfloat16):
+        stock = net.eval()(image)
+        report = swap(net, sample=image)
+        assert {row.after for row in report} == {"with the norm"}
+        torch.testing.assert_close(net(image), stock, rtol=5e-2, atol=5e-2)
+
+
+def test_what_memkit_has_no_kernel_for():
+    model = nn.Sequential(nn.Dropout(0.5), nn.LayerNorm(4))
+    swap(model)
+    assert model[0].eval()(torch.ones(2, 4, dtype=torch.int64)).dtype == torch.int64
+    with pytest.raises(RuntimeError, match="normalized_shape"):  # stock's own error
+        model[1](torch.ones(2, 5))
+    with pytest.raises(NotImplementedError, match="ComplexFloat"):
+        model[0].train()(torch.ones(3, dtype=torch.complex64))
+
+
+def test_ops_chooses():
+    model = nn.Sequential(*convolutions(), nn.Dropout(0.1), nn.LayerNorm(3)).double()
+    assert [row.before for row in swap(model, ops=["layer_norm"])] == ["LayerNorm"]
+    assert type(model[0]) is nn.Sequential
+    assert "with the norm" not in {row.after for row in swap(model, ops=["silu"])}
+    assert {row.after for row in swap(model, ops=["silu", "batch_norm_act"])} == {"with the norm"}
+    with pytest.raises(ValueError, match="batch_norm_act"):
+        swap(model, ops=["norm"])
