@@ -129,7 +129,7 @@ def training_step(batch: int, model: str = "gpt") -> Callable[[], None]:
     sizes = (options.vocab, options.layers, options.d_model, options.heads, options.seq_len)
     build = {"gpt": lambda: models.GPT(*sizes), "cnn": lambda: models.CNN(10)}[model]
     task = train.Task(model, build, [data], None, learning_rate=1e-3)
-    variant = train.Variant("eager", task, options)
+    variant = train.Variant("eager", (), task, options)
 
     def step() -> None:
         variant.optimizer.zero_grad(set_to_none=True)  # of a step that ran out of memory

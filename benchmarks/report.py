@@ -1,6 +1,7 @@
 """Writes the tables of README.md from the results files: nothing in them is typed by hand.
 
     memkit bench --json benchmarks/results/bench-cpu.json
+    memkit bench --ablation --variants eager,memkit --json benchmarks/results/ablation-cpu.json
     python benchmarks/bench_activation.py --json
     python benchmarks/bench_pool.py --json
     python benchmarks/report.py                 # fills README.md; --check only says whether it is up to date
@@ -27,6 +28,7 @@ from memkit.bench import report
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 BENCH, ACTIVATION, POOL = report.KIND, "memkit-activation", "memkit-pool"
+ABLATION = f"{BENCH}, ablation"
 
 Result = dict[str, Any]
 Results = dict[tuple[str, str], Result]  # (kind, device) -> the newest
@@ -37,6 +39,15 @@ CONTENDERS = {
     "reused": "stock, output reused",
     "compiled": "torch.compile",
 }
+
+ABLATION_COLUMNS = (
+    "model",
+    "variant",
+    "peak of a step",
+    "saved for backward",
+    "step time",
+    "max loss difference",
+)
 
 # What is built, the tests that cover it on the CPU, its CUDA kernels (None: Python over both), and the
 # benchmark that runs it on a GPU.
@@ -62,7 +73,8 @@ def load(folder: Path) -> Results:
     found: Results = {}
     for file in sorted(folder.glob("*.json")):
         result = json.loads(file.read_text(encoding="utf-8"))
-        key = (result["kind"], result["hardware"]["device"])
+        kind = ABLATION if result.get("options", {}).get("ablation") else result["kind"]
+        key = (kind, result["hardware"]["device"])
         if key not in found or result["date"] > found[key]["date"]:
             found[key] = result
     return found
@@ -81,6 +93,16 @@ def bench_table(results: Results) -> str:
     for result in of_kind(results, BENCH):
         table = report.markdown_table(report.COLUMNS, report.rows(result))
         parts += [table, report.conditions(result), report.origin(result)]
+    return "\n\n".join(parts)
+
+
+def ablation_table(results: Results) -> str:
+    """What each ingredient brings, added one after the other."""
+    parts = []
+    chosen = [report.COLUMNS.index(name) for name in ABLATION_COLUMNS]
+    for result in of_kind(results, ABLATION):
+        body = [[row[i] for i in chosen] for row in report.rows(result)]
+        parts += [report.markdown_table(ABLATION_COLUMNS, body), report.origin(result)]
     return "\n\n".join(parts)
 
 
@@ -182,6 +204,7 @@ def support_table(results: Results) -> str:
 
 TABLES: dict[str, Callable[[Results], str]] = {
     "bench": bench_table,
+    "ablation": ablation_table,
     "activation": activation_table,
     "activation-sizes": sizes_table,
     "overhead": overhead_table,

@@ -144,6 +144,22 @@ def cross_entropy(
 
 # csrc/torch/tap.cpp
 
+class StorageRef:
+    """A tensor's storage, known without a Python object of its own, which would count among the storage's holders.
+
+    Does not keep it alive, but keeps its address from naming another one.
+    """
+
+    def __init__(self, tensor: Tensor) -> None: ...
+    @property
+    def key(self) -> int:
+        """`torch.UntypedStorage._cdata`."""
+
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
 class Tap:
     """Counts the CPU tensor storage of the process (every thread), from its creation until `stop()`.
 

@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def add_bench(parsers: Parsers) -> None:
-    from .bench.options import BATCH, DTYPES, MODELS, POOLS, STEPS, VARIANTS, Options
+    from .bench.options import BATCH, DTYPES, INGREDIENTS, MODELS, POOLS, STEPS, VARIANTS, Options
 
     default = Options()
     parser = parsers.add_parser(
@@ -61,6 +61,16 @@ def add_bench(parsers: Parsers) -> None:
         help="memory of memkit's step: stock's (none), under pool.use() (use), or recorded once and replayed (plan, "
         "CPU only)",
     )
+    what.add_argument(
+        "--ingredients",
+        type=_names,
+        default=",".join(INGREDIENTS),
+        metavar="A,B",
+        help="what memkit's variant is made of: " + ", ".join(INGREDIENTS),
+    )
+    what.add_argument(
+        "--ablation", action="store_true", help="memkit's ingredients one after the other, a row each"
+    )
     what.add_argument("--seed", type=int, default=default.seed, help="of weights, data order and dropout")
 
     sizes = parser.add_argument_group("sizes")
@@ -72,6 +82,9 @@ def add_bench(parsers: Parsers) -> None:
         ("vocab", default.vocab, "tokens in the vocabulary"),
     ):
         sizes.add_argument(f"--{name}", type=int, default=value, metavar="N", help=text)
+    sizes.add_argument(
+        "--dropout", type=float, default=default.dropout, metavar="P", help="in the transformer; 0: none"
+    )
     hint = ", ".join(f"{model} {BATCH[model]}" for model in MODELS)
     sizes.add_argument(
         "--batch", type=int, default=argparse.SUPPRESS, metavar="N", help=f"batch size (default: {hint})"
@@ -114,6 +127,9 @@ def run_bench(args: argparse.Namespace) -> int:
         amp=args.amp,
         exact=not args.inexact,
         pool=args.pool,
+        ingredients=args.ingredients,
+        ablation=args.ablation,
+        dropout=args.dropout,
         seed=args.seed,
         out=args.out,
         plot=not args.no_plot,

@@ -17,7 +17,7 @@ from memkit import cli
 from memkit.bench import Options, data, options, report, timing
 
 ROOT = Path(__file__).resolve().parents[1]
-TINY = "--layers 1 --d-model 32 --heads 2 --seq-len 32 --vocab 400 --batch 4 --steps 4 --device cpu --quiet"
+TINY = "--dropout 0 --layers 1 --d-model 32 --heads 2 --seq-len 32 --vocab 400 --batch 4 --steps 4 --device cpu --quiet"
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("sklearn")
@@ -107,6 +107,23 @@ def test_memkit_trains_alike_and_saves_less(job: tuple[Path, dict[str, Any]], mo
     assert swapped["swap"]["changed"] > 0
 
 
+def test_ablation(tmp_path: Path) -> None:
+    """A row for each ingredient added; all of them are what the variant memkit is."""
+    assert bench("--model gpt --variants eager,memkit --ablation --no-plot", tmp_path) == 0
+    variants = json.loads((tmp_path / "bench.json").read_text())["models"]["gpt"]["variants"]
+    assert list(variants) == [
+        "eager",
+        "memkit: activations",
+        *(f"+ {part}" for part in options.INGREDIENTS[1:]),
+    ]
+    saved = [variant["saved_bytes"] for variant in variants.values()]
+    assert saved == sorted(saved, reverse=True)
+    assert all(variant["loss_max_difference"] < 1e-4 for variant in variants.values())
+    assert bench("--ablation --variants eager", tmp_path) == 2
+    assert bench("--ingredients salt", tmp_path) == 2
+    assert bench("--ablation --pool use --variants eager,memkit", tmp_path) == 2
+
+
 def test_table_and_progress(job: tuple[Path, dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
     text = report.full_text(job[1])
     lines = text.splitlines()
@@ -174,10 +191,10 @@ def test_precisions(tmp_path: Path, precision: str) -> None:
     for found in json.loads((tmp_path / "bench.json").read_text())["models"].values():
         swapped = found["variants"]["memkit"]
         assert swapped["loss_max_difference"] < 0.1
+        assert swapped["saved_bytes"] < found["variants"]["eager"]["saved_bytes"]
         # In half precision the slope from the output is not exact: swap leaves it alone unless told otherwise.
-        assert (swapped["saved_bytes"] < found["variants"]["eager"]["saved_bytes"]) == (
-            "inexact" in precision
-        )
+        after = {row["after"] for row in swapped["swap"]["rows"] if row["before"] in ("GELU", "SiLU")}
+        assert bool(after & {"output", "in place"}) == ("inexact" in precision)
 
 
 # Its options
@@ -408,6 +425,9 @@ def test_readme_tables(
     readme = scripts[0]
     results = tmp_path / "results"
     report.write_json(job[1], results / "bench-cpu.json")
+    ablation = copy.deepcopy(job[1])
+    ablation["options"]["ablation"] = True
+    report.write_json(ablation, results / "ablation-cpu.json")
     shutil.copy(ops, results)
     shutil.copy(pool, results)
     file = tmp_path / "README.md"

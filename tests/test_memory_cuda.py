@@ -55,7 +55,7 @@ class FakeCuda:
 
 
 def stored_at(address):
-    return types.SimpleNamespace(data_ptr=lambda: address)
+    return types.SimpleNamespace(address=address)
 
 
 def test_cuda_meter_on_a_made_up_allocator(monkeypatch):

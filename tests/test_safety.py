@@ -408,3 +408,16 @@ def test_where_a_function_is_flat_no_gradient_passes(name, value):
         got = x.clone().requires_grad_()
         getattr(M, name)(got * 1, **keep).backward(torch.full_like(x, value))
         torch.testing.assert_close(got.grad, want.grad, equal_nan=True)
+
+
+@pytest.mark.parametrize("layer", [2, 3])
+def test_backward_reuses_a_gradient_that_is_a_view(layer):
+    """Linear's backward hands back a view of what it computed, where there are more than two dimensions."""
+    up, down = nn.Linear(8, 64), nn.Linear(64, 8)
+    x = torch.randn(*(16,) * (layer - 1), 8)
+    h = M.gelu(up(x), save="input")
+    loss = down(h).sum()
+    n = h.nbytes
+    measured = measure(lambda: loss.backward())
+    weights = sum(p.grad.nbytes for p in (*up.parameters(), *down.parameters()))
+    assert measured.peak < weights + 2 * n  # the gradient of h, and nothing else of its size

@@ -201,8 +201,12 @@ void check_inplace(std::string_view op, const Tensor& x, const std::optional<std
 bool is_plain(const Tensor& x) { return !at::isTensorSubclassLike(x); }
 
 bool is_sole_owner(const Tensor& x, size_t idle_handles) {
-  return x.use_count() == 1 + idle_handles && x.has_storage() && x.storage().use_count() == 1 &&
-         x.is_non_overlapping_and_dense() && !x.is_view() && is_plain(x) && is_own_memory(x);
+  if (x.use_count() != 1 + idle_handles || !x.has_storage()) return false;
+  // A view, as Linear's backward makes of more than two dimensions, has its base to itself if it alone holds it.
+  const bool is_view = x.is_view();
+  if (is_view && x._base().use_count() != 1) return false;
+  return x.storage().use_count() == size_t(is_view ? 2 : 1) && x.is_non_overlapping_and_dense() && is_plain(x) &&
+         is_own_memory(x);
 }
 
 }  // namespace memkit

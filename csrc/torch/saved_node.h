@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "checks.h"
 #include "node.h"
 
 namespace memkit {
@@ -64,12 +65,13 @@ struct SavedNode : torch::autograd::Node {
   }
 
   // As unpack; where the graph is not kept, the node lets go of it, so that the result may be its memory's sole owner.
+  // What hooks handed back has a Python object, and that a handle: another tensor of the same memory takes its place.
   at::Tensor take(size_t i) {
     at::Tensor x = unpack(i);
     if (torch::autograd::get_current_graph_task_keep_graph()) return x;
     saved_[i].reset_data();
     if (i < unpacked_.size()) unpacked_[i].reset();
-    return x;
+    return x.use_count() > 1 && is_plain(x) && !at::GradMode::is_enabled() ? x.tensor_data() : x;
   }
 
  private:

@@ -8,6 +8,7 @@
 #include <c10/util/Exception.h>
 #include <pthread.h>
 #include <pybind11/pybind11.h>
+#include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
 #include <atomic>
@@ -275,9 +276,35 @@ void remove_cpu_observer(CpuObserver* observer) {
   remove(observer);
 }
 
+// A tensor's storage, known without a Python object of its own, which would count among the storage's holders. Keeps its
+// address from naming another one, and nothing else.
+class StorageRef {
+ public:
+  explicit StorageRef(const pybind11::handle& tensor) : StorageRef(THPVariable_Unpack(tensor.ptr())) {}
+  explicit StorageRef(const at::Tensor& tensor)
+      : weak_(tensor.storage().getWeakStorageImpl()),
+        key_(reinterpret_cast<std::intptr_t>(tensor.storage().unsafeGetStorageImpl())),
+        address_(reinterpret_cast<std::intptr_t>(
+            tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get())),
+        nbytes_(tensor.storage().nbytes()) {}
+  std::intptr_t key() const { return key_; }
+  std::intptr_t address() const { return address_; }
+  std::size_t nbytes() const { return nbytes_; }
+
+ private:
+  c10::weak_intrusive_ptr<c10::StorageImpl> weak_;
+  std::intptr_t key_, address_;
+  std::size_t nbytes_;
+};
+
 void bind_tap(pybind11::module_& module) {
   install();
   namespace py = pybind11;
+  py::class_<StorageRef>(module, "StorageRef", "A tensor's storage, not kept alive; no address names another one.")
+      .def(py::init<py::handle>(), py::arg("tensor"))
+      .def_property_readonly("key", &StorageRef::key)
+      .def_property_readonly("address", &StorageRef::address)
+      .def_property_readonly("nbytes", &StorageRef::nbytes);
   py::class_<Tap>(module, "Tap", "Counts the CPU tensor storage of the process, from its creation until stop().")
       .def(py::init<std::size_t>(), py::arg("samples") = 0)
       .def("stop", &Tap::stop)

@@ -3,7 +3,7 @@
 options.py   what can be asked for, and the checks before any work
 data.py      Python's standard library as BPE tokens; scikit-learn's digits
 models.py    the two networks, plain PyTorch
-train.py     the three variants of a model, side by side
+train.py     the variants of a model, side by side
 pooled.py    a step in a pool
 timing.py    contenders in turns, medians of ratios
 machine.py   hardware, versions, commit
@@ -35,7 +35,7 @@ def run(options: Options) -> dict[str, Any]:
     result: dict[str, Any] = {"kind": report.KIND, "format": report.FORMAT, **machine.stamp(options.device)}
     result["options"] = options.as_json()
     result["models"] = {}
-    total = sum(options.steps_of(model) for model in options.models) * len(options.variants)
+    total = sum(options.steps_of(model) for model in options.models) * len(options.runs)
     # disable=None: drawn on a terminal, silent in a log, where the lines of say() tell how far it is.
     with tqdm(total=total, unit="step", disable=True if options.quiet else None) as bar:
 

@@ -76,10 +76,14 @@ class GPT(nn.Module):
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def features(self, tokens: Tensor) -> Tensor:
+        """What the head turns into logits."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.drop(self.tokens(tokens) + self.positions(positions))
-        return self.head(self.norm(self.blocks(x)))
+        return self.norm(self.blocks(x))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.features(tokens))
 
 
 def conv_bn(inputs: int, outputs: int, stride: int = 1) -> list[nn.Module]:

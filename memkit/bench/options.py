@@ -11,6 +11,8 @@ import torch
 
 MODELS = ("gpt", "cnn")
 VARIANTS = ("eager", "compile", "memkit")
+# What the variant memkit is made of: operators that memkit.swap changes, the head and its loss as one, memkit.lean().
+INGREDIENTS = ("activations", "norms", "dropouts", "loss", "lean")
 POOLS = ("none", "use", "plan")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -36,6 +38,7 @@ class Options:
     heads: int = 6
     seq_len: int = 256
     vocab: int = 8192
+    dropout: float = 0.1
     batch: int | None = None
     steps: int | None = None
     device: str = "auto"
@@ -43,10 +46,22 @@ class Options:
     amp: bool = False
     exact: bool = True
     pool: str = "none"
+    ingredients: tuple[str, ...] = INGREDIENTS
+    ablation: bool = False
     seed: int = 0
     out: Path = Path("benchmark-results")
     plot: bool = True
     quiet: bool = False
+
+    @property
+    def runs(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """What is trained: the name of each variant, and what memkit's are made of."""
+        if not self.ablation:
+            return tuple((name, self.ingredients) for name in self.variants)
+        stock = [(name, ()) for name in self.variants if name != "memkit"]
+        made = [self.ingredients[:count] for count in range(1, len(self.ingredients) + 1)]
+        names = [f"memkit: {made[0][0]}", *(f"+ {parts[-1]}" for parts in made[1:])]
+        return (*stock, *zip(names, made, strict=True))
 
     def batch_of(self, model: str) -> int:
         return self.batch if self.batch is not None else BATCH[model]
@@ -90,13 +105,19 @@ def checked(options: Options) -> Options:
         )
     if options.out.exists() and not options.out.is_dir():
         raise OptionError(f"bench: out must be a folder, got the file {options.out}")
+    _check_ablation(options)
     _check_pool(options, device)
     _check_packages(options)
     return replace(options, device=device, dtype=dtype)
 
 
 def _check_names(options: Options) -> None:
-    for what, got, known in (("model", options.models, MODELS), ("variants", options.variants, VARIANTS)):
+    asked = (
+        ("model", options.models, MODELS),
+        ("variants", options.variants, VARIANTS),
+        ("ingredients", options.ingredients, INGREDIENTS),
+    )
+    for what, got, known in asked:
         unknown = [name for name in got if name not in known]
         if unknown or not got:
             raise OptionError(
@@ -134,6 +155,8 @@ def _check_sizes(options: Options) -> None:
         raise OptionError(
             f"bench: d-model must be a multiple of heads, got {options.d_model} and {options.heads}"
         )
+    if not 0 <= options.dropout < 1:
+        raise OptionError(f"bench: dropout must lie in 0 .. 1, 1 excluded, got {options.dropout}")
     if not 0 <= options.seed < 2**31:
         raise OptionError(f"bench: seed must lie in 0 .. 2^31 - 1, got {options.seed}")
 
@@ -149,6 +172,12 @@ def _device(name: str) -> str:
     return name
 
 
+def _check_ablation(options: Options) -> None:
+    if options.ablation and "memkit" not in options.variants:
+        given = ", ".join(options.variants)
+        raise OptionError(f"bench: ablation needs the variant memkit, whose parts it adds up, got {given}")
+
+
 def _check_pool(options: Options, device: str) -> None:
     if options.pool not in POOLS:
         raise OptionError(f"bench: pool must be one of {', '.join(POOLS)}, got {options.pool}")
@@ -157,6 +186,8 @@ def _check_pool(options: Options, device: str) -> None:
         raise OptionError(
             f"bench: pool {options.pool} needs the variant memkit, whose step it serves, got {given}"
         )
+    if options.pool != "none" and options.ablation:
+        raise OptionError(f"bench: ablation needs pool none, got {options.pool}")
     if options.pool == "plan" and device != "cpu":
         raise OptionError(f"bench: pool plan needs device cpu, where plans are replayed, got {device}")
 

@@ -56,7 +56,7 @@ def rows(result: dict[str, Any]) -> list[list[str]]:
 
 
 def label(name: str, variant: dict[str, Any]) -> str:
-    return POOLED[variant["pool"]["how"]] if "pool" in variant else LABELS[name]
+    return POOLED[variant["pool"]["how"]] if "pool" in variant else LABELS.get(name, name)
 
 
 def text_table(columns: Sequence[str], body: Sequence[Sequence[str]]) -> str:
@@ -105,7 +105,7 @@ def conditions(result: dict[str, Any]) -> str:
         memkit = found["variants"].get("memkit", {})
         swap = memkit.get("swap")
         if swap:
-            parts[-1] += f", {swap['changed']} of {len(swap['rows'])} activations swapped"
+            parts[-1] += f", {swap['changed']} of {len(swap['rows'])} layers swapped"
         if "pool" in memkit:
             parts[-1] += f", {_pool(memkit['pool'])}"
     precision = f"{options['dtype']}{' autocast' if options['amp'] else ''}"
@@ -114,7 +114,22 @@ def conditions(result: dict[str, Any]) -> str:
         "(weights and optimizer state not counted); saved for backward is what the forward keeps, parameters "
         "not counted. Times are ratios to stock eager: the median over interleaved warm steps of a round's "
         "own ratio. torch.compile draws PyTorch's dropout masks (fallback_random), hence the same; its "
-        "compilation is not in the step time."
+        f"compilation is not in the step time.{_masks(result)}"
+    )
+
+
+def _masks(result: dict[str, Any]) -> str:
+    """What a difference of losses means where memkit draws masks."""
+    options = result["options"]
+    if (
+        "gpt" not in result["models"]
+        or not options.get("dropout")
+        or "dropouts" not in options["ingredients"]
+    ):
+        return ""
+    return (
+        f" The gpt drops {options['dropout']:.0%}, and memkit's dropout draws masks of its own: so its losses differ "
+        "by chance; --dropout 0 compares them step by step."
     )
 
 
@@ -142,7 +157,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
             share = [100 * seconds / length for seconds, _ in variant["timeline"]]
             mib = [above / 2**20 for _, above in variant["timeline"]]
             text = f"{label(name, variant)}, peak {size(variant['peak_bytes'])}"
-            axes.plot(share, mib, label=text, color=COLOURS[name], linewidth=1.4, drawstyle="steps-post")
+            axes.plot(share, mib, label=text, color=COLOURS.get(name), linewidth=1.4, drawstyle="steps-post")
         axes.set_title(model)
         axes.set_xlabel("one training step, % of its time")
         axes.set_ylabel("MiB above its start")

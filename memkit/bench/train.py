@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 import memkit
 from memkit import memory
+from memkit.swap.sites import OPS
+from memkit.swap.types import TWINS
 
 from . import data, models
 from .options import WARM_STEPS, Options
@@ -60,7 +62,9 @@ def gpt_task(options: Options) -> Task:
     batches = data.windows(tokens, options.seq_len, batch, steps, options.seed)
 
     def build() -> nn.Module:
-        return models.GPT(options.vocab, options.layers, options.d_model, options.heads, options.seq_len)
+        return models.GPT(
+            options.vocab, options.layers, options.d_model, options.heads, options.seq_len, options.dropout
+        )
 
     return Task("gpt", build, batches, None, learning_rate=1e-3)
 
@@ -73,18 +77,28 @@ def cnn_task(options: Options) -> Task:
 TASKS: dict[str, Callable[[Options], Task]] = {"gpt": gpt_task, "cnn": cnn_task}
 
 
+# The operators of each ingredient that memkit.swap brings.
+SWAPPED: dict[str, tuple[str, ...]] = {
+    "activations": tuple(TWINS),
+    "norms": tuple(op for op in OPS if "norm" in op),
+    "dropouts": tuple(op for op in OPS if "dropout" in op),
+}
+
+
 class Variant:
     """A model equal in weights to every other variant's, with its optimizer and its way of running."""
 
-    def __init__(self, name: str, task: Task, options: Options) -> None:
+    def __init__(self, name: str, parts: tuple[str, ...], task: Task, options: Options) -> None:
         self.name = name
+        is_memkit = name not in ("eager", "compile")
         torch.manual_seed(options.seed)
         self.model = model = task.build().to(options.device, options.parameter_dtype)
         self.swapped: Any = None
-        if name == "memkit":
+        if is_memkit:
+            ops = [op for part in parts for op in SWAPPED.get(part, ())]
             # Under autocast as in training: which precision an activation sees decides what can be done with it.
             with torch.autocast(options.device, options.torch_dtype, enabled=options.amp):
-                self.swapped = memkit.swap(model, sample=task.batches[0][0], exact=options.exact)
+                self.swapped = memkit.swap(model, sample=task.batches[0][0], ops=ops, exact=options.exact)
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=task.learning_rate)
         needs_scaler = options.amp and options.torch_dtype is torch.float16
         self.scaler = torch.amp.GradScaler(options.device, enabled=needs_scaler)
@@ -96,14 +110,28 @@ class Variant:
         def loss_of(inputs: Tensor, targets: Tensor) -> Tensor:
             return F.cross_entropy(forward(inputs).flatten(0, -2).float(), targets.flatten())
 
+        def fused_loss_of(inputs: Tensor, targets: Tensor) -> Tensor:
+            with torch.autocast(options.device, options.torch_dtype, enabled=options.amp):
+                hidden = model.features(inputs).flatten(0, -2)  # type: ignore[operator]
+                return memkit.functional.linear_cross_entropy(
+                    hidden,
+                    model.head.weight,  # type: ignore[union-attr, arg-type]
+                    targets.flatten(),
+                )
+
+        def lean_loss_of(inputs: Tensor, targets: Tensor) -> Tensor:
+            fused = is_memkit and "loss" in parts and hasattr(model, "features")
+            with memkit.lean() if "lean" in parts else nullcontext():
+                return (fused_loss_of if fused else loss_of)(inputs, targets)
+
         # The loss is compiled together with the model: torch.compile at its best fuses the two.
         self.forward: Callable[[Tensor], Tensor] = forward
-        self.loss_of: Callable[[Tensor, Tensor], Tensor] = loss_of
+        self.loss_of: Callable[[Tensor, Tensor], Tensor] = lean_loss_of if is_memkit else loss_of
         if name == "compile":
             self.forward = torch.compile(forward, options=COMPILE_OPTIONS)
             self.loss_of = torch.compile(loss_of, options=COMPILE_OPTIONS)
         self.pooled: Pooled[Tensor] | None = None
-        if name == "memkit" and options.pool != "none":
+        if is_memkit and options.pool != "none":
             self.pooled = Pooled(self._step, options.pool, options.device)
 
     def step(self, batch: Batch) -> Tensor:
@@ -128,7 +156,7 @@ def compare(task: Task, options: Options, say: Say, advance: Callable[[], None])
     task = task.to(options.device, options.parameter_dtype)
     if "compile" in options.variants:
         torch.compiler.reset()
-    variants = [Variant(name, task, options) for name in options.variants]
+    variants = [Variant(name, parts, task, options) for name, parts in options.runs]
     results: dict[str, dict[str, Any]] = {v.name: {} for v in variants}
 
     say(f"{task.name}: training {', '.join(v.name for v in variants)}, in turns")

@@ -42,8 +42,8 @@ class CpuMeter:
     def samples(self) -> list[tuple[float, int]]:
         return self._tap.samples()
 
-    def mark(self, storage: torch.UntypedStorage) -> bool:
-        return self._tap.covers(storage._cdata)
+    def mark(self, storage: _C.StorageRef) -> bool:
+        return self._tap.covers(storage.key)
 
     def is_new(self, mark: bool) -> bool:
         return mark
@@ -109,8 +109,8 @@ class CudaMeter:
             samples.append(((event["time_us"] - self._began) / 1e6, live))
         return samples
 
-    def mark(self, storage: torch.UntypedStorage) -> tuple[int, int]:
-        return storage.data_ptr(), time.time_ns() // 1000
+    def mark(self, storage: _C.StorageRef) -> tuple[int, int]:
+        return storage.address, time.time_ns() // 1000
 
     def is_new(self, mark: tuple[int, int]) -> bool:
         address, marked = mark

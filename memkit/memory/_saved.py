@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .. import _C
 from ._meters import Meter
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
@@ -25,7 +25,7 @@ class SavedStorages:
     def __init__(self, meter: Meter, device: torch.device) -> None:
         self._meter = meter
         self._device = device
-        self._seen: dict[int, tuple[StorageWeakRef, int, Any]] = {}
+        self._seen: dict[int, tuple[_C.StorageRef, Any]] = {}
 
     def hooks(self) -> AbstractContextManager[None]:
         outer = _active_hooks()
@@ -42,8 +42,8 @@ class SavedStorages:
 
     def close(self) -> tuple[int, int]:
         """Bytes of the storages that are younger than the meter's start, and of all."""
-        saved = sum(nbytes for _, nbytes, mark in self._seen.values() if self._meter.is_new(mark))
-        total = sum(nbytes for _, nbytes, _ in self._seen.values())
+        saved = sum(storage.nbytes for storage, mark in self._seen.values() if self._meter.is_new(mark))
+        total = sum(storage.nbytes for storage, _ in self._seen.values())
         self._seen.clear()
         return saved, total
 
@@ -53,29 +53,36 @@ class SavedStorages:
         return tensor.detach(), tensor._version
 
     def _note(self, tensor: torch.Tensor) -> None:
-        for storage in storages(tensor):
-            key = storage._cdata
-            if key not in self._seen and storage.device == self._device:
-                weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-                self._seen[key] = weak, storage.nbytes(), self._meter.mark(storage)
+        for part in parts(tensor):
+            if part.device != self._device:
+                continue
+            storage = _C.StorageRef(part)
+            if storage.key not in self._seen:
+                self._seen[storage.key] = storage, self._meter.mark(storage)
 
 
 def storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
     """The memory behind a tensor: none for opaque layouts, several for sparse ones and wrapper subclasses."""
-    parts: list[Any] = []
+    for part in parts(tensor):
+        yield part.untyped_storage()
+
+
+def parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The strided tensors that it consists of."""
+    inner: list[Any] = []
     wrapper: Any = tensor
     if is_traceable_wrapper_subclass(wrapper):
-        parts = [getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0]]
+        inner = [getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0]]
     elif tensor.layout is torch.strided:
-        yield tensor.untyped_storage()
+        yield tensor
     elif tensor.layout is torch.sparse_coo:
-        parts = [tensor._indices(), tensor._values()]
+        inner = [tensor._indices(), tensor._values()]
     elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+        inner = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    for part in parts:
-        yield from storages(part)
+        inner = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    for each in inner:
+        yield from parts(each)
 
 
 def _active_hooks() -> Hooks | None:
