@@ -236,6 +236,10 @@ Results composed(const ProducerSpec& spec, Tensors inputs, const Consumers& laye
   return {layers.forward(h), statistics};
 }
 
+bool is_batched(const Tensor& grad) {
+  return grad.defined() && (needs_stock(grad) || grad.key_set().has(c10::DispatchKey::Batched));
+}
+
 struct ConsumerBackward : SavedNode {
   std::string op, act, packing;
   std::vector<double> numbers;
@@ -252,10 +256,8 @@ struct ConsumerBackward : SavedNode {
     const size_t edges = inputs + 2 * layers;
     if (std::none_of(grads.begin(), grads.end(), [](const Tensor& g) { return g.defined(); }))
       return autograd::variable_list(edges);
-    // create_graph: the gradient itself needs a derivative. Batches of gradients: so that each operator has its own rule.
-    if (at::GradMode::is_enabled() ||
-        std::any_of(grads.begin(), grads.end(), [](const Tensor& g) { return needs_stock(g); }))
-      return differentiable(grads);
+    // create_graph: the gradient itself needs a derivative. Batches of gradients: operators that have rules for them.
+    if (at::GradMode::is_enabled() || std::any_of(grads.begin(), grads.end(), is_batched)) return differentiable(grads);
 
     std::vector<bool> wanted(edges);
     for (size_t i = 0; i < edges; ++i) wanted[i] = task_should_compute_output(i);

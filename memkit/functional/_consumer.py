@@ -282,7 +282,7 @@ def _linear(
 ) -> Tensor | tuple[Tensor, ...]:
     single = isinstance(weight, Tensor)
     weights = [weight] if single else list(weight)
-    biases = [bias] if single else [None] * len(weights) if bias is None else list(bias)  # type: ignore[arg-type]
+    biases = [bias] if single else [None] * len(weights) if bias is None else list(bias)
     if len(biases) != len(weights):
         raise ValueError(
             f"{op}_linear: expected a bias or None for each of {len(weights)} weights, got {len(biases)}"
