@@ -72,7 +72,7 @@ Composed compose(const ChannelNorm& norm, const Tensor& input, const OptionalTen
 
 // Below autograd, with the statistics given.
 Tensor normalise(const ChannelNorm& norm, const Tensor& input, const Tensor& mean, const Tensor& variance,
-             const OptionalTensor& weight, const OptionalTensor& bias, at::ScalarType dtype) {
+                 const OptionalTensor& weight, const OptionalTensor& bias, at::ScalarType dtype) {
   const at::AutoDispatchBelowADInplaceOrView below;
   if (all_plain(input, weight, bias)) return channel_norm_forward(norm, input, mean, variance, weight, bias, dtype);
   return MEMKIT_CALL("memkit::_channel_norm_forward",
@@ -142,9 +142,12 @@ struct ChannelNormBackward : SavedNode {
 
  private:
   // create_graph: through ATen's operators, which have derivatives.
-  autograd::variable_list differentiable(const Tensor& grad, const Tensor& x, const Tensor& mean,
-                                         const Tensor& variance, const OptionalTensor& weight,
-                                         const OptionalTensor& bias) {
+  autograd::variable_list differentiable(const Tensor& grad, Tensor x, const Tensor& mean, const Tensor& variance,
+                                         OptionalTensor weight, OptionalTensor bias) {
+    // Aliases: the gradient of each apart from that of others which it was made from.
+    x = at::alias(x);
+    if (weight) weight = at::alias(*weight);
+    if (bias) bias = at::alias(*bias);
     const OptionalTensor given_mean = own_statistics ? std::nullopt : optional(mean);
     const OptionalTensor given_variance = own_statistics ? std::nullopt : optional(variance);
     const Tensor out = compose(norm(), x, given_mean, given_variance, weight, bias, grad.scalar_type()).out;

@@ -288,6 +288,7 @@ struct ConsumerBackward : SavedNode {
   }
 
  private:
+  size_t saved() const { return inputs + statistics + 2 * layers; }
   ProducerSpec spec() const { return {op, act, packing, numbers, dtype}; }
 
   Tensors unpacked(size_t first, size_t count) {
@@ -305,16 +306,17 @@ struct ConsumerBackward : SavedNode {
   autograd::variable_list differentiable(const autograd::variable_list& grads) {
     const bool create_graph = at::GradMode::is_enabled();
     const at::AutoGradMode on(true);
-    const size_t first = inputs + statistics;
-    Tensors given = unpacked(0, inputs);
-    restore_order(given);
-    const Consumers consumers{unpacked(first, layers), unpacked(first + layers, layers), conv};
-    const Tensors outs = std::get<0>(composed(spec(), given, consumers));
+    // Aliases: the gradient of each apart from that of others which it was made from.
+    Tensors all = unpacked(0, saved());
+    restore_order(all);
+    for (Tensor& each : all)
+      if (each.defined() && each.requires_grad()) each = at::alias(each);
+    const auto weights = all.begin() + inputs + statistics, biases = weights + layers;
+    const Consumers consumers{{weights, biases}, {biases, all.end()}, conv};
+    const Tensors outs = std::get<0>(composed(spec(), {all.begin(), all.begin() + inputs}, consumers));
+    all.erase(all.begin() + inputs, weights);
 
-    autograd::variable_list all = given, arrived, to;
-    all.insert(all.end(), consumers.weights.begin(), consumers.weights.end());
-    all.insert(all.end(), consumers.biases.begin(), consumers.biases.end());
-    autograd::variable_list from, found(all.size());
+    autograd::variable_list from, arrived, to, found(all.size());
     for (size_t i = 0; i < layers; ++i) {
       if (!grads[i].defined()) continue;
       from.push_back(outs[i]);
@@ -326,8 +328,7 @@ struct ConsumerBackward : SavedNode {
       to.push_back(all[i]);
       places.push_back(i);
     }
-    const auto slopes = autograd::grad(from, to, arrived, /*retain_graph=*/create_graph, create_graph,
-                                       /*allow_unused=*/true);
+    const auto slopes = autograd::grad(from, to, arrived, create_graph, create_graph, /*allow_unused=*/true);
     for (size_t i = 0; i < places.size(); ++i) found[places[i]] = slopes[i];
     return found;
   }
