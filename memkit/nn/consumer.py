@@ -89,7 +89,7 @@ class GLULinear(nn.Linear):
         self.act = act
         self.packing: Packing = packing
 
-    def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:  # type: ignore[override]
+    def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
         return F.glu_linear(gate, up, self.weight, self.bias, self.act, packing=self.packing)
 
     def extra_repr(self) -> str:
@@ -114,13 +114,14 @@ class NormLinear(nn.Module):
         self.linears = nn.ModuleList(linears)
 
     def forward(self, input: Tensor) -> Tensor | tuple[Tensor, ...]:
-        norm, linears = self.norm, list(self.linears)
+        norm = self.norm
+        linears: list[nn.Linear] = list(self.linears)  # type: ignore[arg-type]
         outs: tuple[Tensor, ...]
         if all(_is_plain(each) for each in linears) and not _has_hooks(norm):
             outs = F.norm_linear(
                 input,
-                [each.weight for each in linears],  # type: ignore[misc]
-                [each.bias for each in linears],  # type: ignore[misc]
+                [each.weight for each in linears],
+                [each.bias for each in linears],
                 norm="layer_norm" if isinstance(norm, nn.LayerNorm) else "rms_norm",
                 norm_weight=norm.weight,
                 norm_bias=getattr(norm, "bias", None),
@@ -145,7 +146,7 @@ class NormActConv2d(nn.Conv2d):
         act: str | None = "relu",
         **kwargs: Any,
     ) -> None:
-        super().__init__(in_channels, out_channels, kernel_size, *args, **kwargs)  # type: ignore[arg-type]
+        super().__init__(in_channels, out_channels, kernel_size, *args, **kwargs)
         if self.padding_mode != "zeros" or isinstance(self.padding, str):
             raise ValueError(
                 "NormActConv2d: expected padding_mode 'zeros' and padding in numbers, got "
