@@ -21,7 +21,7 @@ ROWS, IN, OUT = 12, 24, 10
 
 @dataclass(frozen=True)
 class Case:
-    """``ours`` and ``parts`` of the same tensors, whose shapes are ``shapes``; ``stock`` in PyTorch alone, where it can be."""
+    """``ours`` and ``parts`` of the same tensors, whose shapes are ``shapes``; ``stock`` in PyTorch alone, where it can."""
 
     shapes: tuple[tuple[int, ...], ...]
     ours: Function
@@ -90,7 +90,9 @@ def _norm(norm: str) -> Case:
 
 
 def _dropout(act: str | None) -> Case:
-    before = (lambda x: M.dropout(x, 0.4)) if act is None else lambda x: M.act_dropout(x, act, 0.4, save="input")
+    before = (
+        (lambda x: M.dropout(x, 0.4)) if act is None else lambda x: M.act_dropout(x, act, 0.4, save="input")
+    )
     return Case(
         ((3, ROWS, IN), (OUT, IN), (OUT,)),
         seeded(lambda x, w, b: M.dropout_linear(x, w, b, 0.4, act=act)),
@@ -161,7 +163,9 @@ CASES: dict[str, Case] = {
 }
 
 
-def tensors(case: Case, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0) -> list[Tensor]:
+def tensors(
+    case: Case, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0
+) -> list[Tensor]:
     """Leaves; the same values in every dtype, up to its rounding."""
     g = generator(seed)
     made = [torch.randn(shape, generator=g, dtype=torch.float64) for shape in case.shapes]

@@ -107,7 +107,8 @@ def test_frozen_weights_and_inputs() -> None:
         leaves = [t.detach().requires_grad_(on) for t, on in zip((x, w, b), wanted, strict=True)]
         asked = [t for t, on in zip(leaves, wanted, strict=True) if on]
         mine, parts = (
-            torch.autograd.grad(f(*leaves).square().sum(), asked) for f in (CASES["gelu"].ours, CASES["gelu"].parts)
+            torch.autograd.grad(f(*leaves).square().sum(), asked)
+            for f in (CASES["gelu"].ours, CASES["gelu"].parts)
         )
         assert all(torch.equal(a, b) for a, b in zip(mine, parts, strict=True))
     images, w, b, scale, shift = tensors(CASES["batch_norm"], torch.float32)
@@ -142,9 +143,13 @@ def test_layouts() -> None:
         ):
             mine, want = (f(make(base)) for f in (ours, parts))
             torch.testing.assert_close(mine, want)
-            for grad in (torch.randn(mine.shape, dtype=torch.float64), torch.ones(3, dtype=torch.float64).expand_as(mine)):
+            for grad in (
+                torch.randn(mine.shape, dtype=torch.float64),
+                torch.ones(3, dtype=torch.float64).expand_as(mine),
+            ):
                 for a, b in zip(
-                    *(torch.autograd.grad(y, [base, w], grad, retain_graph=True) for y in (mine, want)), strict=True
+                    *(torch.autograd.grad(y, [base, w], grad, retain_graph=True) for y in (mine, want)),
+                    strict=True,
                 ):
                     torch.testing.assert_close(a, b)
 
@@ -191,7 +196,9 @@ def test_bytes_under_autocast(name: str, stream: torch.dtype) -> None:
         saved = measure(call).saved
         out = call()
     rows = ROWS * 3
-    beside = {"layer_norm": 8 * rows, "rms_norm": 4 * rows, "batch_norm": 16 * 8, "gelu dropout": 8}.get(name, 0)
+    beside = {"layer_norm": 8 * rows, "rms_norm": 4 * rows, "batch_norm": 16 * 8, "gelu dropout": 8}.get(
+        name, 0
+    )
     assert out.dtype == torch.bfloat16
     assert saved == sum(t.numel() * t.itemsize for t in made) + beside
     wanted = [*made, *leaves[inputs:]]
@@ -200,12 +207,23 @@ def test_bytes_under_autocast(name: str, stream: torch.dtype) -> None:
 
 
 def test_autocast_is_what_the_parts_are() -> None:
-    for name in ("gelu", "silu", "swiglu", "layer_norm", "rms_norm", "biased gelu", "gelu dropout", "batch_norm"):
+    for name in (
+        "gelu",
+        "silu",
+        "swiglu",
+        "layer_norm",
+        "rms_norm",
+        "biased gelu",
+        "gelu dropout",
+        "batch_norm",
+    ):
         case, leaves = CASES[name], tensors(CASES[name], torch.float32)
         with torch.autocast("cpu", torch.bfloat16):
             mine, parts = (f(*leaves) for f in (case.ours, case.parts))
         assert torch.equal(mine, parts), name
-        for a, b in zip(*(torch.autograd.grad(y.float().square().sum(), leaves) for y in (mine, parts)), strict=True):
+        for a, b in zip(
+            *(torch.autograd.grad(y.float().square().sum(), leaves) for y in (mine, parts)), strict=True
+        ):
             assert torch.equal(a, b), name
     with torch.autocast("cpu", torch.bfloat16):  # backward inside, float64 as it is
         M.act_linear(*tensors(CASES["gelu"], torch.float32)).float().sum().backward()
@@ -233,7 +251,12 @@ def test_peak_of_backward() -> None:
 def test_gate_and_up_are_written_over_only_where_nobody_sees_it() -> None:
     x = torch.randn(64, 64, requires_grad=True)
     w = torch.randn(8, 64, requires_grad=True)
-    for retain, keep, other in ((False, False, False), (True, False, False), (False, True, False), (False, False, True)):
+    for retain, keep, other in (
+        (False, False, False),
+        (True, False, False),
+        (False, True, False),
+        (False, False, True),
+    ):
         gate, up = x * 2, x * 3
         before = gate.detach().clone()
         loss = M.glu_linear(gate, up, w).sum() + (gate.sin().sum() + up.exp().sum() if other else 0)
@@ -384,7 +407,15 @@ def test_opcheck(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def bare(ts: list[Any]) -> list[Any]:
         return [t if t is None else t.detach() for t in ts]
 
-    backward = (bare([torch.ones_like(o) for o in outs]), bare(inputs), bare(statistics), op, act, packing, numbers)
+    backward = (
+        bare([torch.ones_like(o) for o in outs]),
+        bare(inputs),
+        bare(statistics),
+        op,
+        act,
+        packing,
+        numbers,
+    )
     torch.library.opcheck(
         torch.ops.memkit._consumer_backward.default, (*backward, bare(weights), conv, wanted)
     )
@@ -397,25 +428,57 @@ def test_bad_input() -> None:
     x, w = torch.randn(4, 6), torch.randn(3, 6)
     image = torch.randn(2, 6, 4, 4)
     for call, error, message in (
-        (lambda: M.act_linear(x, torch.randn(3, 5)), ValueError, r"linear: expected 5 features, got \[4, 6\]"),
-        (lambda: M.act_linear(x, w, torch.randn(4)), ValueError, r"linear: expected a bias of shape \[3\], got \[4\]"),
+        (
+            lambda: M.act_linear(x, torch.randn(3, 5)),
+            ValueError,
+            r"linear: expected 5 features, got \[4, 6\]",
+        ),
+        (
+            lambda: M.act_linear(x, w, torch.randn(4)),
+            ValueError,
+            r"linear: expected a bias of shape \[3\], got \[4\]",
+        ),
         (lambda: M.act_linear(x, w.double()), TypeError, "linear: expected a weight of the input's dtype"),
         (lambda: M.act_linear(x, w[0]), ValueError, "linear: expected a weight of 2 dimensions"),
         (lambda: M.act_linear(x, w, act="swish"), ValueError, "activation: expected one of"),
-        (lambda: M.act_linear(x, w, act="elu", beta=1.0), TypeError, r"act_linear: expected parameters \['alpha'\]"),
+        (
+            lambda: M.act_linear(x, w, act="elu", beta=1.0),
+            TypeError,
+            r"act_linear: expected parameters \['alpha'\]",
+        ),
         (lambda: M.act_linear(x.long(), w), TypeError, "expected float32, float64, float16 or bfloat16"),
         (lambda: M.act_linear(x, w, act_bias=torch.randn(3)), ValueError, r"expected a bias of shape \[6\]"),
         (lambda: M.act_linear(torch.tensor(1.0), w), ValueError, "expected an input of"),
-        (lambda: M.act_linear(x, [w, w], [None]), ValueError, "expected a bias or None for each of 2 weights"),
+        (
+            lambda: M.act_linear(x, [w, w], [None]),
+            ValueError,
+            "expected a bias or None for each of 2 weights",
+        ),
         (lambda: M.act_linear(x, []), ValueError, "expected a bias or None for each weight"),
-        (lambda: M.dropout_linear(x, w, p=1.5), ValueError, r"dropout_linear: expected a probability p in \[0, 1\]"),
+        (
+            lambda: M.dropout_linear(x, w, p=1.5),
+            ValueError,
+            r"dropout_linear: expected a probability p in \[0, 1\]",
+        ),
         (lambda: M.glu_linear(x, x[:2], w), ValueError, "glu: expected gate and up of one shape"),
         (lambda: M.glu_linear(x, x, w, packing="halves"), ValueError, "glu: expected packing"),
         (lambda: M.norm_linear(x, w, norm="batch"), ValueError, "norm_linear: expected norm"),
-        (lambda: M.norm_linear(x, w, norm_weight=torch.ones(5)), ValueError, "layer_norm: expected a weight of shape"),
+        (
+            lambda: M.norm_linear(x, w, norm_weight=torch.ones(5)),
+            ValueError,
+            "layer_norm: expected a weight of shape",
+        ),
         (lambda: M.norm_act_conv2d(x, w), ValueError, "norm_act_conv2d: expected an input of 4 dimensions"),
-        (lambda: M.norm_act_conv2d(image, w), ValueError, "expected running_mean and running_var outside training"),
-        (lambda: M.norm_act_conv2d(image, w, training=True), ValueError, "conv2d: expected a weight of 4 dimensions"),
+        (
+            lambda: M.norm_act_conv2d(image, w),
+            ValueError,
+            "expected running_mean and running_var outside training",
+        ),
+        (
+            lambda: M.norm_act_conv2d(image, w, training=True),
+            ValueError,
+            "conv2d: expected a weight of 4 dimensions",
+        ),
         (
             lambda: M.norm_act_conv2d(image, torch.randn(2, 5, 1, 1), training=True),
             ValueError,
@@ -461,7 +524,8 @@ def test_edges() -> None:
     assert torch.equal(M.dropout_linear(x[:1], w, training=False), F.linear(x[:1], w))
     assert torch.equal(M.dropout_linear(x[:1], w, p=1.0), torch.zeros(1, 3))
     mine, parts = (
-        seeded(f)() for f in (
+        seeded(f)()
+        for f in (
             lambda: M.dropout_linear(x[:1], w, generator=torch.Generator().manual_seed(3)),
             lambda: F.linear(M.dropout(x[:1], generator=torch.Generator().manual_seed(3)), w),
         )
@@ -518,7 +582,9 @@ def test_networks(kind: str) -> None:
 
     fused = run()
     seen: list[Any] = []
-    handle = last.register_forward_hook(lambda *a: seen.append(a))  # the layer is called, and all else is the same
+    handle = last.register_forward_hook(
+        lambda *a: seen.append(a)
+    )  # the layer is called, and all else is the same
     for got, want in zip(run(), fused, strict=True):
         torch.testing.assert_close(got, want)
     assert len(seen) == 1
@@ -536,7 +602,10 @@ def test_layers() -> None:
             memkit.nn.ActLinear(16, 3, False, "leaky_relu", negative_slope=0.2),
             lambda m: F.linear(M.leaky_relu(x, 0.2), m.weight),
         ),
-        (memkit.nn.DropoutLinear(16, 3, p=0.3, act="gelu").eval(), lambda m: F.linear(M.gelu(x), m.weight, m.bias)),
+        (
+            memkit.nn.DropoutLinear(16, 3, p=0.3, act="gelu").eval(),
+            lambda m: F.linear(M.gelu(x), m.weight, m.bias),
+        ),
         (memkit.nn.GLULinear(16, 3), lambda m: F.linear(M.swiglu(x, up), m.weight, m.bias)),
     ):
         assert isinstance(layer, nn.Linear)
@@ -545,7 +614,9 @@ def test_layers() -> None:
         assert torch.equal(got, want(layer))
         assert "in_features=16" in repr(layer)
     drops = memkit.nn.DropoutLinear(16, 3, p=0.5)
-    assert torch.equal(*(seeded(f)() for f in (lambda: drops(x), lambda: F.linear(M.dropout(x), drops.weight, drops.bias))))
+    assert torch.equal(
+        *(seeded(f)() for f in (lambda: drops(x), lambda: F.linear(M.dropout(x), drops.weight, drops.bias)))
+    )
 
 
 def test_norm_linear_module() -> None:
@@ -571,14 +642,22 @@ def test_norm_act_conv_module() -> None:
         module = memkit.nn.NormActConv2d(ours, 6, 3, 3, padding=1)
         for _ in range(2):
             torch.testing.assert_close(
-                module(x), F.conv2d(F.relu(theirs(x)), module.weight, module.bias, padding=1), rtol=1e-4, atol=1e-5
+                module(x),
+                F.conv2d(F.relu(theirs(x)), module.weight, module.bias, padding=1),
+                rtol=1e-4,
+                atol=1e-5,
             )
         for key, value in theirs.state_dict().items():
             torch.testing.assert_close(ours.state_dict()[key], value)
         module.eval(), theirs.eval()
         torch.testing.assert_close(
-            module(x), F.conv2d(F.relu(theirs(x)), module.weight, module.bias, padding=1), rtol=1e-4, atol=1e-5
+            module(x),
+            F.conv2d(F.relu(theirs(x)), module.weight, module.bias, padding=1),
+            rtol=1e-4,
+            atol=1e-5,
         )
     for options in ({"padding": "same"}, {"padding_mode": "reflect", "padding": 1}):
-        with pytest.raises(ValueError, match="NormActConv2d: expected padding_mode 'zeros' and padding in numbers"):
+        with pytest.raises(
+            ValueError, match="NormActConv2d: expected padding_mode 'zeros' and padding in numbers"
+        ):
             memkit.nn.NormActConv2d(nn.BatchNorm2d(6), 6, 3, 3, **options)
