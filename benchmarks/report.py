@@ -57,6 +57,7 @@ FEATURES = (
     ("gated units", "tests/test_glu.py", "csrc/cuda/glu.cu", None),
     ("norms", "tests/test_norm.py", "csrc/cuda/row_norm.cu", None),
     ("losses", "tests/test_loss.py", "csrc/cuda/loss.cu", None),
+    ("an operator and its layer as one (`act_linear`, `nn.MLP`)", "tests/test_consumer.py", None, None),
     ("`memkit.lean`", "tests/test_glu.py", None, None),
     ("`memkit.nn`, `memkit.swap`", "tests/test_swap.py", None, BENCH),
     ("`memkit.Pool`", "tests/test_pool.py", "csrc/torch/pool_cuda.cpp", POOL),

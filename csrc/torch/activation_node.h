@@ -27,7 +27,7 @@ struct ActivationBackward : SavedNode {
   bool has_seed = false;
   bool has_residual = false;
 
-  bool can_rebuild() const override { return !identity && !saved_output && !has_residual; }
+  bool can_rebuild(uint32_t) const override { return !identity && !saved_output && !has_residual; }
   std::string name() const override { return "memkit::" + op + "_backward"; }
 
  protected:

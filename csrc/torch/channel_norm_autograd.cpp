@@ -70,17 +70,34 @@ Composed compose(const ChannelNorm& norm, const Tensor& input, const OptionalTen
   return made;
 }
 
+// Below autograd, with the statistics given.
+Tensor normalise(const ChannelNorm& norm, const Tensor& input, const Tensor& mean, const Tensor& variance,
+                 const OptionalTensor& weight, const OptionalTensor& bias, at::ScalarType dtype) {
+  const at::AutoDispatchBelowADInplaceOrView below;
+  if (all_plain(input, weight, bias)) return channel_norm_forward(norm, input, mean, variance, weight, bias, dtype);
+  return MEMKIT_CALL("memkit::_channel_norm_forward",
+                     Tensor(const Tensor&, int64_t, const Tensor&, const Tensor&, const OptionalTensor&,
+                            const OptionalTensor&, double, c10::string_view, Params, at::ScalarType))(
+      input, norm.groups, mean, variance, weight, bias, norm.eps, norm.act, norm.params, dtype);
+}
+
 struct ChannelNormBackward : SavedNode {
   int64_t groups = 0;
   double eps = 0;
   std::string act;
   std::vector<double> params;
   bool own_statistics = true;
+  at::ScalarType dtype = at::kFloat;  // of the result
 
+  bool can_rebuild(uint32_t output) const override { return output == 0; }
   ChannelNorm norm() const { return {groups, eps, act, params}; }
   std::string name() const override { return "memkit::" + std::string(norm().name()) + "_backward"; }
 
  protected:
+  Tensor recompute() override {
+    return normalise(norm(), unpack(0), unpack(1), unpack(2), optional(unpack(3)), optional(unpack(4)), dtype);
+  }
+
   autograd::variable_list backward(autograd::variable_list&& grads) override {
     autograd::variable_list result(3);
     Tensor grad = std::move(grads[0]);
@@ -125,9 +142,12 @@ struct ChannelNormBackward : SavedNode {
 
  private:
   // create_graph: through ATen's operators, which have derivatives.
-  autograd::variable_list differentiable(const Tensor& grad, const Tensor& x, const Tensor& mean,
-                                         const Tensor& variance, const OptionalTensor& weight,
-                                         const OptionalTensor& bias) {
+  autograd::variable_list differentiable(const Tensor& grad, Tensor x, const Tensor& mean, const Tensor& variance,
+                                         OptionalTensor weight, OptionalTensor bias) {
+    // Aliases: the gradient of each apart from that of others which it was made from.
+    x = at::alias(x);
+    if (weight) weight = at::alias(*weight);
+    if (bias) bias = at::alias(*bias);
     const OptionalTensor given_mean = own_statistics ? std::nullopt : optional(mean);
     const OptionalTensor given_variance = own_statistics ? std::nullopt : optional(variance);
     const Tensor out = compose(norm(), x, given_mean, given_variance, weight, bias, grad.scalar_type()).out;
@@ -157,27 +177,19 @@ std::tuple<Tensor, Tensor, Tensor> run(const ChannelNorm& norm, const Tensor& in
     const Composed made = compose(norm, input, mean, variance, weight, bias, dtype);
     return {made.out, made.mean.to(at::kDouble), made.variance.to(at::kDouble)};
   }
-  Tensor out, own_mean, own_variance;
-  {
+  Tensor own_mean, own_variance;
+  if (mean) {
+    own_mean = *mean, own_variance = *variance;
+  } else {
     const at::AutoDispatchBelowADInplaceOrView below;
-    const bool plain = all_plain(input, weight, bias);
-    if (mean) {
-      own_mean = *mean, own_variance = *variance;
-    } else if (plain) {
+    if (all_plain(input, weight, bias)) {
       std::tie(own_mean, own_variance) = channel_moments(norm, input);
     } else {
       std::tie(own_mean, own_variance) = MEMKIT_CALL(
           "memkit::_channel_moments", std::tuple<Tensor, Tensor>(const Tensor&, int64_t))(input, norm.groups);
     }
-    if (plain) {
-      out = channel_norm_forward(norm, input, own_mean, own_variance, weight, bias, dtype);
-    } else {
-      out = MEMKIT_CALL("memkit::_channel_norm_forward",
-                        Tensor(const Tensor&, int64_t, const Tensor&, const Tensor&, const OptionalTensor&,
-                               const OptionalTensor&, double, c10::string_view, Params, at::ScalarType))(
-          input, norm.groups, own_mean, own_variance, weight, bias, norm.eps, norm.act, norm.params, dtype);
-    }
   }
+  const Tensor out = normalise(norm, input, own_mean, own_variance, weight, bias, dtype);
   if (autograd::compute_requires_grad(input, weight, bias)) {
     auto node = make_node<ChannelNormBackward>();
     node->set_next_edges(autograd::collect_next_edges(input, weight, bias));
@@ -186,6 +198,7 @@ std::tuple<Tensor, Tensor, Tensor> run(const ChannelNorm& norm, const Tensor& in
     node->act = norm.act;
     node->params = norm.params.vec();
     node->own_statistics = !mean;
+    node->dtype = dtype;
     autograd::set_history(out, node);
     node->save(input);
     node->save(own_mean);

@@ -210,7 +210,7 @@ struct GluBackward : SavedNode {
   bool split = false;
 
   std::string name() const override { return "memkit::glu_backward"; }
-  bool can_rebuild() const override { return true; }
+  bool can_rebuild(uint32_t) const override { return true; }
 
  protected:
   Tensor recompute() override {

@@ -2,6 +2,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/as_strided.h>
+#include <ATen/ops/empty_strided.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -16,6 +17,7 @@ using at::Tensor;
 // among its edges anyway, so a recipe keeps nothing alive that would not be.
 struct Recipe {
   NodePtr node;
+  std::vector<int64_t> made;  // the result's own strides
   std::vector<int64_t> sizes, strides;
   int64_t offset;
 };
@@ -25,15 +27,17 @@ std::optional<Recipe> pack(const Tensor& x) {
   const Tensor made = x.is_view() ? Tensor(x._base()) : x;
   const NodePtr& node = made.grad_fn();
   // Written to since it was made: the node would rebuild another tensor.
-  if (!node || made._version() != 0 || made.output_nr() != 0) return std::nullopt;
+  if (!node || made._version() != 0) return std::nullopt;
   const auto* own = dynamic_cast<const SavedNode*>(node.get());
-  if (!own || !own->can_rebuild()) return std::nullopt;
-  return Recipe{node, x.sizes().vec(), x.strides().vec(), x.storage_offset()};
+  if (!own || !own->can_rebuild(made.output_nr())) return std::nullopt;
+  return Recipe{node, made.strides().vec(), x.sizes().vec(), x.strides().vec(), x.storage_offset()};
 }
 
 Tensor unpack(const Recipe& recipe) {
   const at::AutoGradMode off(false);
-  const Tensor made = dynamic_cast<SavedNode&>(*recipe.node).rebuild();
+  Tensor made = dynamic_cast<SavedNode&>(*recipe.node).rebuild();
+  // Hooks inside this one may have handed the node its input in another order of memory.
+  if (made.strides() != recipe.made) made = at::empty_strided(made.sizes(), recipe.made, made.options()).copy_(made);
   if (made.sizes() == recipe.sizes && made.strides() == recipe.strides) return made;
   return made.as_strided(recipe.sizes, recipe.strides, recipe.offset);
 }

@@ -17,6 +17,20 @@ namespace {
 
 OptionalTensor optional(const Tensor& x) { return x.defined() ? OptionalTensor(x) : std::nullopt; }
 
+RowNormed forward(const RowNorm& norm, const Tensor& input, const OptionalTensor& residual,
+                  const OptionalTensor& weight, const OptionalTensor& bias, bool needs_mean) {
+  const at::AutoDispatchBelowADInplaceOrView below;
+  if (is_plain(input) && (!residual || is_plain(*residual)) && (!weight || is_plain(*weight)) &&
+      (!bias || is_plain(*bias)))
+    return row_norm_forward(norm, input, residual, weight, bias, needs_mean);
+  auto [out, sum, mean, rstd] = MEMKIT_CALL(
+      "memkit::_row_norm_forward",
+      std::tuple<Tensor, Tensor, Tensor, Tensor>(const Tensor&, const OptionalTensor&, int64_t, const OptionalTensor&,
+                                                 const OptionalTensor&, double, bool, at::ScalarType))(
+      input, residual, norm.dims, weight, bias, norm.eps, norm.centered, norm.dtype);
+  return {out, residual ? sum : Tensor(), norm.centered ? mean : Tensor(), rstd};
+}
+
 struct RowNormBackward : SavedNode {
   RowNorm norm;
   Kept kept;
@@ -24,6 +38,8 @@ struct RowNormBackward : SavedNode {
   at::ScalarType input_dtype;
 
   std::string name() const override { return "memkit::" + std::string(norm.name()) + "_backward"; }
+  // What is normalised, from the input or the sum; of two results it is the second.
+  bool can_rebuild(uint32_t output) const override { return kept == Kept::input && output == uint32_t(adds); }
 
   // Saved in this order.
   void keep(const Tensor& x, const RowNormed& made, const OptionalTensor& weight, const OptionalTensor& bias,
@@ -36,6 +52,10 @@ struct RowNormBackward : SavedNode {
   }
 
  protected:
+  Tensor recompute() override {
+    return forward(norm, unpack(0), std::nullopt, optional(unpack(2)), optional(unpack(3)), false).out;
+  }
+
   autograd::variable_list backward(autograd::variable_list&& grads) override {
     autograd::variable_list result(adds ? 4 : 3);
     const size_t parameters = adds ? 2 : 1;
@@ -94,20 +114,6 @@ struct RowNormBackward : SavedNode {
     return stock_row_norm_backward(norm, grad, grad_sum, distance * rstd, weight, rstd, input_dtype, wanted);
   }
 };
-
-RowNormed forward(const RowNorm& norm, const Tensor& input, const OptionalTensor& residual,
-                  const OptionalTensor& weight, const OptionalTensor& bias, bool needs_mean) {
-  const at::AutoDispatchBelowADInplaceOrView below;
-  if (is_plain(input) && (!residual || is_plain(*residual)) && (!weight || is_plain(*weight)) &&
-      (!bias || is_plain(*bias)))
-    return row_norm_forward(norm, input, residual, weight, bias, needs_mean);
-  auto [out, sum, mean, rstd] = MEMKIT_CALL(
-      "memkit::_row_norm_forward",
-      std::tuple<Tensor, Tensor, Tensor, Tensor>(const Tensor&, const OptionalTensor&, int64_t, const OptionalTensor&,
-                                                 const OptionalTensor&, double, bool, at::ScalarType))(
-      input, residual, norm.dims, weight, bias, norm.eps, norm.centered, norm.dtype);
-  return {out, residual ? sum : Tensor(), norm.centered ? mean : Tensor(), rstd};
-}
 
 auto new_node(const RowNorm& norm, Kept kept, const Tensor& input, autograd::edge_list edges) {
   auto node = make_node<RowNormBackward>();

@@ -26,8 +26,8 @@ struct SavedNode : torch::autograd::Node {
     return std::find(kept_outputs_.begin(), kept_outputs_.end(), number) != kept_outputs_.end();
   }
 
-  // Whether the result can be computed again, to the bit, from what is saved; see lean.cpp.
-  virtual bool can_rebuild() const { return false; }
+  // Whether this result of the operator can be computed again, to the bit, from what is saved; see lean.cpp.
+  virtual bool can_rebuild([[maybe_unused]] uint32_t output) const { return false; }
   at::Tensor rebuild() {
     const std::lock_guard<std::mutex> lock(mutex_);
     TORCH_CHECK(!released_, torch::autograd::ERR_BACKWARD_TWICE);

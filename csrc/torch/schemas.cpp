@@ -151,6 +151,23 @@ TORCH_LIBRARY(memkit, m) {
       "_channel_norm_backward(Tensor grad, Tensor input, int groups, Tensor mean, Tensor variance, Tensor? weight, "
       "Tensor? bias, Tensor? c1, Tensor? c2, float eps, str act, float[] params) -> Tensor");
 
+  // An operator and the layers that consume its result, which backward makes again from what the operator was given.
+  //   op          "activation": inputs input, bias, seed; numbers drop where there is a seed, then params
+  //               "glu": gate, up;  "layer_norm", "rms_norm": input, weight, bias; dims, eps
+  //               "batch_norm": input, weight, bias, mean, variance; eps, params
+  //   conv        [] for linear layers; else the stride, padding and dilation of a 2d convolution, two each, and its groups
+  //   dtype       of the layers, to which the result is cast; None: the input's
+  //   statistics  what the norms keep beside their inputs;  wanted  gradients: of inputs, weights, biases
+  m.def(
+      "_consumer(Tensor?[] inputs, str op, str act, str packing, float[] numbers, Tensor[] weights, Tensor?[] biases, "
+      "int[] conv, ScalarType? dtype=None) -> (Tensor[] outputs, Tensor[] statistics)",
+      tags);
+  m.def(
+      "_consumer_backward(Tensor?[] grads, Tensor?[] inputs, Tensor[] statistics, str op, str act, str packing, "
+      "float[] "
+      "numbers, Tensor[] weights, int[] conv, bool[] wanted) -> Tensor[]",
+      tags);
+
   // Scratch tensors of a memkit.Pool, by its id. The tag keeps a compiler from making one of two equal calls.
   const std::vector<at::Tag> fresh{at::Tag::nondeterministic_seeded};
   m.def(

@@ -4,11 +4,12 @@ What each family keeps for backward, when it works in place and how exact it is 
 ``help(memkit.functional.gelu.__module__)`` names it.
 """
 
-from . import _activation, _channel_norm, _dropout, _glu, _loss, _norm
+from . import _activation, _channel_norm, _consumer, _dropout, _glu, _loss, _norm
 from ._activation import *  # noqa: F403
 from ._activation import Inplace as Inplace
 from ._activation import Save as Save
 from ._channel_norm import *  # noqa: F403
+from ._consumer import *  # noqa: F403
 from ._dropout import *  # noqa: F403
 from ._glu import *  # noqa: F403
 from ._loss import *  # noqa: F403
@@ -17,6 +18,7 @@ from ._norm import *  # noqa: F403
 __all__ = [
     *_activation.__all__,
     *_channel_norm.__all__,
+    *_consumer.__all__,
     *_dropout.__all__,
     *_glu.__all__,
     *_loss.__all__,

@@ -6,7 +6,7 @@ gate, up, ...).
 
 Backward keeps gate and up, which are 4 bytes an element of the product in bfloat16; stock keeps act(gate) too. Their memory
 takes their gradients where the graph is not retained and nobody else can see it. The product itself is kept by the next
-layer, unless :func:`memkit.lean` is on, which computes it again.
+layer, unless it is called as :func:`glu_linear`, or :func:`memkit.lean` is on, which computes it again.
 
 Shapes: any; the result has gate's shape, or half the last dimension of what packs both. Dtypes: float32, float64, float16,
 bfloat16, computed in float32 (float64 in float64). ``ValueError``: shapes that do not fit, an odd last dimension, an unknown

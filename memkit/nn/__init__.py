@@ -19,6 +19,7 @@ from .activation import (
     Softplus,
     Tanh,
 )
+from .consumer import MLP, ActLinear, DropoutLinear, GatedMLP, GLULinear, NormActConv2d, NormLinear
 from .dropout import AlphaDropout, Dropout, Dropout1d, Dropout2d, Dropout3d, DropPath, FeatureAlphaDropout
 from .glu import GeGLU, ReGLU, SwiGLU
 from .loss import CrossEntropyLoss, LinearCrossEntropyLoss
@@ -28,7 +29,9 @@ __all__ = [
     "CELU",
     "ELU",
     "GELU",
+    "MLP",
     "SELU",
+    "ActLinear",
     "AlphaDropout",
     "BatchNorm1d",
     "BatchNorm2d",
@@ -39,7 +42,10 @@ __all__ = [
     "Dropout1d",
     "Dropout2d",
     "Dropout3d",
+    "DropoutLinear",
     "FeatureAlphaDropout",
+    "GLULinear",
+    "GatedMLP",
     "GeGLU",
     "GroupNorm",
     "Hardsigmoid",
@@ -49,6 +55,8 @@ __all__ = [
     "LeakyReLU",
     "LinearCrossEntropyLoss",
     "Mish",
+    "NormActConv2d",
+    "NormLinear",
     "QuickGELU",
     "RMSNorm",
     "ReGLU",

@@ -1,0 +1,416 @@
+// memkit::_consumer: a producer's result goes into its layers and is dropped; backward makes it again, for the gradients
+// of the layers' weights, and frees it before it makes its gradient, which the producer's own backward writes over.
+#include "consumer.h"
+
+#include <ATen/ATen.h>
+#include <ATen/autocast_mode.h>
+#include <torch/csrc/autograd/VariableTypeUtils.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/library.h>
+
+#include "checks.h"
+#include "operators.h"
+#include "saved_node.h"
+#include "transforms.h"
+
+namespace memkit {
+
+using at::Tensor;
+
+// -- the layers
+
+void Consumers::check(const Tensor& input, at::ScalarType dtype) const {
+  TORCH_CHECK_VALUE(!weights.empty() && weights.size() == biases.size() && (conv.empty() || conv.size() == 7),
+                    "_consumer: expected a bias or None for each weight, got ", weights.size(), " and ", biases.size());
+  const size_t dims = conv.empty() ? 2 : 4;
+  TORCH_CHECK_VALUE(input.dim() >= 1 && (conv.empty() || input.dim() == 4),
+                    "conv2d: expected an input of 4 dimensions, got ", input.sym_sizes());
+  for (size_t i = 0; i < weights.size(); ++i) {
+    const Tensor &weight = weights[i], &bias = biases[i];
+    const char* name = conv.empty() ? "linear" : "conv2d";
+    check_float_tensor(name, weight);
+    TORCH_CHECK_VALUE(size_t(weight.dim()) == dims, name, ": expected a weight of ", dims, " dimensions, got ",
+                      weight.sym_sizes());
+    TORCH_CHECK_TYPE(weight.scalar_type() == dtype, name, ": expected a weight of the input's dtype ", dtype, ", got ",
+                     describe(weight));
+    TORCH_CHECK(weight.device() == input.device(), name, ": expected input and weight on one device, got ",
+                input.device(), " and ", weight.device());
+    if (!bias.defined()) continue;
+    TORCH_CHECK_VALUE(bias.dim() == 1 && bias.sym_size(0) == weight.sym_size(0), name, ": expected a bias of shape [",
+                      weight.sym_size(0), "], got ", bias.sym_sizes());
+    TORCH_CHECK_TYPE(bias.scalar_type() == dtype && bias.device() == weight.device(), name,
+                     ": expected weight and bias of one dtype on one device, got ", describe(weight), " and ",
+                     describe(bias));
+  }
+}
+
+namespace {
+
+std::optional<Tensor> optional(const Tensor& x) { return x.defined() ? std::optional<Tensor>(x) : std::nullopt; }
+
+// [stride, padding, dilation] of two numbers each, then the groups.
+at::IntArrayRef part(at::IntArrayRef conv, size_t i) { return conv.slice(2 * i, 2); }
+
+// What a convolution makes and what its gradient is, whatever the backend prefers.
+at::MemoryFormat format_of(const Tensor& x) { return x.suggest_memory_format(); }
+at::MemoryFormat format_of(const Tensor& x, const Tensor& weight) {
+  return format_of(x) == at::MemoryFormat::Contiguous ? format_of(weight) : format_of(x);
+}
+
+Tensor meta_output(const Tensor& h, const Tensor& weight, at::IntArrayRef conv) {
+  auto shape = c10::SymDimVector(h.sym_sizes().begin(), h.sym_sizes().end());
+  if (conv.empty()) {
+    shape.back() = weight.sym_size(0);
+    return at::empty_symint(shape, h.options());
+  }
+  shape[1] = weight.sym_size(0);
+  for (int d = 0; d < 2; ++d) {
+    const c10::SymInt reach = (weight.sym_size(2 + d) - 1) * part(conv, 2)[d] + 1;
+    shape[2 + d] = (shape[2 + d] + 2 * part(conv, 1)[d] - reach) / part(conv, 0)[d] + 1;
+  }
+  return at::empty_symint(shape, h.options(), format_of(h, weight));
+}
+
+}  // namespace
+
+Tensors Consumers::forward(const Tensor& h) const {
+  const int64_t inner = conv.empty() ? -1 : 1;
+  Tensors outs;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    const c10::SymInt wanted = weights[i].sym_size(1) * (conv.empty() ? 1 : conv[6]);
+    TORCH_CHECK_VALUE(h.sym_size(inner) == wanted, conv.empty() ? "linear" : "conv2d", ": expected ", wanted,
+                      " features, got ", h.sym_sizes(), " for a weight ", weights[i].sym_sizes());
+    if (h.is_meta()) {
+      outs.push_back(meta_output(h, weights[i], conv));
+    } else if (conv.empty()) {
+      outs.push_back(at::linear(h, weights[i], optional(biases[i])));
+    } else {
+      outs.push_back(
+          at::conv2d(h, weights[i], optional(biases[i]), part(conv, 0), part(conv, 1), part(conv, 2), conv[6])
+              .contiguous(format_of(h, weights[i])));
+    }
+  }
+  return outs;
+}
+
+Consumers::Gradients Consumers::backward(const Tensors& grads, const std::function<Tensor()>& h, const Tensor& like,
+                                         const std::vector<bool>& wanted) const {
+  const size_t n = weights.size();
+  Gradients found{{}, Tensors(n), Tensors(n)};
+  const auto shape = like.sym_sizes();
+  if (like.is_meta()) {
+    for (size_t i = 0; i < n; ++i) {
+      if (wanted[1 + i]) found.weights[i] = at::empty_like(weights[i], at::MemoryFormat::Contiguous);
+      if (wanted[1 + n + i]) found.biases[i] = at::empty_symint({weights[i].sym_size(0)}, weights[i].options());
+    }
+    const auto format = conv.empty() ? at::MemoryFormat::Contiguous : format_of(like);
+    if (wanted[0]) found.h = at::empty_symint(shape, weights[0].options(), format);
+    return found;
+  }
+  if (!conv.empty()) {
+    const Tensor& w = weights[0];
+    const Tensor input = wanted[1] ? h() : at::empty_like(like, like.options().dtype(w.scalar_type()));
+    std::tie(found.h, found.weights[0], found.biases[0]) =
+        at::convolution_backward(grads[0], input, w, at::IntArrayRef{w.size(0)}, part(conv, 0), part(conv, 1),
+                                 part(conv, 2), false, {0, 0}, conv[6], {wanted[0], wanted[1], wanted[2]});
+    if (wanted[0]) found.h = found.h.contiguous(format_of(like));
+    if (wanted[1]) found.weights[0] = found.weights[0].contiguous();
+    return found;
+  }
+  Tensor rows;
+  for (size_t i = 0; i < n; ++i) {
+    if (!grads[i].defined()) continue;
+    const Tensor g = grads[i].reshape_symint({-1, weights[i].sym_size(0)});
+    if (wanted[1 + i]) {
+      if (!rows.defined()) rows = h().reshape_symint({-1, shape.back()});
+      found.weights[i] = at::mm(g.t(), rows);
+    }
+    if (wanted[1 + n + i]) found.biases[i] = g.sum(0);
+  }
+  rows.reset();
+  if (!wanted[0]) return found;
+  for (size_t i = 0; i < n; ++i) {
+    if (!grads[i].defined()) continue;
+    const Tensor g = grads[i].reshape_symint({-1, weights[i].sym_size(0)});
+    found.h = found.h.defined() ? at::addmm_out(found.h, found.h, g, weights[i]) : at::mm(g, weights[i]);
+  }
+  found.h = found.h.view_symint(shape);
+  return found;
+}
+
+namespace {
+
+namespace autograd = torch::autograd;
+using Text = c10::string_view;
+using Params = c10::ArrayRef<double>;
+using OptionalTensors = c10::List<std::optional<Tensor>>;
+using Results = std::tuple<Tensors, Tensors>;  // outputs, statistics
+
+Tensors defined_or_not(const OptionalTensors& list) {
+  Tensors tensors;
+  for (const std::optional<Tensor>& each : list) tensors.push_back(each.value_or(Tensor()));
+  return tensors;
+}
+
+OptionalTensors optional(const Tensors& tensors) {
+  OptionalTensors list;
+  list.reserve(tensors.size());
+  for (const Tensor& each : tensors) list.push_back(optional(each));
+  return list;
+}
+
+Results call(const OptionalTensors& inputs, Text op, Text act, Text packing, Params numbers, at::TensorList weights,
+             const OptionalTensors& biases, at::IntArrayRef conv, std::optional<at::ScalarType> dtype) {
+  return MEMKIT_CALL("memkit::_consumer",
+                     Results(const OptionalTensors&, Text, Text, Text, Params, at::TensorList, const OptionalTensors&,
+                             at::IntArrayRef, std::optional<at::ScalarType>))(inputs, op, act, packing, numbers,
+                                                                              weights, biases, conv, dtype);
+}
+
+at::ScalarType resolved(std::optional<at::ScalarType> dtype, const Tensors& inputs) {
+  TORCH_CHECK_VALUE(!inputs.empty() && inputs[0].defined(), "_consumer: expected an input, got none");
+  return dtype.value_or(inputs[0].scalar_type());
+}
+
+// A tensor as the producer takes it for its gradient's model: the shape that its result has.
+Tensor like_result(const Tensor& x, const Tensors& inputs, Text op) {
+  if (op != "glu" || inputs[1].defined()) return x;
+  return x.narrow_symint(-1, 0, x.sym_size(-1) / 2);
+}
+
+// -- below autograd
+
+Results forward(const OptionalTensors& inputs, Text op, Text act, Text packing, Params numbers, at::TensorList weights,
+                const OptionalTensors& biases, at::IntArrayRef conv, std::optional<at::ScalarType> dtype) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  Tensors given = defined_or_not(inputs);
+  const at::ScalarType computed = resolved(dtype, given);
+  const auto producer = make_producer({op, act, packing, numbers, computed}, std::move(given));
+  const Consumers layers{weights.vec(), defined_or_not(biases), conv};
+  layers.check(producer->inputs[0], computed);
+  Tensors statistics;
+  const Tensor h = producer->forward(statistics);
+  return {layers.forward(h), statistics};
+}
+
+// Wanted: of the inputs, the weights, the biases. inputs: the only handles where `last`.
+Tensors gradients(const Tensors& grads, Tensors inputs, Tensors statistics, const ProducerSpec& spec, Tensors weights,
+                  at::IntArrayRef conv, const std::vector<bool>& wanted, bool last) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  const size_t before = inputs.size(), n = weights.size();
+  const std::vector<bool> of_inputs(wanted.begin(), wanted.begin() + before);
+  std::vector<bool> of_layers(wanted.begin() + before - 1, wanted.end());
+  of_layers[0] = std::find(of_inputs.begin(), of_inputs.end(), true) != of_inputs.end();
+  const auto producer = make_producer(spec, std::move(inputs));
+  const Consumers layers{std::move(weights), Tensors(n), conv};
+  const auto h = [&] { return producer->forward(statistics); };
+  Consumers::Gradients g =
+      layers.backward(grads, h, like_result(producer->inputs[0], producer->inputs, spec.op), of_layers);
+  Tensors found(before);
+  if (of_layers[0]) found = producer->backward(std::move(g.h), statistics, of_inputs, last);
+  found.insert(found.end(), g.weights.begin(), g.weights.end());
+  found.insert(found.end(), g.biases.begin(), g.biases.end());
+  for (size_t i = 0; i < found.size(); ++i)
+    if (!wanted[i]) found[i].reset();
+  return found;
+}
+
+Tensors backward(const OptionalTensors& grads, const OptionalTensors& inputs, at::TensorList statistics, Text op,
+                 Text act, Text packing, Params numbers, at::TensorList weights, at::IntArrayRef conv,
+                 c10::List<bool> wanted) {
+  std::vector<bool> asked;
+  for (const bool each : wanted) asked.push_back(each);
+  Tensors found = gradients(defined_or_not(grads), defined_or_not(inputs), statistics.vec(),
+                            {op, act, packing, numbers, weights[0].scalar_type()}, weights.vec(), conv, asked, false);
+  for (Tensor& each : found)  // operators return tensors
+    if (!each.defined()) each = at::empty({0}, weights[0].options());
+  return found;
+}
+
+// -- autograd
+
+// By operators that have derivatives of their own.
+Results composed(const ProducerSpec& spec, Tensors inputs, const Consumers& layers) {
+  Tensors statistics;
+  const Tensor h = make_producer(spec, std::move(inputs))->differentiable(statistics);
+  return {layers.forward(h), statistics};
+}
+
+bool is_batched(const Tensor& grad) {
+  return grad.defined() && (needs_stock(grad) || grad.key_set().has(c10::DispatchKey::Batched));
+}
+
+struct ConsumerBackward : SavedNode {
+  std::string op, act, packing;
+  std::vector<double> numbers;
+  std::vector<int64_t> conv;
+  at::ScalarType dtype = at::kFloat;
+  size_t inputs = 0, statistics = 0, layers = 0;
+  c10::SymDimVector strides;  // of the memory order that dropout follows
+
+  // Saved: the inputs, the statistics, weights, biases.
+  std::string name() const override { return "memkit::" + op + (conv.empty() ? "_linear" : "_conv2d") + "_backward"; }
+
+ protected:
+  autograd::variable_list backward(autograd::variable_list&& grads) override {
+    const size_t edges = inputs + 2 * layers;
+    if (std::none_of(grads.begin(), grads.end(), [](const Tensor& g) { return g.defined(); }))
+      return autograd::variable_list(edges);
+    // create_graph: the gradient itself needs a derivative. Batches of gradients: operators that have rules for them.
+    if (at::GradMode::is_enabled() || std::any_of(grads.begin(), grads.end(), is_batched)) return differentiable(grads);
+
+    std::vector<bool> wanted(edges);
+    for (size_t i = 0; i < edges; ++i) wanted[i] = task_should_compute_output(i);
+    for (size_t i = 0; i < layers; ++i) {
+      const bool arrived = grads[i].defined();
+      wanted[inputs + i] = wanted[inputs + i] && arrived;
+      wanted[inputs + layers + i] = wanted[inputs + layers + i] && arrived;
+    }
+    const Tensors made = unpacked(inputs, statistics), weights = unpacked(inputs + statistics, layers);
+    Tensors given;
+    for (size_t i = 0; i < inputs; ++i) given.push_back(take(i));
+    restore_order(given);
+    const at::AutoDispatchBelowADInplaceOrView below;
+    const bool plain =
+        is_plain(given[0]) && is_plain(weights[0]) &&
+        std::all_of(grads.begin(), grads.end(), [](const Tensor& g) { return !g.defined() || is_plain(g); });
+    if (plain) return gradients(grads, std::move(given), made, spec(), weights, conv, wanted, /*last=*/true);
+
+    c10::List<bool> asked;
+    for (const bool each : wanted) asked.push_back(each);
+    Tensors found = MEMKIT_CALL("memkit::_consumer_backward",
+                                Tensors(const OptionalTensors&, const OptionalTensors&, at::TensorList, Text, Text,
+                                        Text, Params, at::TensorList, at::IntArrayRef, c10::List<bool>))(
+        optional(grads), optional(given), made, op, act, packing, numbers, weights, conv, asked);
+    for (size_t i = 0; i < edges; ++i)
+      if (!wanted[i]) found[i].reset();
+    return found;
+  }
+
+ private:
+  size_t saved() const { return inputs + statistics + 2 * layers; }
+  ProducerSpec spec() const { return {op, act, packing, numbers, dtype}; }
+
+  Tensors unpacked(size_t first, size_t count) {
+    Tensors tensors;
+    for (size_t i = first; i < first + count; ++i) tensors.push_back(unpack(i));
+    return tensors;
+  }
+
+  // Saved-tensor hooks may hand back another memory order than the one that dropout follows.
+  void restore_order(Tensors& given) const {
+    if (strides.empty() || given[0].sym_strides() == c10::SymIntArrayRef(strides)) return;
+    given[0] = at::empty_strided_symint(given[0].sym_sizes(), strides, given[0].options()).copy_(given[0]);
+  }
+
+  autograd::variable_list differentiable(const autograd::variable_list& grads) {
+    const bool create_graph = at::GradMode::is_enabled();
+    const at::AutoGradMode on(true);
+    // Aliases: the gradient of each apart from that of others which it was made from.
+    Tensors all = unpacked(0, saved());
+    restore_order(all);
+    for (Tensor& each : all)
+      if (each.defined() && each.requires_grad()) each = at::alias(each);
+    const auto weights = all.begin() + inputs + statistics, biases = weights + layers;
+    const Consumers consumers{{weights, biases}, {biases, all.end()}, conv};
+    const Tensors outs = std::get<0>(composed(spec(), {all.begin(), all.begin() + inputs}, consumers));
+    all.erase(all.begin() + inputs, weights);
+
+    autograd::variable_list from, arrived, to, found(all.size());
+    for (size_t i = 0; i < layers; ++i) {
+      if (!grads[i].defined()) continue;
+      from.push_back(outs[i]);
+      arrived.push_back(grads[i]);
+    }
+    std::vector<size_t> places;
+    for (size_t i = 0; i < all.size(); ++i) {
+      if (!all[i].defined() || !all[i].requires_grad() || !task_should_compute_output(i)) continue;
+      to.push_back(all[i]);
+      places.push_back(i);
+    }
+    const auto slopes = autograd::grad(from, to, arrived, create_graph, create_graph, /*allow_unused=*/true);
+    for (size_t i = 0; i < places.size(); ++i) found[places[i]] = slopes[i];
+    return found;
+  }
+};
+
+Results recorded(const OptionalTensors& inputs, Text op, Text act, Text packing, Params numbers, at::TensorList weights,
+                 const OptionalTensors& biases, at::IntArrayRef conv, std::optional<at::ScalarType> dtype) {
+  const Tensors given = defined_or_not(inputs);
+  const ProducerSpec spec{op, act, packing, numbers, resolved(dtype, given)};
+  const Consumers layers{weights.vec(), defined_or_not(biases), conv};
+  make_producer(spec, given);  // checks
+  layers.check(given[0], spec.dtype);
+  Tensors all = given;
+  all.insert(all.end(), layers.weights.begin(), layers.weights.end());
+  all.insert(all.end(), layers.biases.begin(), layers.biases.end());
+  if (std::any_of(all.begin(), all.end(), [](const Tensor& x) { return x.defined() && needs_stock(x); }))
+    return composed(spec, given, layers);
+  Results results;
+  {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    results = call(inputs, op, act, packing, numbers, weights, biases, conv, spec.dtype);
+  }
+  if (!autograd::compute_requires_grad(all)) return results;
+  const auto& [outs, statistics] = results;
+  auto node = make_node<ConsumerBackward>();
+  node->set_next_edges(autograd::collect_next_edges(all));
+  node->op = op;
+  node->act = act;
+  node->packing = packing;
+  node->numbers = numbers.vec();
+  node->conv = conv.vec();
+  node->dtype = spec.dtype;
+  node->inputs = given.size();
+  node->statistics = statistics.size();
+  node->layers = weights.size();
+  if (op == "activation" && given[2].defined() && given[0].is_non_overlapping_and_dense())
+    node->strides = c10::SymDimVector(given[0].sym_strides().begin(), given[0].sym_strides().end());
+  for (const Tensor& each : outs) autograd::set_history(each, node);
+  for (const Tensor& each : given) node->save(each);
+  for (const Tensor& each : statistics) node->save(each);
+  for (const Tensor& each : layers.weights) node->save(each);
+  for (const Tensor& each : layers.biases) node->save(each);
+  return results;
+}
+
+Results batched(const OptionalTensors& inputs, Text op, Text act, Text packing, Params numbers, at::TensorList weights,
+                const OptionalTensors& biases, at::IntArrayRef conv, std::optional<at::ScalarType> dtype) {
+  const Tensors given = defined_or_not(inputs);
+  return composed({op, act, packing, numbers, resolved(dtype, given)}, given,
+                  {weights.vec(), defined_or_not(biases), conv});
+}
+
+// The layers compute in the autocast dtype, of which the norms make their result; what the producer is given stays.
+Results in_autocast(const OptionalTensors& inputs, Text op, Text act, Text packing, Params numbers,
+                    at::TensorList weights, const OptionalTensors& biases, at::IntArrayRef conv,
+                    std::optional<at::ScalarType> dtype) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  Tensors given = defined_or_not(inputs);
+  at::ScalarType to = resolved(dtype, given);
+  const auto device = given[0].device().type();
+  if (to != at::kDouble && !dtype) to = at::autocast::get_autocast_dtype(device);
+  if (op == "activation" && given[1].defined()) given[1] = given[1].to(given[0].scalar_type());
+  Tensors cast = defined_or_not(biases);
+  for (Tensor& each : cast)
+    if (each.defined()) each = at::autocast::cached_cast(to, each, device);
+  return call(optional(given), op, act, packing, numbers, at::autocast::cached_cast(to, weights, device),
+              optional(cast), conv, to);
+}
+
+}  // namespace
+
+#define MEMKIT_BACKEND(KEY)                 \
+  TORCH_LIBRARY_IMPL(memkit, KEY, m) {      \
+    m.impl("_consumer", forward);           \
+    m.impl("_consumer_backward", backward); \
+  }
+MEMKIT_BACKEND(CPU)
+MEMKIT_BACKEND(CUDA)
+MEMKIT_BACKEND(Meta)
+TORCH_LIBRARY_IMPL(memkit, Autograd, m) { m.impl("_consumer", recorded); }
+TORCH_LIBRARY_IMPL(memkit, FuncTorchBatched, m) { m.impl("_consumer", batched); }
+TORCH_LIBRARY_IMPL(memkit, AutocastCPU, m) { m.impl("_consumer", in_autocast); }
+TORCH_LIBRARY_IMPL(memkit, AutocastCUDA, m) { m.impl("_consumer", in_autocast); }
+
+}  // namespace memkit

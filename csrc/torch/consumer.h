@@ -1,0 +1,60 @@
+// An operator and the layers that consume its result, as one: backward keeps what the operator was given, not its result.
+#pragma once
+
+#include <ATen/core/List.h>
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <memory>
+#include <string_view>
+#include <vector>
+
+namespace memkit {
+
+using Tensors = std::vector<at::Tensor>;
+
+// What makes the consumers' input. Undefined tensors stand for what was not given.
+class Producer {
+ public:
+  explicit Producer(Tensors inputs) : inputs(std::move(inputs)) {}
+  virtual ~Producer() = default;
+
+  // Raises on what the operator does not take.
+  virtual void check() const = 0;
+  // The result. statistics: what backward needs beside the inputs; made where they are empty.
+  virtual at::Tensor forward(Tensors& statistics) const = 0;
+  // The same, by an operator that autograd and function transforms know.
+  virtual at::Tensor differentiable(Tensors& statistics) const { return forward(statistics); }
+  // The gradient of each input, undefined where not wanted. grad is nobody else's; last: nor are the inputs needed again.
+  virtual Tensors backward(at::Tensor grad, const Tensors& statistics, const std::vector<bool>& wanted, bool last) = 0;
+
+  const Tensors inputs;
+};
+
+// What a call of memkit::_consumer asks of its producer; schemas.cpp says what stands where.
+struct ProducerSpec {
+  std::string_view op, act, packing;
+  c10::ArrayRef<double> numbers;
+  at::ScalarType dtype;  // of the result
+};
+std::unique_ptr<Producer> make_producer(const ProducerSpec& spec, Tensors inputs);
+
+// The layers: linear ones, or one convolution.
+struct Consumers {
+  Tensors weights, biases;
+  at::IntArrayRef conv;
+
+  void check(const at::Tensor& input, at::ScalarType dtype) const;
+  Tensors forward(const at::Tensor& h) const;
+
+  struct Gradients {
+    at::Tensor h;
+    Tensors weights, biases;
+  };
+  // Gradients of what is wanted: h, then each weight, then each bias. h(): their input, made where a weight's gradient is
+  // wanted and freed before its own gradient is; like: of h's shape, format and device.
+  Gradients backward(const Tensors& grads, const std::function<at::Tensor()>& h, const at::Tensor& like,
+                     const std::vector<bool>& wanted) const;
+};
+
+}  // namespace memkit

@@ -1,0 +1,319 @@
+"""An operator and the layers that consume its result, as one: what the operator was given is all that is kept for backward.
+
+``linear(gelu(h))`` keeps h for gelu's slope and gelu(h) for the layer's weight gradient. ``act_linear`` keeps h alone and
+computes gelu(h) again in backward, into memory that is freed before the gradient is made, which is then written over: one
+tensor instead of two, exact whatever the values, for one more pass over memory. Values and gradients are those of memkit's
+operator followed by ``torch.nn.functional.linear``, to the bit in float32 with one layer.
+
+``weight`` and ``bias``: as in ``torch.nn.functional.linear``. Lists of weights (and of biases, each a tensor or None) stand
+for several layers of one input, as the projections of an attention layer are: the result is then a tuple, and the gradient
+of their input a single sum.
+
+Under autocast the layers compute in its dtype, with weights from autocast's cache; the operator gets its input as it
+arrives, which is what is kept, and no cast of it. A norm makes its result in the autocast dtype. Derivatives of the gradient
+(``create_graph=True``) go through operators that have derivatives. In a compiled function each stays one operator, which
+keeps the same.
+
+Dtypes: float32, float64, float16, bfloat16; weights of the input's dtype outside autocast. Devices: CPU, CUDA.
+``ValueError``: shapes that do not fit. ``TypeError``: another dtype, or two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, overload
+
+import torch
+from torch import Generator, Tensor
+
+from ._activation import _PARAMETERS
+from ._channel_norm import _update
+from ._glu import Packing
+from ._norm import _resolve_eps
+
+__all__ = ["act_linear", "dropout_linear", "glu_linear", "norm_act_conv2d", "norm_linear"]
+
+Tensors = Sequence[Tensor]
+Biases = Sequence["Tensor | None"]
+
+
+@overload
+def act_linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    act: str = "gelu",
+    *,
+    act_bias: Tensor | None = None,
+    **params: Any,
+) -> Tensor: ...
+@overload
+def act_linear(
+    input: Tensor,
+    weight: Tensors,
+    bias: Biases | None = None,
+    act: str = "gelu",
+    *,
+    act_bias: Tensor | None = None,
+    **params: Any,
+) -> tuple[Tensor, ...]: ...
+def act_linear(
+    input: Tensor,
+    weight: Tensor | Tensors,
+    bias: Tensor | Biases | None = None,
+    act: str = "gelu",
+    *,
+    act_bias: Tensor | None = None,
+    **params: Any,
+) -> Tensor | tuple[Tensor, ...]:
+    """linear(act(input + act_bias)); keeps the input.
+
+    ``act``: the name of an activation of :mod:`memkit.functional`, or "gelu_tanh"; ``params``: its own, by name.
+    ``act_bias``: of shape [input.shape[-1]].
+    """
+    numbers = _parameters("act_linear", act, params)
+    return _linear("activation", [input, act_bias, None], weight, bias, act, numbers=numbers)
+
+
+@overload
+def dropout_linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    p: float = 0.5,
+    training: bool = True,
+    *,
+    act: str | None = None,
+    act_bias: Tensor | None = None,
+    generator: Generator | None = None,
+    **params: Any,
+) -> Tensor: ...
+@overload
+def dropout_linear(
+    input: Tensor,
+    weight: Tensors,
+    bias: Biases | None = None,
+    p: float = 0.5,
+    training: bool = True,
+    *,
+    act: str | None = None,
+    act_bias: Tensor | None = None,
+    generator: Generator | None = None,
+    **params: Any,
+) -> tuple[Tensor, ...]: ...
+def dropout_linear(
+    input: Tensor,
+    weight: Tensor | Tensors,
+    bias: Tensor | Biases | None = None,
+    p: float = 0.5,
+    training: bool = True,
+    *,
+    act: str | None = None,
+    act_bias: Tensor | None = None,
+    generator: Generator | None = None,
+    **params: Any,
+) -> Tensor | tuple[Tensor, ...]:
+    """linear(dropout(act(input + act_bias))); keeps the input and a seed of 8 bytes.
+
+    Drops what :func:`dropout` and :func:`act_dropout` drop under the same seed. The rest as in :func:`act_linear`.
+    """
+    if not 0 <= p <= 1:
+        raise ValueError(f"dropout_linear: expected a probability p in [0, 1], got {p}")
+    act = act or "identity"
+    numbers = _parameters("dropout_linear", act, params)
+    seed = None
+    if training and p > 0 and input.numel():
+        seed = _draw_seed(input, generator)
+        numbers = [p, 1.0 if p == 1 else 1 / (1 - p), 0.0, 0.0, *numbers]
+    return _linear("activation", [input, act_bias, seed], weight, bias, act, numbers=numbers)
+
+
+@overload
+def glu_linear(
+    gate: Tensor,
+    up: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    act: str = "silu",
+    *,
+    packing: Packing = "gate_up",
+) -> Tensor: ...
+@overload
+def glu_linear(
+    gate: Tensor,
+    up: Tensor | None,
+    weight: Tensors,
+    bias: Biases | None = None,
+    act: str = "silu",
+    *,
+    packing: Packing = "gate_up",
+) -> tuple[Tensor, ...]: ...
+def glu_linear(
+    gate: Tensor,
+    up: Tensor | None,
+    weight: Tensor | Tensors,
+    bias: Tensor | Biases | None = None,
+    act: str = "silu",
+    *,
+    packing: Packing = "gate_up",
+) -> Tensor | tuple[Tensor, ...]:
+    """linear(act(gate) * up); keeps gate and up, whose memory takes their gradients where nobody else can see it.
+
+    ``up=None``: gate packs both. ``act`` and ``packing`` as in :func:`gated`.
+    """
+    return _linear("glu", [gate, up], weight, bias, act, packing)
+
+
+@overload
+def norm_linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm: Literal["layer_norm", "rms_norm"] = "layer_norm",
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor: ...
+@overload
+def norm_linear(
+    input: Tensor,
+    weight: Tensors,
+    bias: Biases | None = None,
+    *,
+    norm: Literal["layer_norm", "rms_norm"] = "layer_norm",
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    eps: float | None = None,
+) -> tuple[Tensor, ...]: ...
+def norm_linear(
+    input: Tensor,
+    weight: Tensor | Tensors,
+    bias: Tensor | Biases | None = None,
+    *,
+    norm: Literal["layer_norm", "rms_norm"] = "layer_norm",
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor | tuple[Tensor, ...]:
+    """linear(norm(input)), normalised over the last dimension; keeps the input and 8 bytes a row (rms_norm: 4).
+
+    Exact whatever the norm's weights are; where these allow it, :func:`layer_norm` before ``linear`` keeps as little (its
+    output), and 2 bytes an element where a float32 input meets autocast to bfloat16, of which this keeps 4. ``eps`` None:
+    1e-5 for layer_norm, the machine epsilon of the type computed in for rms_norm.
+    """
+    if norm not in ("layer_norm", "rms_norm"):
+        raise ValueError(f"norm_linear: expected norm 'layer_norm' or 'rms_norm', got {norm!r}")
+    if eps is None:
+        eps = 1e-5 if norm == "layer_norm" else _resolve_eps(None, input.dtype)
+    return _linear(norm, [input, norm_weight, norm_bias], weight, bias, numbers=[1.0, eps])
+
+
+def norm_act_conv2d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    *,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    act: str | None = "relu",
+    **params: Any,
+) -> Tensor:
+    """conv2d(act(batch_norm(input))); keeps the input, [N, C, H, W], and 16 bytes a channel.
+
+    The first arguments are those of ``torch.nn.functional.conv2d``, the others those of :func:`batch_norm_act`.
+    ``padding`` in numbers. ``ValueError``: one value a channel in training.
+    """
+    if input.dim() != 4:
+        raise ValueError(
+            f"norm_act_conv2d: expected an input of 4 dimensions, [N, C, H, W], got {list(input.shape)}"
+        )
+    if not training and (running_mean is None or running_var is None):
+        raise ValueError("norm_act_conv2d: expected running_mean and running_var outside training, got None")
+    count = input.numel() // max(1, input.shape[1])
+    if training and count <= 1:
+        raise ValueError(
+            f"norm_act_conv2d: expected more than 1 value per channel when training, got {list(input.shape)}"
+        )
+    conv = [
+        *_pair("stride", stride, 1),
+        *_pair("padding", padding, 0),
+        *_pair("dilation", dilation, 1),
+        groups,
+    ]
+    given = (None, None) if training else (running_mean, running_var)
+    outputs, statistics = torch.ops.memkit._consumer.default(
+        [input, norm_weight, norm_bias, *given],
+        "batch_norm",
+        act or "",
+        "",
+        [eps, *_parameters("norm_act_conv2d", act or "", params)],
+        [weight],
+        [bias],
+        conv,
+    )
+    if training:
+        mean, variance = statistics
+        if running_mean is not None:
+            _update(running_mean, mean, momentum)
+        if running_var is not None:
+            _update(running_var, variance * (count / (count - 1)), momentum)
+    out: Tensor = outputs[0]
+    return out
+
+
+def _linear(
+    op: str,
+    inputs: list[Tensor | None],
+    weight: Tensor | Tensors,
+    bias: Tensor | Biases | None,
+    act: str = "",
+    packing: str = "",
+    numbers: Sequence[float] = (),
+) -> Tensor | tuple[Tensor, ...]:
+    single = isinstance(weight, Tensor)
+    weights = [weight] if single else list(weight)
+    biases = [bias] if single else [None] * len(weights) if bias is None else list(bias)
+    if len(biases) != len(weights):
+        raise ValueError(
+            f"{op}_linear: expected a bias or None for each of {len(weights)} weights, got {len(biases)}"
+        )
+    outputs, _ = torch.ops.memkit._consumer.default(inputs, op, act, packing, numbers, weights, biases, [])
+    out: Tensor | tuple[Tensor, ...] = outputs[0] if single else tuple(outputs)
+    return out
+
+
+def _parameters(op: str, act: str, params: dict[str, Any]) -> list[float]:
+    names = _PARAMETERS.get(act, {})
+    if not params.keys() <= names.keys():
+        raise TypeError(f"{op}: expected parameters {sorted(names)} for {act}, got {sorted(params)}")
+    return [float(params.get(name, default)) for name, default in names.items()]
+
+
+def _pair(name: str, value: int | Sequence[int], least: int) -> tuple[int, int]:
+    pair = (value, value) if isinstance(value, int) else tuple(value)
+    if len(pair) != 2 or not all(isinstance(each, int) and each >= least for each in pair):
+        raise ValueError(
+            f"norm_act_conv2d: expected {name} of one or two whole numbers, at least {least}, got {value!r}"
+        )
+    return pair
+
+
+def _draw_seed(input: Tensor, generator: Generator | None) -> Tensor:
+    """One random int64 on the input's device, as dropout draws it."""
+    device = input.device if generator is None else generator.device
+    if device != input.device and device.type != "cpu":
+        raise RuntimeError(
+            f"dropout_linear: expected a generator on {input.device} or the CPU, got one on {device}"
+        )
+    seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device, generator=generator)
+    return seed.to(input.device, non_blocking=True)
