@@ -4,8 +4,9 @@
     python benchmarks/bench_rotary.py --quick       # two sizes, float32
     python benchmarks/bench_rotary.py --styles half --json
 
-q and k of 8 and 2 heads of 64 elements, [batch, positions, heads, size] seen as [batch, heads, positions, size], as layers make
-them; elements are those of both. Stock is what transformers' models write. Ratios are the contender's time over stock's.
+q and k of 8 and 2 heads of 64 elements, [batch, positions, heads, size] seen as [batch, heads, positions, size], as layers
+make them; elements are those of both. Stock is what transformers' models write. Ratios are the contender's time over
+stock's.
 """
 
 from __future__ import annotations
@@ -34,7 +35,12 @@ STYLES = {"half": False, "interleaved": True}
 SIZES = {"16Ki": 1 << 14, "128Ki": 1 << 17, "1Mi": 1 << 20, "8Mi": 1 << 23, "32Mi": 1 << 25}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MODES = ("forward", "forward+backward")
-CONTENDERS = {"stock": "stock", "compiled": "stock compiled", "memkit": "memkit", "memkit_inplace": "memkit in place"}
+CONTENDERS = {
+    "stock": "stock",
+    "compiled": "stock compiled",
+    "memkit": "memkit",
+    "memkit_inplace": "memkit in place",
+}
 SLOWER = 1.05
 
 
@@ -58,13 +64,16 @@ class Buffers:
 
     def contender(self, function: Any, mode: str) -> Contender:
         if mode == "forward":
-            return Contender(lambda: [(self.split(x),) for x in self.packed], lambda x: function(*x, *self.tables))
+            return Contender(
+                lambda: [(self.split(x),) for x in self.packed], lambda x: function(*x, *self.tables)
+            )
 
         def there_and_back(x: list[Tensor]) -> object:
             return torch.autograd.grad(function(*x, *self.tables), x, self.upstream)
 
         return Contender(
-            lambda: [([t.detach().requires_grad_() for t in self.split(x)],) for x in self.packed], there_and_back
+            lambda: [([t.detach().requires_grad_() for t in self.split(x)],) for x in self.packed],
+            there_and_back,
         )
 
 
@@ -146,7 +155,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--quick", action="store_true", help="two sizes, float32")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="without stock compiled")
-    parser.add_argument("--json", nargs="?", const="", metavar="FILE", help="default: results/rotary-DEVICE.json")
+    parser.add_argument(
+        "--json", nargs="?", const="", metavar="FILE", help="default: results/rotary-DEVICE.json"
+    )
     args = parser.parse_args(argv)
     quick = {"sizes": ["128Ki", "8Mi"], "dtypes": ["float32"]}
     for name, known in listed.items():

@@ -1,4 +1,4 @@
-"""What memkit's rotary embeddings are held against, in PyTorch alone: as models write them today, and the truth in float64."""
+"""What memkit's rotary embeddings are held against, in PyTorch alone: as models write them, and the truth in float64."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def stock(
     return torch.cat((turned, rest), -1) if rest.size(-1) else turned
 
 
-def tables(positions: int, dim: int, *, interleaved: bool = False, base: float = 10000.0) -> tuple[Tensor, Tensor]:
+def tables(
+    positions: int, dim: int, *, interleaved: bool = False, base: float = 10000.0
+) -> tuple[Tensor, Tensor]:
     """cos and sin in float64, [positions, dim]."""
     steps = base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     angles = torch.outer(torch.arange(positions, dtype=torch.float64), steps)

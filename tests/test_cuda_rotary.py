@@ -47,4 +47,5 @@ def test_gradients(layout: str) -> None:
     for a, b in zip(mine, theirs, strict=True):
         torch.testing.assert_close(a, b)
     long = torch.randn(1, 40, 40, 48, device="cuda")
-    assert rope(long).shape == long.shape and rope.cos.is_cuda
+    assert rope(long).shape == long.shape
+    assert rope.cos.is_cuda

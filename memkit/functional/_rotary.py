@@ -1,22 +1,22 @@
 """Rotary position embeddings of queries and keys in one pass, in place where wanted, that keep nothing but their tables.
 
-Su et al., "RoFormer: enhanced transformer with rotary position embedding", 2021. In the first elements of each head, pairs are
-turned by angles that grow with the position: element i and i + half (GPT-NeoX, Llama), or neighbours with ``interleaved=True``
-(GPT-J). Backward turns back, in the incoming gradient's memory where nobody else can see it; cos and sin, which a model keeps
-anyway, are all that is saved.
+Su et al., "RoFormer: enhanced transformer with rotary position embedding", 2021. In the first elements of each head, pairs
+are turned by angles that grow with the position: element i and i + half (GPT-NeoX, Llama), or neighbours with
+``interleaved=True`` (GPT-J). Backward turns back, in the incoming gradient's memory where nobody else can see it; cos and
+sin, which a model keeps anyway, are all that is saved.
 
-Shapes: q and k [batch, heads, positions, head size], or with ``layout="bshd"`` [batch, positions, heads, head size]; k may have
-other heads than q (grouped queries). Only a head's own elements need to be neighbours in memory: transposed views and slices of
-a packed projection are worked on where they lie, and what lies otherwise in a copy. cos and sin: [positions, columns], of
-which the first positions are taken or the rows named by ``position_ids`` (int64, [batch, positions] or [positions]); or, as
-``transformers`` passes them, [batch or 1, positions, columns]. A column belongs to an element, so that tables narrower than a
-head turn its first elements and leave the others as they are; tables with one column a pair, as ``flash_attn`` has them, need
-``rotary_dim``, which is then twice the columns.
+Shapes: q and k [batch, heads, positions, head size], or with ``layout="bshd"`` [batch, positions, heads, head size]; k may
+have other heads than q (grouped queries). Only a head's own elements need to be neighbours in memory: transposed views and
+slices of a packed projection are worked on where they lie, and what lies otherwise in a copy. cos and sin: [positions,
+columns], of which the first positions are taken or the rows named by ``position_ids`` (int64, [batch, positions] or
+[positions]); or, as ``transformers`` passes them, [batch or 1, positions, columns]. A column belongs to an element, so that
+tables narrower than a head turn its first elements and leave the others as they are; tables with one column a pair, as
+``flash_attn`` has them, need ``rotary_dim``, which is then twice the columns.
 
-Dtypes: float32, float64, float16, bfloat16, computed in float32 (float64 in float64); tables of any of these, float32 tables
-beside half q being the more exact; results have q's dtype. ``ValueError``: shapes that do not fit, an unknown ``layout``.
-``TypeError``: another dtype, or two. ``IndexError``: position_ids without a row (on a GPU the kernel stops). ``RuntimeError``:
-in place refused.
+Dtypes: float32, float64, float16, bfloat16, computed in float32 (float64 in float64); tables of any of these, float32
+tables beside half q being the more exact; results have q's dtype. ``ValueError``: shapes that do not fit, an unknown
+``layout``. ``TypeError``: another dtype, or two. ``IndexError``: position_ids without a row (on a GPU the kernel stops).
+``RuntimeError``: in place refused.
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ class RotaryEmbedding(nn.Module):
     """Turns q and k by their positions: :func:`memkit.functional.apply_rotary` with tables of its own.
 
     The angle of pair i at position p is p · base^(-2i / dim), computed in float64 and kept as float32 cosines and sines of
-    [positions, dim / 2], whatever dtype the model is cast to. The tables belong to no ``state_dict``. They grow when a sequence
-    is longer than they are, or on the CPU a position in ``position_ids`` larger; on a GPU nobody waits to look at these, and
-    under a compiler tables do not grow: there ``max_position_embeddings`` has to be large enough.
+    [positions, dim / 2], whatever dtype the model is cast to. The tables belong to no ``state_dict``. They grow when a
+    sequence is longer than they are, or on the CPU a position in ``position_ids`` larger; on a GPU nobody waits to look at
+    these, and under a compiler tables do not grow: there ``max_position_embeddings`` has to be large enough.
 
     dim: how many of a head's elements are turned, its first ones; even. Shapes, ``layout`` and ``inplace``: as there.
     """
@@ -55,7 +55,7 @@ class RotaryEmbedding(nn.Module):
 
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
         """Moves with the module, but stays float32: half a table's digits would turn far positions by wrong angles."""
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.cos.dtype != torch.float32:
             self._fill(self.cos.size(0), self.cos.device)
         return self
@@ -74,7 +74,7 @@ class RotaryEmbedding(nn.Module):
     ) -> tuple[Tensor, Tensor] | Tensor:
         """(q, k), turned; q alone without k."""
         self._grow(q, position_ids)
-        return F.apply_rotary(  # type: ignore[call-overload,no-any-return]
+        return F.apply_rotary(
             q,
             k,
             self.cos,
