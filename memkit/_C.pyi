@@ -63,6 +63,30 @@ def act_dropout(
 
 def glu(gate: Tensor, up: Tensor | None, act: str, packing: str) -> Tensor | None: ...
 
+# csrc/torch/rotary.cpp
+
+def apply_rotary(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor | None,
+    interleaved: bool,
+    heads_at: int,
+    rotary: int,
+    inplace: bool | str,
+) -> tuple[Tensor, Tensor] | None: ...
+def apply_rotary_to_one(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor | None,
+    interleaved: bool,
+    heads_at: int,
+    rotary: int,
+    inplace: bool | str,
+) -> Tensor | None: ...
+
 # csrc/torch/row_norm_call.cpp
 
 def layer_norm(

@@ -6,6 +6,7 @@
 
 #include "../cpu/activation.h"
 #include "../cpu/glu.h"
+#include "../cpu/rotary.h"
 
 #ifdef MEMKIT_WITH_CUDA
 #include <c10/cuda/CUDAException.h>
@@ -14,6 +15,7 @@
 
 #include "../cuda/activation.h"
 #include "../cuda/glu.h"
+#include "../cuda/rotary.h"
 #endif
 
 namespace memkit {
@@ -88,6 +90,13 @@ void run_glu(const GluArgs& args, bool backward, c10::Device device) {
   }
   if (backward) return MEMKIT_ON_STREAM(device, cuda::glu_backward, args);
   MEMKIT_ON_STREAM(device, cuda::glu_forward, args);
+}
+
+void run_rotary(const RotaryArgs& args, c10::Device device) {
+  if (args.rows() == 0) return;
+  if (!device.is_cpu()) return MEMKIT_ON_STREAM(device, cuda::rotary, args);
+  const int64_t grain = std::max<int64_t>(1, kGrain / args.width);
+  at::parallel_for(0, args.rows(), grain, [&](int64_t begin, int64_t end) { cpu::rotary(args, begin, end); });
 }
 
 }  // namespace memkit

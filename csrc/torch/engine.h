@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "../formulas/glu.h"
+#include "../formulas/rotary.h"
 
 namespace memkit {
 
@@ -15,5 +16,6 @@ enum class Pass { forward, backward_from_input, backward_from_output };
 // On the CPU: split over torch's intra-op threads. On CUDA: on the current stream of the tensors' device.
 void run_activation(Pass pass, const ActivationArgs& args, c10::Device device);
 void run_glu(const GluArgs& args, bool backward, c10::Device device);
+void run_rotary(const RotaryArgs& args, c10::Device device);
 
 }  // namespace memkit

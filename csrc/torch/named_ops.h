@@ -20,5 +20,6 @@ c10::ArrayRef<double> default_params(std::string_view act);
 // Add the eager entries of the families to the module.
 void bind_dropout(pybind11::module_& m);
 void bind_glu(pybind11::module_& m);
+void bind_rotary(pybind11::module_& m);
 
 }  // namespace memkit

@@ -60,6 +60,15 @@ TORCH_LIBRARY(memkit, m) {
   m.def("_glu_backward(Tensor grad, Tensor gate, Tensor? up, str act, str packing) -> (Tensor, Tensor)");
   m.def("_glu_backward_(Tensor grad, Tensor(a!) gate, Tensor(b!)? up, str act, str packing) -> ()");
 
+  // q and k, of 4 dimensions with the heads in `heads_at`, 1 or 2, turned by cos and sin of [positions, columns] or [batch,
+  // positions, columns]; position_ids: rows of these. rotary: elements of a head that are turned, 0 for as many as there are
+  // columns. back: the gradient. Without k the second result has no elements.
+#define MEMKIT_ROTARY \
+  "Tensor cos, Tensor sin, Tensor? position_ids, bool interleaved, int heads_at, int rotary, bool back"
+  m.def("_rotary(Tensor q, Tensor? k, " MEMKIT_ROTARY ") -> (Tensor, Tensor)");
+  m.def("_rotary_(Tensor(a!) q, Tensor(b!)? k, " MEMKIT_ROTARY ") -> ()");
+#undef MEMKIT_ROTARY
+
   // y = residual + drop(act(input + bias)).
 #define MEMKIT_INPUT "Tensor? bias, int dim, str op, float[] params"
 #define MEMKIT_DROP "Tensor? seed=None, float[] drop=[]"

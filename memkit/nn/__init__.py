@@ -24,6 +24,7 @@ from .dropout import AlphaDropout, Dropout, Dropout1d, Dropout2d, Dropout3d, Dro
 from .glu import GeGLU, ReGLU, SwiGLU
 from .loss import CrossEntropyLoss, LinearCrossEntropyLoss
 from .norm import BatchNorm1d, BatchNorm2d, BatchNorm3d, GroupNorm, LayerNorm, RMSNorm
+from .rotary import RotaryEmbedding
 
 __all__ = [
     "CELU",
@@ -63,6 +64,7 @@ __all__ = [
     "ReLU",
     "ReLU6",
     "ReLUSquared",
+    "RotaryEmbedding",
     "SiLU",
     "Sigmoid",
     "Softplus",

@@ -1,0 +1,57 @@
+#include <cuda_runtime.h>
+
+#include <algorithm>
+
+#include "rotary.h"
+#include "rotary_pass.cuh"
+
+namespace memkit::cuda {
+namespace {
+
+constexpr int kRotaryThreads = 256;
+
+template <class Pass>
+__global__ void __launch_bounds__(kRotaryThreads) rotary_kernel(const RotaryCall call) {
+  const int64_t stride = int64_t(gridDim.x) * kRotaryThreads;
+  for (int64_t item = int64_t(blockIdx.x) * kRotaryThreads + threadIdx.x; item < call.items; item += stride) {
+    const int64_t i = call.row_items.divide(item);
+    const RotaryRow row = call.row(i);
+    if (!call.is_known(row.position)) __trap();
+    Pass::run(call, row, item - i * call.row_items.value);
+  }
+}
+
+template <class S, bool interleaved, bool wide>
+void launch(const RotaryCall& call, cudaStream_t stream) {
+  constexpr int64_t most = (int64_t(1) << 31) - 1;
+  const auto blocks = unsigned(std::min((call.items + kRotaryThreads - 1) / kRotaryThreads, most));
+  if (call.args.back)
+    rotary_kernel<RotaryPass<S, interleaved, wide, true>><<<blocks, kRotaryThreads, 0, stream>>>(call);
+  else
+    rotary_kernel<RotaryPass<S, interleaved, wide, false>><<<blocks, kRotaryThreads, 0, stream>>>(call);
+}
+
+template <class S>
+cudaError_t launch(const RotaryArgs& args, cudaStream_t stream) {
+  const RotaryCall call = RotaryCall::of<S>(args);
+  if (call.items == 0) return cudaSuccess;
+  if (args.interleaved)
+    call.wide ? launch<S, true, true>(call, stream) : launch<S, true, false>(call, stream);
+  else
+    call.wide ? launch<S, false, true>(call, stream) : launch<S, false, false>(call, stream);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+int rotary(const RotaryArgs& args, CUstream_st* stream) {
+  switch (args.dtype) {
+    case Dtype::float32: return launch<float>(args, stream);
+    case Dtype::float64: return launch<double>(args, stream);
+    case Dtype::float16: return launch<Half>(args, stream);
+    case Dtype::bfloat16: return launch<Bfloat>(args, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace memkit::cuda
