@@ -82,7 +82,7 @@ def make_state(
 ) -> None:
     """Adds to each parameter's entry the moments that it lacks, and a step; wanted: entry, moments, state_dtype, block."""
     buffers = FlatBuffers()
-    places: list[tuple[dict[str, Any], str, tuple[Key, int], Tensor | int, bool]] = []
+    places: list[tuple[dict[str, Any], str, tuple[Key, int], Tensor | int]] = []
     steps: dict[torch.device, list[dict[str, Any]]] = {}
     for param, (entry, moments, state_dtype, block) in wanted.items():
         if "step" not in entry:
@@ -92,17 +92,11 @@ def make_state(
             if moment.name in entry:
                 continue
             dtype = storage_dtype(param, state_dtype, moment)
-            code = dtype is moment.code
-            kept = torch.int8 if code else dtype
-            places.append(
-                (entry, moment.name, buffers.reserve(param.device, kept, param.numel()), param, False)
-            )
-            if code:
-                if dtype is torch.uint8:
-                    places[-1] = (*places[-1][:4], True)
+            places.append((entry, moment.name, buffers.reserve(param.device, dtype, param.numel()), param))
+            if dtype is moment.code:
                 blocks = -(-param.numel() // block)
-                scale = buffers.reserve(param.device, torch.float32, blocks)
-                places.append((entry, moment.scale, scale, blocks, False))
+                place = buffers.reserve(param.device, torch.float32, blocks)
+                places.append((entry, moment.scale, place, blocks))
     firsts = {device: buffers.reserve(device, torch.float32, len(all)) for device, all in steps.items()}
     try:
         buffers.allocate(pool, op)
@@ -111,9 +105,8 @@ def make_state(
             for entry in entries:
                 del entry["step"]
         raise
-    for entry, name, place, like, unsigned in places:
-        made = buffers.view(place, like) if isinstance(like, Tensor) else buffers.flat(place, like)
-        entry[name] = made.view(torch.uint8) if unsigned else made
+    for entry, name, place, like in places:
+        entry[name] = buffers.view(place, like) if isinstance(like, Tensor) else buffers.flat(place, like)
     for device, entries in steps.items():
         for entry, step in zip(entries, buffers.flat(firsts[device], len(entries)).unbind(), strict=True):
             entry["step"] = step
