@@ -6,6 +6,7 @@
 #include "torch/lean.h"
 #include "torch/named_ops.h"
 #include "torch/norm_call.h"
+#include "torch/optimizer_call.h"
 #include "torch/planning.h"
 #include "torch/pool_python.h"
 #include "torch/tap.h"
@@ -24,4 +25,5 @@ PYBIND11_MODULE(_C, m) {
   memkit::bind_tap(m);
   memkit::bind_pool(m);
   memkit::bind_planning(m);
+  memkit::bind_optimizers(m);
 }

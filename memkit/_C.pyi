@@ -301,3 +301,40 @@ def solve_plan(
 
 def check_plan(buffers: Sequence[Row], offsets: Sequence[int], alignment: int) -> str | None:
     """What is wrong with the offsets: not aligned, or an overlap of buffers alive together. None: they are sound."""
+
+# csrc/torch/optimizer_call.cpp
+
+class StepList:
+    """Parameters on one device with the lists of their state, for one call a step."""
+
+    def __init__(self, op: str, params: list[Tensor], state: list[list[Tensor]]) -> None: ...
+    def collect(self, one: int | None) -> int:
+        """Takes the gradients for the step that follows: of all that have one, or of one."""
+    def adamw(
+        self,
+        lr: float,
+        lr_tensor: Tensor | None,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        maximize: bool,
+        block_size: int,
+        stochastic: bool,
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None: ...
+    def sgd(
+        self,
+        lr: float,
+        lr_tensor: Tensor | None,
+        momentum: float,
+        dampening: float,
+        weight_decay: float,
+        nesterov: bool,
+        maximize: bool,
+        block_size: int,
+        stochastic: bool,
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None: ...

@@ -20,6 +20,7 @@ _PUBLIC = {
     "functional": None,
     "memory": None,
     "nn": None,
+    "optim": None,
     "Pool": "pool",
     "PoolExhausted": "pool",
     "PoolStats": "pool",

@@ -177,6 +177,22 @@ TORCH_LIBRARY(memkit, m) {
       "numbers, Tensor[] weights, int[] conv, bool[] wanted) -> Tensor[]",
       tags);
 
+  // One optimizer step for all parameters in the lists; lists of state that a rule has not are empty.
+  //   *_scales   one float32 a block of block_size elements where the moments are int8 and uint8; no elements where not
+  //   lr_tensor  the learning rate in place of lr;  seed  int64: bfloat16 is rounded stochastically
+  //   grad_scale, found_inf  as PyTorch's fused optimizers take them: gradients are written back without their scale
+#define MEMKIT_STEP "int block_size=256, Tensor? seed=None, Tensor? grad_scale=None, Tensor? found_inf=None) -> ()"
+  m.def(
+      "_adamw_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, "
+      "Tensor(e!)[] max_exp_avg_sqs, Tensor(f!)[] exp_avg_scales, Tensor(g!)[] exp_avg_sq_scales, Tensor(h!)[] steps, "
+      "*, float lr, Tensor? lr_tensor=None, float beta1, float beta2, float eps, float weight_decay, "
+      "bool maximize=False, " MEMKIT_STEP);
+  m.def(
+      "_sgd_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] momentum_buffers, Tensor(d!)[] momentum_scales, "
+      "Tensor(e!)[] steps, *, float lr, Tensor? lr_tensor=None, float momentum=0, float dampening=0, "
+      "float weight_decay=0, bool nesterov=False, bool maximize=False, " MEMKIT_STEP);
+#undef MEMKIT_STEP
+
   // Scratch tensors of a memkit.Pool, by its id. The tag keeps a compiler from making one of two equal calls.
   const std::vector<at::Tag> fresh{at::Tag::nondeterministic_seeded};
   m.def(

@@ -1,0 +1,158 @@
+"""AdamW and SGD: a step of PyTorch's three forms and of memkit with moments in 32, 16 and 8 bits; bytes of state.
+
+    python benchmarks/bench_optim.py --quick
+    python benchmarks/bench_optim.py --json           # benchmarks/results/optim-cpu.json
+
+`gpt`: the parameters of a GPT of 10 M; `small`: 1,000 tensors of 256 elements. Gradients stay the same from step to step.
+All contenders take turns; ratios are medians of each round's own ratio to PyTorch's fused form. State bytes count each
+storage once. The bar: memkit in float32 takes no longer than the fused form.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import ratios
+from torch import Tensor, nn
+
+from memkit import optim
+from memkit.bench import machine
+from memkit.bench.models import GPT
+from memkit.bench.report import origin, text_table, write_json
+from memkit.bench.timing import interleave
+
+KIND = "memkit-optim"
+FORMAT = 1
+RESULTS = Path(__file__).resolve().parent / "results"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+SLOWER = 1.05
+REFERENCE = "fused"
+
+Make = Callable[[list[Tensor]], torch.optim.Optimizer]
+ADAMW: dict[str, Make] = {
+    "for-loop": lambda p: torch.optim.AdamW(p, foreach=False, fused=False),
+    "foreach": lambda p: torch.optim.AdamW(p, foreach=True),
+    "fused": lambda p: torch.optim.AdamW(p, fused=True),
+    "memkit": lambda p: optim.AdamW(p, stochastic_rounding=False),
+    "memkit bf16": lambda p: optim.AdamW(p, state_dtype=torch.bfloat16),
+    "memkit 8bit": lambda p: optim.AdamW(p, state_dtype="8bit"),
+}
+SGD: dict[str, Make] = {
+    "for-loop": lambda p: torch.optim.SGD(p, momentum=0.9, foreach=False, fused=False),
+    "foreach": lambda p: torch.optim.SGD(p, momentum=0.9, foreach=True),
+    "fused": lambda p: torch.optim.SGD(p, momentum=0.9, fused=True),
+    "memkit": lambda p: optim.SGD(p, momentum=0.9, stochastic_rounding=False),
+    "memkit bf16": lambda p: optim.SGD(p, momentum=0.9, state_dtype=torch.bfloat16),
+    "memkit 8bit": lambda p: optim.SGD(p, momentum=0.9, state_dtype="8bit"),
+}
+RULES = {"adamw": ADAMW, "sgd": SGD}
+
+
+def parameters(name: str, dtype: torch.dtype, device: str) -> list[Tensor]:
+    torch.manual_seed(0)
+    if name == "gpt":
+        made: list[Tensor] = list(GPT(8192, 6, 320, 8, 256).to(device, dtype).parameters())
+    else:
+        made = [nn.Parameter(torch.randn(256, device=device, dtype=dtype)) for _ in range(1000)]
+    for p in made:
+        p.grad = torch.randn_like(p) * 1e-3
+    return made
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Of the moments and steps, each storage once."""
+    tensors = [x for entry in optimizer.state.values() for x in entry.values() if isinstance(x, Tensor)]
+    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
+
+
+def case(rule: str, name: str, dtype: str, device: str, rounds: int) -> dict[str, Any]:
+    def timer(optimizer: torch.optim.Optimizer) -> Callable[[], float]:
+        def run() -> float:
+            if device == "cuda":
+                torch.cuda.synchronize()
+            begin = time.perf_counter()
+            optimizer.step()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            return time.perf_counter() - begin
+
+        return run
+
+    optimizers = {each: make(parameters(name, DTYPES[dtype], device)) for each, make in RULES[rule].items()}
+    times = interleave({each: timer(o) for each, o in optimizers.items()}, rounds, warm=3)
+    params = parameters(name, DTYPES[dtype], device)
+    return {
+        "rule": rule,
+        "parameters": name,
+        "dtype": dtype,
+        "tensors": len(params),
+        "elements": sum(p.numel() for p in params),
+        "rounds": rounds,
+        "seconds": {each: statistics.median(taken) for each, taken in times.items()},
+        "ratio": ratios(times, REFERENCE),
+        "state_bytes": {each: state_bytes(o) for each, o in optimizers.items()},
+    }
+
+
+def slower(result: dict[str, Any]) -> list[str]:
+    """Every case in which memkit takes more than SLOWER times what PyTorch's fused form takes, in words."""
+    return [
+        f"{c['rule']} {c['parameters']} {c['dtype']}: {name} takes {ratio:.2f}× the time of fused"
+        for c in result["steps"]
+        for name, ratio in c["ratio"].items()
+        if name.startswith("memkit") and ratio > SLOWER
+    ]
+
+
+def table(result: dict[str, Any]) -> str:
+    names = list(ADAMW)
+    body = []
+    for c in result["steps"]:
+        row = [c["rule"], c["parameters"], c["dtype"], f"{c['seconds'][REFERENCE] * 1e3:.2f}"]
+        row += [f"{c['ratio'][name]:.2f}×" for name in names]
+        body.append([*row, *(f"{c['state_bytes'][name] / c['elements']:.2f}" for name in names[2:])])
+    columns = ["rule", "parameters", "dtype", "fused ms", *names, *(f"B/el. {name}" for name in names[2:])]
+    return text_table(columns, body)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--dtypes", default="float32,bfloat16")
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--quick", action="store_true", help="few rounds, float32 only")
+    parser.add_argument(
+        "--json", nargs="?", const="", metavar="FILE", help="default: results/optim-DEVICE.json"
+    )
+    args = parser.parse_args(argv)
+    dtypes = ["float32"] if args.quick else args.dtypes.split(",")
+    if not set(dtypes) <= DTYPES.keys():
+        parser.error(f"expected --dtypes of {', '.join(DTYPES)}")
+    device = args.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    result: dict[str, Any] = {"kind": KIND, "format": FORMAT, **machine.stamp(device)}
+    result["steps"] = [
+        case(rule, name, dtype, device, 7 if args.quick else args.rounds)
+        for rule in RULES
+        for name in ("gpt", "small")
+        for dtype in dtypes
+    ]
+    result["slower"] = slower(result)
+    print(table(result), origin(result), sep="\n\n")
+    print("\n".join(["", "slower than PyTorch's fused form:", *(result["slower"] or ["nothing"])]))
+    if args.json is not None:
+        path = Path(args.json) if args.json else RESULTS / f"optim-{device}.json"
+        write_json(path, result)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

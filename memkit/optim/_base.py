@@ -1,0 +1,262 @@
+"""What the optimizers share: lists for the compiled step, flat state, state dicts."""
+
+# Parts of torch are untyped.
+# mypy: disable-error-code="no-untyped-call,untyped-decorator"
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from .. import _C
+from ..pool import Pool
+from ._quantize import BLOCK_SIZES
+from ._state import Moment, check_loaded, fill, make_state
+
+STATE_DTYPES = (None, torch.float32, torch.bfloat16, "8bit")
+OWN_OPTIONS = ("state_dtype", "block_size", "stochastic_rounding")  # the program's, not a checkpoint's
+PLAIN = torch._C._disabled_torch_dispatch_impl
+
+
+@dataclass(frozen=True)
+class Part:
+    """Parameters of one group on one device."""
+
+    group: dict[str, Any]
+    lists: _C.StepList
+    params: list[Tensor]
+    rounds: bool  # whether anything in it is bfloat16
+
+
+class Kept:
+    """A loaded state tensor that Optimizer.load_state_dict is not to cast to its parameter's dtype."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class FusedOptimizer(Optimizer):
+    """Optimizer over a compiled step for lists of tensors."""
+
+    def __init__(self, params: Any, defaults: dict[str, Any], pool: Pool | None) -> None:
+        if pool is not None and not isinstance(pool, Pool):
+            raise TypeError(f"{self._name}: expected a memkit.Pool or None, got {type(pool).__name__}")
+        self._forget()
+        self._pool = pool
+        # torch.optim, loading our groups, then steps with what can use a `step` on the device.
+        super().__init__(params, {**defaults, "fused": True})
+
+    # -- of the rule
+
+    _name: str
+
+    def _moments(self, group: dict[str, Any]) -> tuple[Moment, ...]:
+        raise NotImplementedError
+
+    def _lists(self, entries: list[dict[str, Any]], moments: tuple[Moment, ...]) -> list[list[Tensor]]:
+        """The lists that the operator takes beside parameters and gradients."""
+        raise NotImplementedError
+
+    def _advance(self, part: Part) -> None:
+        raise NotImplementedError
+
+    def _check(self, group: dict[str, Any]) -> None:
+        name = self._name
+        lr = group["lr"]
+        if isinstance(lr, Tensor) and lr.numel() != 1:
+            raise ValueError(f"{name}: expected lr of one element, got {list(lr.shape)}")
+        for key in ("lr", "weight_decay"):
+            if not group[key] >= 0:
+                raise ValueError(f"{name}: expected {key} of at least 0, got {group[key]}")
+        if group["state_dtype"] not in STATE_DTYPES:
+            choices = "None, torch.float32, torch.bfloat16 or '8bit'"
+            raise ValueError(f"{name}: expected state_dtype {choices}, got {group['state_dtype']!r}")
+        if group["block_size"] not in BLOCK_SIZES:
+            raise ValueError(f"{name}: expected block_size 64, 128 or 256, got {group['block_size']!r}")
+
+    # -- groups
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self._check({**self.defaults, **param_group})
+        before = list(self.param_groups)
+        super().add_param_group(param_group)
+        try:
+            for param in self.param_groups[-1]["params"]:
+                self._check_param(param)
+        except BaseException:
+            self.param_groups[:] = before
+            raise
+        if self._in_backward is not None:
+            self._in_backward.watch(self.param_groups[-1]["params"])
+
+    def _check_param(self, param: Tensor) -> None:
+        if type(param).__torch_dispatch__ is not PLAIN:
+            raise TypeError(f"{self._name}: expected plain parameters, got {type(param).__name__}")
+        if not param.is_floating_point() or param.dtype.itemsize == 1:
+            expected = "float32, float64, float16 or bfloat16"
+            raise TypeError(f"{self._name}: expected parameters of {expected}, got {param.dtype}")
+
+    # -- steps
+
+    @torch.compiler.disable
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step for all parameters that have a gradient. Where a gradient cannot be used, nothing is written."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            ready = [part for part in self._parts() if part.lists.collect(None)]
+            for part in ready:
+                self._advance(part)
+        return loss
+
+    def _step_one(self, param: Tensor) -> None:
+        """A step for one parameter, which has a gradient."""
+        with torch.no_grad():
+            self._parts()
+            part, index = self._where[param]
+            part.lists.collect(index)
+            self._advance(part)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """GradScaler asks: the step divides by `grad_scale` and heeds `found_inf` itself."""
+        if self._in_backward is not None:
+            raise RuntimeError(
+                f"{self._name}: expected no GradScaler with step_in_backward, got one; gradients were used "
+                "with their scale. bfloat16 autocast needs no scaler"
+            )
+        return True
+
+    def _numbers(self, group: dict[str, Any]) -> tuple[float, Tensor | None]:
+        lr = group["lr"]
+        return (0.0, lr) if isinstance(lr, Tensor) else (lr, None)
+
+    def _amp(self) -> tuple[Tensor | None, Tensor | None]:
+        return getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+
+    def _forget(self) -> None:
+        self._made: list[Part] = []
+        self._made_of: tuple[Any, ...] | None = None
+        self._frozen: list[Tensor] = []
+        self._where: dict[Tensor, tuple[Part, int]] = {}
+        self._in_backward: Any = None
+
+    def _parts(self) -> list[Part]:
+        """The lists, made again when groups, state or what is kept changed."""
+        groups = [
+            (
+                id(group["params"]),
+                len(group["params"]),
+                self._moments(group),
+                *(group[key] for key in OWN_OPTIONS),
+            )
+            for group in self.param_groups
+        ]
+        now = (id(self.state), len(self.state), groups)
+        thawed = any(p.requires_grad or p.grad is not None for p in self._frozen)
+        if now != self._made_of or thawed:
+            self._make_parts()
+            self._made_of = (id(self.state), len(self.state), groups)
+        return self._made
+
+    def _make_parts(self) -> None:
+        self._frozen = []
+        active: list[tuple[dict[str, Any], list[Tensor]]] = []
+        for group in self.param_groups:
+            used = [p for p in group["params"] if p.requires_grad or p.grad is not None]
+            self._frozen += [p for p in group["params"] if not p.requires_grad and p.grad is None]
+            active.append((group, used))
+        wanted = {}
+        for group, used in active:
+            moments = self._moments(group)
+            for p in used if moments else ():
+                entry = self.state.get(p, {})
+                if any(each.name not in entry for each in moments):
+                    wanted[p] = (entry, moments, group["state_dtype"], group["block_size"])
+        make_state(wanted, self._pool, self._name)
+        for p, (entry, *_) in wanted.items():
+            self.state[p] = entry
+        self._made, self._where = [], {}
+        for group, used in active:
+            moments = self._moments(group)
+            for device in dict.fromkeys(p.device for p in used):
+                params = [p for p in used if p.device == device]
+                entries = [self.state[p] for p in params] if moments else []
+                state = self._lists(entries, moments)
+                dtypes = {x.dtype for x in (*params, *(x for each in state for x in each))}
+                rounds = bool(group["stochastic_rounding"]) and torch.bfloat16 in dtypes
+                part = Part(group, _C.StepList(self._name, params, state), params, rounds)
+                self._made.append(part)
+                self._where.update((p, (part, i)) for i, p in enumerate(params))
+
+    # -- state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch. Moments are converted to this optimizer's `state_dtype`; a failed load changes nothing."""
+
+        def keep(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            state = {
+                key: {name: Kept(x) if isinstance(x, Tensor) else x for name, x in entry.items()}
+                for key, entry in given["state"].items()
+            }
+            return {**given, "state": state}
+
+        handle = self.register_load_state_dict_pre_hook(keep)  # the last to run
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        # Of their own memory: pickle would write the whole buffer for each view of it.
+        kept = {
+            p: {name: Kept(x.clone()) if isinstance(x, Tensor) else x for name, x in entry.items()}
+            for p, entry in self.state.items()
+        }
+        return {**state, "state": kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        new = "_made" not in self.__dict__
+        if new:  # a copy
+            self._forget()
+            self._pool = None
+        groups = state["param_groups"]
+        for group, own in zip(groups, groups if new else self.param_groups, strict=True):
+            defaults = state.get("defaults", self.__dict__.get("defaults", {}))
+            for key, value in defaults.items():
+                group.setdefault(key, value)
+            group.update((key, own[key]) for key in OWN_OPTIONS)
+            group["fused"] = True
+        wanted: dict[Tensor, Any] = {}
+        loaded: dict[Tensor, Any] = {}
+        for group in groups:
+            self._check(group)
+            moments = self._moments(group)
+            for p in group["params"]:
+                values = {
+                    name: x.value if isinstance(x, Kept) else x
+                    for name, x in state["state"].get(p, {}).items()
+                }
+                if moments and any(values.get(each.name) is not None for each in moments):
+                    check_loaded(p, values, moments, self._name)
+                    wanted[p] = ({}, moments, group["state_dtype"], group["block_size"])
+                    loaded[p] = values
+        with torch.no_grad():
+            make_state(wanted, self._pool, self._name)
+            for p, (entry, moments, _, block) in wanted.items():
+                fill(entry, loaded[p], moments, block)
+        kept = type(self.state)(dict) if not new else state["state"].__class__()
+        kept.update((p, entry) for p, (entry, *_) in wanted.items())
+        super().__setstate__({**state, "state": kept})
+        self._made_of = None
+
+    def _all_params(self) -> Iterable[Tensor]:
+        return (p for group in self.param_groups for p in group["params"])

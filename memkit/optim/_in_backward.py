@@ -1,0 +1,103 @@
+"""Steps inside of backward: a gradient is used and freed before the next ones are made."""
+
+# Parts of torch are untyped.
+# mypy: disable-error-code="no-untyped-call"
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._base import FusedOptimizer
+
+
+class StepInBackward:
+    """What :func:`step_in_backward` returns."""
+
+    def __init__(self, optimizer: FusedOptimizer, max_norm: float | None, clip_value: float | None) -> None:
+        self._optimizer = optimizer
+        self._max_norm, self._clip_value = max_norm, clip_value
+        self._deferred = 0
+        self._handles: list[Any] = []
+        self.watch(optimizer._all_params())
+        optimizer._in_backward = self
+
+    def watch(self, params: Iterable[Tensor]) -> None:
+        for param in params:
+            if param.requires_grad:
+                self._handles.append(param.register_post_accumulate_grad_hook(self._take))
+
+    def _take(self, param: Tensor) -> None:
+        if self._deferred:
+            return
+        try:
+            if self._clip_value is not None:
+                torch.nn.utils.clip_grad_value_([param], self._clip_value)
+            if self._max_norm is not None:
+                torch.nn.utils.clip_grad_norm_([param], self._max_norm)
+            self._optimizer._step_one(param)
+        finally:
+            param.grad = None
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """`with handle.accumulate():` backward adds gradients up and keeps them; the next one outside uses the sums."""
+        self._deferred += 1
+        try:
+            yield
+        finally:
+            self._deferred -= 1
+
+    def remove(self) -> None:
+        """Back to `optimizer.step()`."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        if self._optimizer._in_backward is self:
+            self._optimizer._in_backward = None
+
+
+def step_in_backward(
+    optimizer: FusedOptimizer, *, max_norm: float | None = None, clip_value: float | None = None
+) -> StepInBackward:
+    """Makes backward step each parameter of `optimizer` as soon as its gradient is complete, and free the gradient.
+
+    Gradients then take the memory of the largest one, not of all. `optimizer.step()` may stay in the loop: it finds no
+    gradients and does nothing (but steps what was accumulated), and schedulers see their step. Step hooks are not called.
+
+    Args:
+        optimizer: of `memkit.optim`.
+        max_norm: clips each gradient by itself, to this norm. The norm of all gradients is known only when the last
+            has arrived.
+        clip_value: clips each element to this magnitude, before the norm.
+
+    A weight that is used several times is stepped once a backward, with the sum of its gradients. After an error in
+    backward, the parameters whose gradients had arrived are stepped, the others not; the next backward works. A second
+    backward through the same graph, or through another one that kept a weight, raises: the weight has changed. With
+    `with handle.accumulate():` around it the first one leaves weights alone. Not for DistributedDataParallel or FSDP,
+    which would reduce gradients too late, nor for weights shared between checkpoints of ``use_reentrant=True``, whose
+    parts of the gradient arrive one by one. A GradScaler is refused.
+
+    Returns a handle: `remove()`, `accumulate()`.
+
+    Example:
+        >>> optimizer = memkit.optim.AdamW(model.parameters())
+        >>> handle = memkit.optim.step_in_backward(optimizer)
+        >>> loss.backward()  # the weights are new
+    """
+    if not isinstance(optimizer, FusedOptimizer):
+        raise TypeError(
+            f"step_in_backward: expected an optimizer of memkit.optim, got {type(optimizer).__name__}"
+        )
+    if optimizer._in_backward is not None:
+        raise RuntimeError(
+            "step_in_backward: expected an optimizer without it, got one that has it: remove() it first"
+        )
+    for name, value in (("max_norm", max_norm), ("clip_value", clip_value)):
+        if value is not None and not value > 0:
+            raise ValueError(f"step_in_backward: expected {name} above 0 or None, got {value}")
+    return StepInBackward(optimizer, max_norm, clip_value)

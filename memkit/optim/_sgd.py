@@ -1,0 +1,84 @@
+"""Stochastic gradient descent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..pool import Pool
+from ._adamw import scales
+from ._base import FusedOptimizer, Part
+from ._state import Moment
+
+BUFFER = Moment("momentum_buffer", torch.int8)
+
+
+class SGD(FusedOptimizer):
+    """``torch.optim.SGD(fused=True)`` in one call for all parameters; see :mod:`memkit.optim` for what it adds.
+
+    State, with momentum: ``momentum_buffer`` as torch's (in 8 bits int8 with ``momentum_buffer_scale``), and ``step``.
+    Arguments that are not named there are torch's; errors are those of :class:`AdamW`.
+    """
+
+    _name = "SGD"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float | Tensor = 0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        state_dtype: torch.dtype | str | None = None,
+        block_size: int = 256,
+        stochastic_rounding: bool = True,
+        pool: Pool | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "maximize": maximize,
+            "state_dtype": state_dtype,
+            "block_size": block_size,
+            "stochastic_rounding": stochastic_rounding,
+        }
+        super().__init__(params, defaults, pool)
+
+    def _check(self, group: dict[str, Any]) -> None:
+        super()._check(group)
+        if not group["momentum"] >= 0:
+            raise ValueError(f"SGD: expected momentum of at least 0, got {group['momentum']}")
+        if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
+            got = f"{group['momentum']} and {group['dampening']}"
+            raise ValueError(f"SGD: expected with nesterov a momentum above 0 and no dampening, got {got}")
+
+    def _moments(self, group: dict[str, Any]) -> tuple[Moment, ...]:
+        return (BUFFER,) if group["momentum"] else ()
+
+    def _lists(self, entries: list[dict[str, Any]], moments: tuple[Moment, ...]) -> list[list[Tensor]]:
+        buffers = [entry[BUFFER.name] for entry in entries]
+        return [buffers, scales(entries, BUFFER), [entry["step"] for entry in entries]]
+
+    def _advance(self, part: Part) -> None:
+        group = part.group
+        lr, lr_tensor = self._numbers(group)
+        part.lists.sgd(
+            lr,
+            lr_tensor,
+            float(group["momentum"]),
+            float(group["dampening"]),
+            float(group["weight_decay"]),
+            group["nesterov"],
+            group["maximize"],
+            group["block_size"],
+            part.rounds,
+            *self._amp(),
+        )

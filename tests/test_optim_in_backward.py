@@ -1,0 +1,241 @@
+"""Steps inside of backward: the same weights, and no more than one gradient in memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from memkit import memory, optim
+from memkit.optim import step_in_backward
+
+
+class Tied(nn.Module):
+    """Two layers that share a weight, around one that does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.middle(self.first(x).tanh()).tanh())
+
+
+def pair(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    model = make()
+    return model, copy.deepcopy(model)
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def loss_of(model: nn.Module, seed: int) -> Tensor:
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+    return model(x).square().sum()
+
+
+@pytest.mark.parametrize("state_dtype", [None, "8bit"])
+def test_same_as_step(state_dtype: str | None) -> None:
+    """Tied weights too, a scheduler, and `step()` left in the loop."""
+    a, b = pair(Tied)
+    plain = optim.AdamW(a.parameters(), lr=1e-2, state_dtype=state_dtype)
+    early = optim.AdamW(b.parameters(), lr=1e-2, state_dtype=state_dtype)
+    step_in_backward(early)
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in (plain, early)]
+    for step in range(5):
+        for model, optimizer, scheduler in ((a, plain, schedulers[0]), (b, early, schedulers[1])):
+            loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+        assert all(p.grad is None for p in b.parameters())
+    assert same(a, b)
+    assert early.state[b.first.weight]["step"] == 5
+
+
+def test_peak_is_one_gradient() -> None:
+    torch.manual_seed(0)
+    layers, width, rows = 8, 256, 4
+    weight = width * width * 4
+    peaks = {}
+    for early in (False, True):
+        model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+        optimizer = optim.AdamW(model.parameters())
+        if early:
+            step_in_backward(optimizer)
+
+        def step(model: nn.Module = model, optimizer: optim.AdamW = optimizer) -> None:
+            model(torch.ones(rows, width)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()  # makes the state
+        peaks[early] = memory.measure(step).peak
+    activations = (layers + 4) * rows * width * 4
+    assert layers * weight <= peaks[False] <= layers * weight + activations
+    assert weight <= peaks[True] <= weight + activations
+
+
+def test_accumulation() -> None:
+    a, b = pair(Tied)
+    plain, early = optim.SGD(a.parameters(), lr=0.1, momentum=0.9), optim.SGD(b.parameters(), lr=0.1, momentum=0.9)
+    handle = step_in_backward(early)
+    for round in range(3):
+        loss_of(a, round).backward()
+        loss_of(a, 10 + round).backward()
+        plain.step()
+        plain.zero_grad()
+        with handle.accumulate():
+            loss_of(b, round).backward()
+        assert b.middle.weight.grad is not None
+        loss_of(b, 10 + round).backward()
+        assert b.middle.weight.grad is None
+    assert same(a, b)
+    with handle.accumulate():
+        loss_of(a, 0).backward()
+        loss_of(b, 0).backward()
+    plain.step()
+    early.step()
+    assert same(a, b)
+
+
+def test_after_an_error() -> None:
+    """What had arrived is used, nothing stays behind, the next backward is whole."""
+
+    class Trap(torch.autograd.Function):
+        armed = True
+
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, grad: Tensor) -> Tensor:
+            if Trap.armed:
+                raise ValueError("trap")
+            return grad
+
+    torch.manual_seed(0)
+    first, last = nn.Linear(8, 8), nn.Linear(8, 8)
+    optimizer = optim.AdamW([*first.parameters(), *last.parameters()])
+    handle = step_in_backward(optimizer)
+    before = first.weight.detach().clone(), last.weight.detach().clone()
+    x = torch.ones(2, 8)
+    with pytest.raises(ValueError, match="trap"):
+        last(Trap.apply(first(x))).sum().backward()
+    assert torch.equal(first.weight, before[0])
+    assert not torch.equal(last.weight, before[1])
+    assert all(p.grad is None for p in (first.weight, last.weight))
+    Trap.armed = False
+    last(Trap.apply(first(x))).sum().backward()
+    assert [optimizer.state[p]["step"].item() for p in (first.weight, last.weight)] == [1, 2]
+    with pytest.raises(KeyError), handle.accumulate():
+        raise KeyError
+    last(first(x)).sum().backward()
+    assert optimizer.state[last.weight]["step"] == 3
+
+
+def test_clipping() -> None:
+    """Each gradient by itself, values first."""
+    a, b = pair(Tied)
+    plain, early = optim.SGD(a.parameters(), lr=0.1), optim.SGD(b.parameters(), lr=0.1)
+    step_in_backward(early, max_norm=0.5, clip_value=0.2)
+    for step in range(3):
+        loss_of(a, step).backward()
+        for p in a.parameters():
+            nn.utils.clip_grad_value_([p], 0.2)
+            nn.utils.clip_grad_norm_([p], 0.5)
+        plain.step()
+        plain.zero_grad()
+        loss_of(b, step).backward()
+    assert same(a, b)
+
+
+def test_second_backward_raises() -> None:
+    model, _ = pair(Tied)
+    step_in_backward(optim.AdamW(model.parameters()))
+    loss = loss_of(model, 0)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_checkpointed() -> None:
+    """A weight of two checkpointed blocks is stepped once."""
+    a, b = pair(Tied)
+    optimizers = [optim.AdamW(m.parameters(), lr=1e-2) for m in (a, b)]
+    step_in_backward(optimizers[1])
+    x = torch.randn(4, 8)
+    for model in (a, b):
+        h = x
+        for layer in (model.first, model.middle, model.last):
+            h = checkpoint(layer, h, use_reentrant=False)
+        h.sum().backward()
+    optimizers[0].step()
+    assert same(a, b)
+
+
+def test_grad_scaler_is_refused() -> None:
+    model, _ = pair(Tied)
+    optimizer = optim.AdamW(model.parameters())
+    handle = step_in_backward(optimizer)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss_of(model, 0)).backward()
+    with pytest.raises(RuntimeError, match="AdamW: expected no GradScaler with step_in_backward"):
+        scaler.step(optimizer)
+    handle.remove()
+    scaler.scale(loss_of(model, 0)).backward()
+    scaler.step(optimizer)
+
+
+def test_remove_groups_and_copies() -> None:
+    a, b = pair(Tied)
+    plain, early = optim.AdamW(a.middle.parameters()), optim.AdamW(b.middle.parameters())
+    handle = step_in_backward(early)
+    for optimizer, model in ((plain, a), (early, b)):
+        optimizer.add_param_group({"params": [model.first.weight], "lr": 0.1})
+    copied = copy.deepcopy(early)
+    assert copied._in_backward is None
+    for step in range(2):
+        loss_of(a, step).backward()
+        plain.step()
+        plain.zero_grad()
+        a.zero_grad()
+        loss_of(b, step).backward()
+        b.zero_grad()
+    assert same(a, b)
+    handle.remove()
+    handle.remove()
+    loss_of(b, 0).backward()
+    assert b.middle.weight.grad is not None
+    step_in_backward(early)
+
+
+def test_bad_arguments() -> None:
+    params = [nn.Parameter(torch.ones(2))]
+    with pytest.raises(TypeError, match=r"step_in_backward: expected an optimizer of memkit.optim, got SGD"):
+        step_in_backward(torch.optim.SGD(params))  # type: ignore[arg-type]
+    optimizer = optim.SGD(params)
+    with pytest.raises(ValueError, match="step_in_backward: expected max_norm above 0 or None, got 0"):
+        step_in_backward(optimizer, max_norm=0)
+    step_in_backward(optimizer)
+    with pytest.raises(RuntimeError, match="step_in_backward: expected an optimizer without it"):
+        step_in_backward(optimizer)
+
+
+def test_sparse_gradient_raises_and_goes() -> None:
+    table = nn.Embedding(10, 4, sparse=True)
+    optimizer = optim.AdamW(table.parameters())
+    step_in_backward(optimizer)
+    before = table.weight.detach().clone()
+    with pytest.raises(RuntimeError, match="AdamW: expected dense gradients"):
+        table(torch.tensor([1])).sum().backward()
+    assert torch.equal(table.weight, before)
+    assert table.weight.grad is None
