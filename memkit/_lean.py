@@ -22,7 +22,8 @@ class lean:  # noqa: N801  a context, named as torch.no_grad is
 
     What is rebuilt: results of memkit's activations, of :func:`memkit.functional.act_dropout` and of the norms over rows, where
     they keep their input (``save="input"``, the default out of place of activations with a minimum); of gated units, group
-    norm and ``batch_norm_act``; views of all these. The rest is saved as it would be outside, by the saved-tensor hooks
+    norm and ``batch_norm_act``; sums (``a + b``) of two such results, and what comes of such a sum; views of all these. At most
+    three operators are run one after the other; what would take more is kept. The rest is saved as it would be outside, by the saved-tensor hooks
     around the context if there are any: inside ``torch.autograd.graph.save_on_cpu`` or a checkpoint the two work together.
     Hooks entered inside ``lean()`` take its place, as hooks do. Has no effect in compiled code, where the compiler chooses
     what to recompute. Under ``no_grad`` nothing is saved anyway.
@@ -61,10 +62,18 @@ class lean:  # noqa: N801  a context, named as torch.no_grad is
         def pack(tensor: Tensor) -> Any:
             return _C.pack(tensor) or keep(tensor)
 
+        vars(pack)["lean"] = True
+
         def unpack(packed: Any) -> Tensor:
             return _C.unpack(packed) if type(packed) is _C.Recipe else give_back(packed)
 
         return saved_tensors_hooks(pack, unpack)
+
+
+def is_lean() -> bool:
+    """Whether what autograd saves now is saved by :class:`lean`."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and hasattr(hooks[0], "lean")
 
 
 class _Kept:

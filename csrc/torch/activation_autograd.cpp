@@ -148,10 +148,15 @@ autograd::variable_list ActivationBackward::backward(autograd::variable_list&& g
 
 Tensor ActivationBackward::recompute() {
   size_t next = 0;
-  const Tensor input = unpack(next++);
+  bool is_own = false;
+  Tensor input = unpack_for_rebuild(next++, is_own);
   const OptionalTensor kept_bias = has_bias ? OptionalTensor(unpack(next++)) : std::nullopt;
   const OptionalTensor seed = has_seed ? OptionalTensor(unpack(next++)) : std::nullopt;
-  const Tensor ordered = has_seed ? restride(input, strides) : input;
+  Tensor ordered = has_seed ? restride(std::move(input), strides) : std::move(input);
+  if (is_own && is_plain(ordered) && ordered.is_non_overlapping_and_dense() && ActivationSpec(op, params).invertible()) {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    return ops::activation_(ordered, kept_bias, dim, op, params, "auto", std::nullopt, seed, drop);
+  }
   return ops::activation(ordered, kept_bias, dim, op, params, "auto", std::nullopt, seed, drop);
 }
 
@@ -232,6 +237,7 @@ Tensor activation(const Tensor& x, const OptionalTensor& bias, int64_t dim, c10:
     }
   }
   autograd::set_history(out, node);
+  node->watch(out);
   if (node->saved_output) {
     node->save(out, /*is_output=*/true);
     if (node->has_bits) node->save(bits);

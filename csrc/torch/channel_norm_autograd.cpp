@@ -200,6 +200,7 @@ std::tuple<Tensor, Tensor, Tensor> run(const ChannelNorm& norm, const Tensor& in
     node->own_statistics = !mean;
     node->dtype = dtype;
     autograd::set_history(out, node);
+    node->watch(out);
     node->save(input);
     node->save(own_mean);
     node->save(own_variance);

@@ -260,6 +260,7 @@ Tensor glu_autograd(const Tensor& gate, const OptionalTensor& up, Text act, Text
   node->packing = packing;
   node->split = up.has_value();
   autograd::set_history(out, node);
+  node->watch(out);
   node->save(gate);
   if (up) node->save(*up);
   return out;

@@ -1,10 +1,14 @@
 #include "lean.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/add.h>
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty_strided.h>
+#include <torch/csrc/autograd/generated/Functions.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
 
 #include "saved_node.h"
 
@@ -12,6 +16,49 @@ namespace memkit {
 namespace {
 
 using at::Tensor;
+
+using torch::autograd::Edge;
+using torch::autograd::Node;
+using torch::autograd::generated::AddBackward0;
+
+// A result is kept where rebuilding it would take more operators than this, one after the other: in a chain of residual
+// sums, each of which needs the one before it, every second one is kept.
+constexpr int kDepth = 3;
+
+int depth_of(const Node& node);
+
+// Whether what the edge's node made can be made again.
+bool can_rebuild(const Node& node, uint32_t output) {
+  if (const auto* own = dynamic_cast<const SavedNode*>(&node)) return own->can_rebuild(output) && depth_of(node) <= kDepth;
+  const auto* add = dynamic_cast<const AddBackward0*>(&node);
+  if (!add || !add->alpha.equal(1) || add->num_outputs() != 2) return false;
+  const auto& sum = node.input_metadata(0);
+  for (const Edge& edge : add->next_edges()) {
+    const auto* source = edge.is_valid() ? dynamic_cast<const SavedNode*>(edge.function.get()) : nullptr;
+    // Changed in place since it was made, it may have been another tensor when it was added.
+    if (!source || !can_rebuild(*source, edge.input_nr) || !source->is_result_unchanged()) return false;
+    const auto& summand = source->input_metadata(edge.input_nr);
+    if (summand.shape_as_dim_vector() != sum.shape_as_dim_vector() || summand.dtype() != sum.dtype()) return false;
+  }
+  return depth_of(node) <= kDepth;
+}
+
+int depth_of(const Node& node) {
+  const auto* own = dynamic_cast<const SavedNode*>(&node);
+  if (own && own->depth) return own->depth;
+  int deepest = 0;
+  for (const Edge& edge : node.next_edges())
+    if (edge.is_valid() && can_rebuild(*edge.function, edge.input_nr))
+      deepest = std::max(deepest, depth_of(*edge.function));
+  if (own) own->depth = deepest + 1;
+  return deepest + 1;
+}
+
+Tensor rebuild(Node& node) {
+  if (auto* own = dynamic_cast<SavedNode*>(&node)) return own->rebuild();
+  const Tensor first = rebuild(*node.next_edge(0).function), second = rebuild(*node.next_edge(1).function);
+  return is_sole_owner(first) && first.strides() == second.strides() ? first.add_(second) : first + second;
+}
 
 // The node that made the tensor whole, and where in its result the tensor lies. The consumer's node has the producer
 // among its edges anyway, so a recipe keeps nothing alive that would not be.
@@ -27,17 +74,16 @@ std::optional<Recipe> pack(const Tensor& x) {
   const Tensor made = x.is_view() ? Tensor(x._base()) : x;
   const NodePtr& node = made.grad_fn();
   // Written to since it was made: the node would rebuild another tensor.
-  if (!node || made._version() != 0) return std::nullopt;
-  const auto* own = dynamic_cast<const SavedNode*>(node.get());
-  if (!own || !own->can_rebuild(made.output_nr())) return std::nullopt;
+  if (!node || made._version() != 0 || !can_rebuild(*node, made.output_nr())) return std::nullopt;
   return Recipe{node, made.strides().vec(), x.sizes().vec(), x.strides().vec(), x.storage_offset()};
 }
 
 Tensor unpack(const Recipe& recipe) {
   const at::AutoGradMode off(false);
-  Tensor made = dynamic_cast<SavedNode&>(*recipe.node).rebuild();
+  Tensor made = rebuild(*recipe.node);
   // Hooks inside this one may have handed the node its input in another order of memory.
   if (made.strides() != recipe.made) made = at::empty_strided(made.sizes(), recipe.made, made.options()).copy_(made);
+  was_rebuilt = true;
   if (made.sizes() == recipe.sizes && made.strides() == recipe.strides) return made;
   return made.as_strided(recipe.sizes, recipe.strides, recipe.offset);
 }

@@ -135,6 +135,7 @@ Tensor row_norm(const Tensor& input, int64_t dims, const OptionalTensor& weight,
   auto node = new_node(norm, kept, input, autograd::collect_next_edges(input, weight, bias));
   const RowNormed made = forward(norm, input, std::nullopt, weight, bias, kept == Kept::input);
   autograd::set_history(made.out, node);
+  node->watch(made.out);
   node->keep(kept == Kept::input ? input : made.out, made, weight, bias, kept == Kept::output);
   return made.out;
 }
@@ -158,6 +159,7 @@ std::tuple<Tensor, Tensor> add_row_norm(const Tensor& input, const Tensor& resid
   const RowNormed made = forward(norm, input, residual, weight, bias, kept == Kept::input);
   autograd::set_history(made.sum, node);
   autograd::set_history(made.out, node);
+  node->watch(made.out);
   node->keep(kept == Kept::input ? made.sum : made.out, made, weight, bias, true);
   return {made.out, made.sum};
 }
@@ -230,6 +232,7 @@ std::tuple<Tensor, Tensor> add_row_norm_(const RowNorm& norm, const Tensor& inpu
   if (requires_grad) {
     autograd::rebase_history(residual, NodePtr(node));
     autograd::set_history(made.out, node);
+    node->watch(made.out);
     node->keep(kept == Kept::input ? residual : made.out, made, weight, bias, true);
   }
   return {made.out, residual};

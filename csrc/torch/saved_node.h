@@ -3,8 +3,10 @@
 
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <atomic>
 #include <string>
 #include <vector>
 
@@ -13,7 +15,13 @@
 
 namespace memkit {
 
+// Whether the tensor that a saved-tensor hook of this thread handed back last was made for it by lean().
+inline thread_local bool was_rebuilt = false;
+
 struct SavedNode : torch::autograd::Node {
+  // How many operators run to rebuild the result, one after the other; 0: not known yet. See lean.cpp.
+  mutable std::atomic<int> depth{0};
+
   // Keeps an input, or with is_output a result of the operator; undefined tensors are kept as such.
   void save(const at::Tensor& x, bool is_output = false, bool is_inplace_on_view = false) {
     saved_.emplace_back(x, is_output, is_inplace_on_view);
@@ -25,6 +33,13 @@ struct SavedNode : torch::autograd::Node {
   bool keeps_output(uint32_t number) const {
     return std::find(kept_outputs_.begin(), kept_outputs_.end(), number) != kept_outputs_.end();
   }
+
+  // This result is on record as the node's; if it can be rebuilt, its version is followed from now on.
+  void watch(const at::Tensor& result) {
+    if (can_rebuild(result.output_nr())) result_version_ = torch::autograd::impl::version_counter(result);
+  }
+  // Whether the result that can be rebuilt has been changed in place by nobody so far.
+  bool is_result_unchanged() const { return result_version_.enabled() && result_version_.current_version() == 0; }
 
   // Whether this result of the operator can be computed again, to the bit, from what is saved; see lean.cpp.
   virtual bool can_rebuild([[maybe_unused]] uint32_t output) const { return false; }
@@ -59,9 +74,17 @@ struct SavedNode : torch::autograd::Node {
 
   // What was saved i-th.
   at::Tensor unpack(size_t i) {
-    if (i >= unpacked_.size()) return saved_[i].unpack(getptr());
-    if (!unpacked_[i].defined()) unpacked_[i] = saved_[i].unpack(getptr());
-    return unpacked_[i];
+    if (i < unpacked_.size() && unpacked_[i].defined()) return unpacked_[i];
+    at::Tensor x = unpack_anew(i);
+    if (i < unpacked_.size() && !was_rebuilt) unpacked_[i] = x;
+    return x;
+  }
+
+  // As unpack for a recompute. A tensor that lean() had to rebuild belongs to nobody else: `is_own` says so.
+  at::Tensor unpack_for_rebuild(size_t i, bool& is_own) {
+    const at::Tensor x = unpack(i);
+    is_own = was_rebuilt && !(i < unpacked_.size() && unpacked_[i].defined());
+    return x;
   }
 
   // As unpack; where the graph is not kept, the node lets go of it, so that the result may be its memory's sole owner.
@@ -75,10 +98,17 @@ struct SavedNode : torch::autograd::Node {
   }
 
  private:
+  at::Tensor unpack_anew(size_t i) {
+    was_rebuilt = false;
+    return saved_[i].unpack(getptr());
+  }
+
   std::vector<torch::autograd::SavedVariable> saved_;
-  // From a rebuild to the backward that follows it: hooks may cost, and a checkpoint's allow one unpacking only.
+  // From a rebuild to the backward that follows it: hooks may cost, and a checkpoint's allow one unpacking only. Not what
+  // lean() rebuilds, which is made twice rather than kept meanwhile.
   std::vector<at::Tensor> unpacked_;
   std::vector<uint32_t> kept_outputs_;
+  c10::VariableVersion result_version_;
   bool released_ = false;
 };
 

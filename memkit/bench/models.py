@@ -113,8 +113,8 @@ class CNN(nn.Module):
 
     def __init__(self, classes: int, width: int = 64) -> None:
         super().__init__()
-        self.stem = nn.Sequential(*conv_bn(1, width), nn.SiLU())
-        self.blocks = nn.Sequential(
+        self.body = nn.Sequential(
+            nn.Sequential(*conv_bn(1, width), nn.SiLU()),
             Residual(width, width, 1),
             Residual(width, 2 * width, 2),
             Residual(2 * width, 4 * width, 2),
@@ -122,4 +122,4 @@ class CNN(nn.Module):
         self.head = nn.Linear(4 * width, classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.head(self.blocks(self.stem(images)).mean((2, 3)))
+        return self.head(self.body(images).mean((2, 3)))

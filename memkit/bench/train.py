@@ -98,7 +98,9 @@ class Variant:
             ops = [op for part in parts for op in SWAPPED.get(part, ())]
             # Under autocast as in training: which precision an activation sees decides what can be done with it.
             with torch.autocast(options.device, options.torch_dtype, enabled=options.amp):
-                self.swapped = memkit.swap(model, sample=task.batches[0][0], ops=ops, exact=options.exact)
+                self.swapped = memkit.swap(
+                    model, sample=task.batches[0][0], ops=ops, exact=options.exact, lean="lean" in parts
+                )
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=task.learning_rate)
         needs_scaler = options.amp and options.torch_dtype is torch.float16
         self.scaler = torch.amp.GradScaler(options.device, enabled=needs_scaler)

@@ -45,6 +45,7 @@ def swap(
     sample: Tensor | tuple[Any, ...] | Mapping[str, Any] | None = None,
     ops: Collection[str] | Literal["all"] = "all",
     exact: bool = True,
+    lean: bool = False,
 ) -> SwapReport:
     """Changes the model's activations, norms and dropouts to variants that need less memory, and reports each one.
 
@@ -69,6 +70,9 @@ def swap(
             function's minimum: for gelu, silu, mish, hardswish, elu, selu, celu and softplus in float32 and
             float64. Calls in half precision then stay as in stock, and so do norms whose result is float32 under
             autocast in stock PyTorch.
+        lean: for a model that runs inside :class:`memkit.lean`: activations keep their input and their output is
+            dropped, exact in every dtype, so that only those that work in place by themselves have to be proven.
+            Outside `memkit.lean()` they are stock's.
 
     Raises:
         TypeError, ValueError: on unknown arguments, a compiled model, parameters that are not there yet.
@@ -85,12 +89,12 @@ def swap(
     try:
         found = sites.find(model, names)
         if sample is None:
-            decisions = {site: sites.by_structure(site, exact) for site in found.sites}
+            decisions = {site: sites.by_structure(site, exact, lean) for site in found.sites}
             report = SwapReport(_rows(decisions, found))
-            _apply(decisions, found)
+            _apply(decisions, found, lean)
         else:
             given = dict(sample) if isinstance(sample, Mapping) else sample
-            report = _swap_by_sample(Trial(model, given), found, exact)
+            report = _swap_by_sample(Trial(model, given), found, exact, lean)
     except BaseException:
         sites.undo(model)
         sites.redo(previous)
@@ -105,15 +109,15 @@ def unswap(model: nn.Module) -> None:
     sites.undo(model)
 
 
-def _swap_by_sample(trial: Trial, found: Found, exact: bool) -> SwapReport:
-    decisions, dtypes = prove(trial, found.sites, exact)
+def _swap_by_sample(trial: Trial, found: Found, exact: bool, lean: bool) -> SwapReport:
+    decisions, dtypes = prove(trial, found.sites, exact, lean)
     if not any(decision.proof for decision in decisions.values()):
         return SwapReport(_rows(decisions, found))
     # Elements dropped are not the same: compared without those dropouts, counted with them.
     dropouts = [site.module for site, d in decisions.items() if d.proof and "dropout" in site.name]
     stock = trial.run("stock", dropouts)
     before = trial.run("stock, with dropout").saved if dropouts else stock.saved
-    _apply(decisions, found)
+    _apply(decisions, found, lean)
     swapped = trial.run("swapped", dropouts)
     tolerance = max((TOLERANCE.get(dtype, 0.0) for dtype in dtypes), default=0.0)
     note = ""
@@ -126,18 +130,17 @@ def _swap_by_sample(trial: Trial, found: Found, exact: bool) -> SwapReport:
                 for site, d in decisions.items()
             }
             return SwapReport(_rows(decisions, found), before, before, note)
-        _apply(decisions, found)
+        _apply(decisions, found, lean)
         note = "stock does not repeat itself on the sample, so values were not compared"
     after = trial.run("swapped, with dropout").saved if dropouts else swapped.saved
     return SwapReport(_rows(decisions, found), before, after, note)
 
 
-def _apply(decisions: Decisions, found: Found) -> None:
+def _apply(decisions: Decisions, found: Found, lean: bool) -> None:
     for site, decision in decisions.items():
         if decision.proof is not None:
             sites.apply(site, decision.proof)
-    for sequence in found.sequences:
-        sites.apply_sequence(sequence)
+    sites.apply_norms(found, lean)
 
 
 def _rows(decisions: Decisions, found: Found) -> tuple[Row, ...]:

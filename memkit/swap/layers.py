@@ -21,6 +21,7 @@ from torch.compiler import is_exporting
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from .. import nn as memkit_nn
+from .._lean import is_lean
 from ..functional import Save, norm_saves
 from ..functional._activation import _PARAMETERS
 from ..functional._norm import output_dtype
@@ -125,6 +126,27 @@ class FeatureAlphaDropout(Layer, memkit_nn.FeatureAlphaDropout):
     _op = "feature_alpha_dropout"
 
 
+class BatchNorm(Layer):
+    """Stands alone, so that all it brings is that memkit.lean() can rebuild its result."""
+
+    _op = "batch_norm_act"
+
+    def _stays(self, input: Tensor) -> bool:
+        return output_dtype(input) != input.dtype or not is_lean()
+
+
+class BatchNorm1d(BatchNorm, memkit_nn.BatchNorm1d):
+    pass
+
+
+class BatchNorm2d(BatchNorm, memkit_nn.BatchNorm2d):
+    pass
+
+
+class BatchNorm3d(BatchNorm, memkit_nn.BatchNorm3d):
+    pass
+
+
 LAYERS: dict[str, type[Layer]] = {
     "layer_norm": LayerNorm,
     "rms_norm": RMSNorm,
@@ -138,7 +160,11 @@ LAYERS: dict[str, type[Layer]] = {
 }
 """The names that `ops` takes, beside the activations' and "batch_norm_act"."""
 
-BATCH_NORMS = frozenset({nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d})
+BATCH_NORMS: dict[type[nn.Module], type[BatchNorm]] = {
+    nn.BatchNorm1d: BatchNorm1d,
+    nn.BatchNorm2d: BatchNorm2d,
+    nn.BatchNorm3d: BatchNorm3d,
+}
 
 FUSED = Proof(False, dtypes=frozenset())
 """Of an activation that runs in its batch norm, and as stock wherever else it is called."""
@@ -169,7 +195,7 @@ CALLERS.add(Sequential.forward.__code__)
 def is_pair(norm: Any, act: Any) -> bool:
     """A batch norm and an activation, and nothing that looks between them."""
     return (
-        type(norm) in BATCH_NORMS
+        (type(norm) in BATCH_NORMS or isinstance(norm, BatchNorm))
         and isinstance(act, Swapped)
         and not (has_hooks(norm) or has_hooks(act) or _global_forward_hooks or _global_forward_pre_hooks)
     )

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..memory._saved import SavedStorages, storages
 from .layers import FUSED, Choice, Norm, keeps_output
 from .recipes import RECIPES
-from .sites import Decision, Decisions, LayerSite, Site, check, restriction
+from .sites import LEAN, Decision, Decisions, LayerSite, Site, check, restriction
 from .trial import Trial, explained, tensors, untouched
 from .types import ALONE, FLOATS, INEXACT, KEEPS_OUTPUT, NEEDS_BIT, Proof
 
@@ -43,6 +43,7 @@ class Call:
     input: int = 0
     """The key of its storage, as of the output's."""
     output: int = 0
+    of_a_sum: bool = False
     own: dict[int, int] = field(default_factory=dict)
     """Bytes of the storages that stock's activation itself saved."""
     read: str = ""
@@ -76,6 +77,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def begin(self, site: Site | LayerSite, input: Tensor, references: int) -> Call:
         self.current = call = Call(site, references, input.dtype, input.device.type)
+        call.of_a_sum = type(input.grad_fn).__name__ == "AddBackward0"
         self.calls.setdefault(site, []).append(call)
         if isinstance(site, LayerSite):  # never in place
             return call
@@ -145,7 +147,7 @@ class Saves(SavedStorages):
         self._watch.saved(tensor)
 
 
-def prove(trial: Trial, sites: Sequence[Site | LayerSite], exact: bool) -> tuple[Decisions, set[torch.dtype]]:
+def prove(trial: Trial, sites: Sequence[Site | LayerSite], exact: bool, lean: bool) -> tuple[Decisions, set[torch.dtype]]:
     """What becomes of each site, and the dtypes that they were called with."""
     refusals = {site: check(site) for site in sites}
     watched = [site for site in sites if not refusals[site]]
@@ -164,8 +166,13 @@ def prove(trial: Trial, sites: Sequence[Site | LayerSite], exact: bool) -> tuple
                 del vars(site.module)["forward"]
     decisions: Decisions = {site: Decision(None, reason) for site, reason in refusals.items()}
     for site in watched:
-        decide: Any = _decide if isinstance(site, Site) else _decide_layer
-        decisions[site] = decide(site, watch, exact)
+        if isinstance(site, LayerSite):
+            decisions[site] = _decide_layer(site, watch, exact)
+        else:
+            decisions[site] = _decide(site, watch, exact)
+            if lean and not site.overwrites and _gains_from_lean(decisions[site], watch.calls.get(site, [])):
+                before = decisions[site].bytes_before
+                decisions[site] = Decision(LEAN, decisions[site].reason, before, before)
     return decisions, {call.dtype for calls in watch.calls.values() for call in calls}
 
 
@@ -294,6 +301,11 @@ def _own(calls: list[Call], watch: Watch) -> int:
 def _beyond(kept: dict[int, int], watch: Watch) -> int:
     """Of these storages, by key, the bytes of those that nothing else keeps."""
     return sum(size for key, size in kept.items() if key not in watch.saved_elsewhere)
+
+
+def _gains_from_lean(decision: Decision, calls: list[Call]) -> bool:
+    """Called, and either not proven, or given a sum, which may be rebuilt as well."""
+    return bool(calls) and (decision.proof is None or all(call.of_a_sum for call in calls))
 
 
 def _why_not(site: Site, dtype: torch.dtype) -> str:

@@ -48,6 +48,10 @@ VIEWS = {nn.Identity, nn.Flatten, nn.Unflatten}
 UNPROVEN = "not proven: pass sample="
 
 
+LEAN = Proof(False, save="input")
+"""Of an activation that keeps its input inside `memkit.lean()` and is stock outside."""
+
+
 @dataclass(eq=False)
 class Site:
     """An activation module, or a stand-in for a function that a layer holds."""
@@ -104,7 +108,7 @@ class Site:
             path=self.path,
             before=type(self.module).__name__ if self.function is None else f"{self.function.__name__}()",
             after=_after(proof),
-            saved="input of the norm" if proof is FUSED else kept,
+            saved="input of the norm" if proof is FUSED else "input" if proof == LEAN else kept,
             bytes_before=decision.bytes_before,
             bytes_after=decision.bytes_before if proof is None else decision.bytes_after,
             reason=decision.reason,
@@ -162,6 +166,7 @@ Decisions = dict["Site | LayerSite", "Decision"]
 class Found:
     activations: list[Site]
     layers: list[LayerSite]
+    batch_norms: list[nn.Module]
     sequences: list[nn.Module]
     """Those with a batch norm and an activation behind it."""
     others: list[Row]
@@ -178,7 +183,7 @@ def find(model: nn.Module, names: frozenset[str]) -> Found:
     for path, module in model.named_modules(remove_duplicate=False):
         paths.setdefault(module, []).append(path)
     sites: dict[nn.Module, Site] = {}
-    found = Found([], [], [], [])
+    found = Found([], [], [], [], [])
     for module, places in paths.items():
         where = ", ".join(places)
         stock = next((base for base in type(module).__mro__ if base in NAMES), None)
@@ -190,6 +195,8 @@ def find(model: nn.Module, names: frozenset[str]) -> Found:
                 found.others.append(_left(where, type(module).__name__, reason))
         if LAYER_NAMES.get(type(module)) in names:
             found.layers.append(LayerSite(module, LAYER_NAMES[type(module)], where))
+        if type(module) in BATCH_NORMS and "batch_norm_act" in names:
+            found.batch_norms.append(module)
         recipe = RECIPES.get(type(module))
         held: Any = recipe and getattr(module, recipe.attribute)
         if recipe is not None and not isinstance(held, nn.Module):
@@ -226,7 +233,7 @@ def _is_pair(norm: nn.Module, act: nn.Module) -> bool:
     return type(norm) in BATCH_NORMS and not has_hooks(norm) and not has_hooks(act)
 
 
-def by_structure(site: Site | LayerSite, exact: bool) -> Decision:
+def by_structure(site: Site | LayerSite, exact: bool, lean: bool) -> Decision:
     """What holds whatever the model does elsewhere, as calls from elsewhere are left to stock."""
     module = site.module
     if refusal := check(site):
@@ -235,6 +242,14 @@ def by_structure(site: Site | LayerSite, exact: bool) -> Decision:
         return Decision(Choice(exact=exact), f"keeps its input: {UNPROVEN}" if site.may_keep_output else "")
     if site.fused:
         return Decision(FUSED)
+    decision = _by_structure(site, exact)
+    if lean and decision.proof is None and not site.overwrites:
+        return Decision(LEAN, decision.reason)
+    return decision
+
+
+def _by_structure(site: Site, exact: bool) -> Decision:
+    module = site.module
     if has_hooks(module):
         return Decision(None, f"it has hooks: {UNPROVEN}")
     if not site.followers:
@@ -293,9 +308,16 @@ def apply(site: Site | LayerSite, proof: Any) -> None:
         vars(site.layer)[RECIPES[type(site.layer)].attribute] = module
 
 
-def apply_sequence(sequence: Any) -> None:
-    sequence._swap = None
-    sequence.__class__ = Sequential
+def apply_norms(found: Found, lean: bool) -> None:
+    """Batch norms with what is behind them, and where there is memkit.lean() by themselves."""
+    changed: Any
+    for changed in found.sequences:
+        changed._swap = None
+        changed.__class__ = Sequential
+    for changed in found.batch_norms if lean else ():
+        if "forward" not in vars(changed):
+            changed._swap = None
+            changed.__class__ = BATCH_NORMS[type(changed)]
 
 
 def undo(model: nn.Module) -> list[tuple[nn.Module, Any]]:
@@ -358,6 +380,8 @@ def _is_exact(value: float, dtype: torch.dtype) -> bool:
 def _after(proof: Proof | None) -> str:
     if proof is None:
         return "unchanged"
+    if proof == LEAN:
+        return "in lean()"
     return "with the norm" if proof is FUSED else "in place" if proof.inplace else "output"
 
 

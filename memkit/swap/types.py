@@ -28,7 +28,8 @@ from torch.nn.modules.module import _global_forward_hooks
 
 from .. import _C
 from .. import nn as memkit_nn
-from ..functional._activation import Inplace, _dispatched
+from .._lean import is_lean
+from ..functional._activation import Inplace, Save, _dispatched
 from .recipes import CALLERS
 
 
@@ -47,6 +48,8 @@ class Proof(NamedTuple):
     """Where the slope may come from the output; None: wherever memkit computes."""
     original: Callable[[Tensor], Tensor] | None = None
     """The function whose place the module took."""
+    save: Save = "output"
+    """What the slope comes from. "input": as in stock, so that there is nothing to prove; for `memkit.lean`."""
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -88,10 +91,10 @@ class Swapped(Changed):
     def forward(self, input: Tensor) -> Tensor:
         if is_dynamo_compiling():
             return self._compiled(input)
-        inplace, holders, callers, hooked, dtypes, _ = self._swap
-        if dtypes is not None and input.dtype not in dtypes:
+        inplace, holders, callers, hooked, dtypes, _, save = self._swap
+        if (dtypes is not None and input.dtype not in dtypes) or (save == "input" and not is_lean()):
             return self._stock_forward(input)
-        if (self._forward_hooks or _global_forward_hooks) and not hooked:
+        if save == "output" and (self._forward_hooks or _global_forward_hooks) and not hooked:
             return self._stock_forward(input)
         try:
             # Three frames up: _call_impl, _wrapped_call_impl (of a module without hooks), the caller.
@@ -100,11 +103,11 @@ class Swapped(Changed):
             # Dispatch modes (selective checkpointing) must see one and the same operator each time.
             if inplace == "auto" and (getrefcount(input) > holders + ALONE or _len_torch_dispatch_stack()):
                 inplace = False
-            out = _C.activation(self._op, input, None, -1, self._params, inplace, "output")
+            out = _C.activation(self._op, input, None, -1, self._params, inplace, save)
             if out is None:  # a tensor subclass, or a torch function mode
                 if type(input) is not Tensor:
                     return self._stock_forward(input)
-                out = _dispatched(self._op, input, self._params, inplace, "output", None, -1)
+                out = _dispatched(self._op, input, self._params, inplace, save, None, -1)
         except (RuntimeError, TypeError, ValueError) as error:
             # memkit refuses before it writes, in these words. Other errors may come after.
             if not str(error).startswith((f"{self._op}: expected", "call stack is not deep enough")):
@@ -116,13 +119,14 @@ class Swapped(Changed):
         """Out of place: compilers functionalize, so nothing can be changed later. Without a gradient they fuse better."""
         proof = self._swap
         if (
-            not input.requires_grad
+            proof.save == "input"
+            or not input.requires_grad
             or input.dtype not in (FLOATS if proof.dtypes is None else proof.dtypes)
             or input.device.type not in ("cpu", "cuda")
             or is_exporting()
         ):
             return self._stock_forward(input)
-        return _dispatched(self._op, input, self._params, proof.inplace, "output", None, -1)
+        return _dispatched(self._op, input, self._params, proof.inplace, proof.save, None, -1)
 
 
 class _Counter(nn.Module):
