@@ -172,7 +172,9 @@ def test_hooks_that_change_the_order_of_memory() -> None:
             return lean(run)(x)
 
     want = torch.autograd.grad(run(x).square().sum(), [x, down.weight])
-    for got, truth in zip(torch.autograd.grad(offloaded(x).square().sum(), [x, down.weight]), want, strict=True):
+    for got, truth in zip(
+        torch.autograd.grad(offloaded(x).square().sum(), [x, down.weight]), want, strict=True
+    ):
         torch.testing.assert_close(got, truth)
 
 
