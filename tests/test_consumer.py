@@ -247,6 +247,33 @@ def test_peak_of_backward() -> None:
     assert measure(lambda: torch.autograd.grad(out.sum(), x)).peak < 2.1 * size
 
 
+def test_running_statistics_may_run_on() -> None:
+    """Evaluation keeps copies, so that a training step may come before its backward."""
+    case, leaves = CASES["batch_norm eval"], tensors(CASES["batch_norm eval"], torch.float32)
+    mean, variance = torch.zeros(8), torch.ones(8)
+    x, w, b, *affine = leaves
+    out = M.norm_act_conv2d(
+        x,
+        w,
+        b,
+        2,
+        (1, 2),
+        1,
+        2,
+        running_mean=mean,
+        running_var=variance,
+        norm_weight=affine[0],
+        norm_bias=affine[1],
+    )
+    mean.add_(1)
+    grad = torch.ones_like(out)
+    mine, parts = (
+        torch.autograd.grad(out, leaves, grad),
+        torch.autograd.grad(case.parts(*leaves), leaves, grad),
+    )
+    assert all(torch.equal(a, b) for a, b in zip(mine, parts, strict=True))
+
+
 def test_gate_and_up_are_written_over_only_where_nobody_sees_it() -> None:
     x = torch.randn(64, 64, requires_grad=True)
     w = torch.randn(8, 64, requires_grad=True)
@@ -374,6 +401,19 @@ def test_compile(dynamic: bool) -> None:
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
         with torch.autocast("cpu", torch.bfloat16):
             assert seeded(compiled)(*leaves).dtype == torch.bfloat16
+
+
+def test_compiled_networks() -> None:
+    x = torch.randn(6, 16, requires_grad=True)
+    for make in (lambda: memkit.nn.MLP(16, dropout=0.2), lambda: memkit.nn.GatedMLP(16, 64, dropout=0.2)):
+        model = make()
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        got, want = (
+            with_gradients(seeded(lambda x, *_, f=f: f(x)), [x, *model.parameters()])
+            for f in (compiled, model)
+        )
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 def test_compiled_keeps_one_tensor() -> None:
