@@ -22,6 +22,11 @@ kinds = pytest.mark.parametrize("name", KINDS)
 LOW = [torch.float32, torch.float16, torch.bfloat16]
 
 
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
 # -- exactness -------------------------------------------------------------------------------------------------------------
 
 
@@ -95,7 +100,8 @@ def test_several_layers_of_one_norm() -> None:
     found = torch.autograd.grad(ours()[0].sum(), leaves, allow_unused=True)
     assert [g is None for g in found] == [False, False, True, True, True, False]
     (got,) = torch.autograd.grad(ours()[2].square().sum(), [x])
-    torch.testing.assert_close(got, torch.autograd.grad(parts(*leaves)[2].square().sum(), [x])[0])
+    (want_x,) = torch.autograd.grad(parts(*leaves)[2].square().sum(), [x])
+    torch.testing.assert_close(got, want_x, rtol=1e-4, atol=1e-4)
     assert measure(lambda: ours()).saved == 4 * 5 * ROWS  # x is from before
 
 

@@ -17,6 +17,11 @@ from memkit.memory import measure
 WIDTH = 48
 
 
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
 class Block(nn.Module):
     """A norm between what made its input and a layer that keeps its result."""
 

@@ -2,8 +2,8 @@
 
 ``ActLinear``, ``DropoutLinear``, ``GLULinear``: ``torch.nn.Linear`` with its constructor and ``state_dict``, and more
 arguments. ``MLP`` and ``GatedMLP``: two layers with an activation between them, three with a gated unit; their parameters
-are those of ordinary ``torch.nn.Linear`` modules under the usual names. Where a layer or norm inside one of these was replaced
-(by an adapter, by a quantised one), is of a subclass or has hooks, it is called as it is, and memkit's operator beside it.
+are those of ordinary ``torch.nn.Linear`` modules under the usual names. Where a layer or norm inside one was replaced (by an
+adapter, by a quantised one), is of a subclass or has hooks, it is called as it is, and memkit's operator beside it.
 """
 
 from __future__ import annotations
@@ -305,5 +305,7 @@ def _has_hooks(module: nn.Module) -> bool:
 def _is_plain(module: nn.Module, *types: type[nn.Module]) -> bool:
     """Whether calling the module does what its type's forward does with its parameters, and nothing else."""
     return (
-        type(module) in (types or (nn.Linear,)) and "forward" not in module.__dict__ and not _has_hooks(module)
+        type(module) in (types or (nn.Linear,))
+        and "forward" not in module.__dict__
+        and not _has_hooks(module)
     )
