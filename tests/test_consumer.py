@@ -566,6 +566,9 @@ def test_edges() -> None:
     assert out[[0, 3]].isfinite().all()
     assert out[1].isnan().all()
     assert torch.equal(M.dropout_linear(x[:1], w, training=False), F.linear(x[:1], w))
+    many = M.dropout_linear(x[:1], [w, w], [b, None], training=False)
+    assert torch.equal(many[0], F.linear(x[:1], w, b))
+    assert torch.equal(many[1], F.linear(x[:1], w))
     assert torch.equal(M.dropout_linear(x[:1], w, p=1.0), torch.zeros(1, 3))
     mine, parts = (
         seeded(f)()

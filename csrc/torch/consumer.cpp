@@ -1,5 +1,5 @@
 // memkit::_consumer: a producer's result goes into its layers and is dropped; backward makes it again, for the gradients
-// of the layers' weights, and frees it before it makes its gradient, which the producer's own backward writes over.
+// of the layers' weights, puts its gradient into the same memory, and the producer's own gradient there after that.
 #include "consumer.h"
 
 #include <ATen/ATen.h>

@@ -117,12 +117,17 @@ Consumers::Gradients Consumers::backward(const Tensors& grads, const std::functi
     }
     if (wanted[1 + n + i]) found.biases[i] = g.sum(0);
   }
-  rows.reset();
   if (!wanted[0]) return found;
+  Tensor into = rows.defined() && rows.is_contiguous() ? rows : Tensor();  // nobody needs the values any more
+  rows.reset();
   for (size_t i = 0; i < n; ++i) {
     if (!grads[i].defined()) continue;
     const Tensor g = grads[i].reshape_symint({-1, weights[i].sym_size(0)});
-    found.h = found.h.defined() ? at::addmm_out(found.h, found.h, g, weights[i]) : at::mm(g, weights[i]);
+    if (found.h.defined()) {
+      at::addmm_out(found.h, found.h, g, weights[i]);
+    } else {
+      found.h = into.defined() ? at::mm_out(into, g, weights[i]) : at::mm(g, weights[i]);
+    }
   }
   found.h = found.h.view_symint(shape);
   return found;
