@@ -236,7 +236,7 @@ def test_autocast_is_what_the_parts_are() -> None:
 
 
 def test_peak_of_backward() -> None:
-    """The result is freed before its gradient is made, which is written over: two tensors of its size, not three."""
+    """The result, its gradient and the input's lie one after the other in one memory."""
     n = 1 << 8
     x = torch.randn(8 * n, n, requires_grad=True)
     w = torch.randn(1, n, requires_grad=True)

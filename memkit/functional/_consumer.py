@@ -1,9 +1,9 @@
 """An operator and the layers that consume its result, as one: what the operator was given is all that is kept for backward.
 
 ``linear(gelu(h))`` keeps h for gelu's slope and gelu(h) for the layer's weight gradient. ``act_linear`` keeps h alone and
-computes gelu(h) again in backward, into memory that is freed before the gradient is made, which is then written over: one
-tensor instead of two, exact whatever the values, for one more pass over memory. Values and gradients are those of memkit's
-operator followed by ``torch.nn.functional.linear``, to the bit in float32 with one layer.
+computes gelu(h) again in backward, into memory that then takes gelu(h)'s gradient and h's: one tensor instead of two, exact
+whatever the values, for one more pass over memory. Values and gradients are those of memkit's operator followed by
+``torch.nn.functional.linear``, to the bit in float32 with one layer.
 
 ``weight`` and ``bias``: as in ``torch.nn.functional.linear``. Lists of weights (and of biases, each a tensor or None) stand
 for several layers of one input, as the projections of an attention layer are: the result is then a tuple, and the gradient
