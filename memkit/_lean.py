@@ -20,13 +20,13 @@ class lean:  # noqa: N801  a context, named as torch.no_grad is
     ``lean()`` the output goes with its last reference, and backward computes it again, to the bit, when the second
     Linear asks for it: 2 bytes an element instead of 4 in bfloat16, for one more pass over memory.
 
-    What is rebuilt: results of memkit's activations, of :func:`memkit.functional.act_dropout` and of the norms over rows, where
-    they keep their input (``save="input"``, the default out of place of activations with a minimum); of gated units, group
-    norm and ``batch_norm_act``; sums (``a + b``) of two such results, and what comes of such a sum; views of all these. At most
-    three operators are run one after the other; what would take more is kept. The rest is saved as it would be outside, by the saved-tensor hooks
-    around the context if there are any: inside ``torch.autograd.graph.save_on_cpu`` or a checkpoint the two work together.
-    Hooks entered inside ``lean()`` take its place, as hooks do. Has no effect in compiled code, where the compiler chooses
-    what to recompute. Under ``no_grad`` nothing is saved anyway.
+    What is rebuilt: results of memkit's activations, of :func:`memkit.functional.act_dropout` and of the norms over rows,
+    where they keep their input (``save="input"``, the default out of place of activations with a minimum); of gated units,
+    group norm and ``batch_norm_act``; sums (``a + b``) of two such results and what is made of such a sum; views of all
+    these. At most three operators run one after the other: what would take more is kept. The rest is saved as it would be
+    outside, by the saved-tensor hooks around the context if there are any: inside ``torch.autograd.graph.save_on_cpu`` or
+    a checkpoint the two work together. Hooks entered inside ``lean()`` take its place, as hooks do. Has no effect in
+    compiled code, where the compiler chooses what to recompute. Under ``no_grad`` nothing is saved anyway.
 
     A result that is changed in place afterwards is kept. Under autograd's rules for saved tensors all the same: changing
     the kept input in place raises in backward.

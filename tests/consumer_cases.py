@@ -163,6 +163,21 @@ CASES: dict[str, Case] = {
 }
 
 
+# One of each kind, where a test takes long.
+KINDS = (
+    "gelu",
+    "biased gelu",
+    "dropout",
+    "gelu dropout",
+    "swiglu",
+    "interleaved",
+    "layer_norm",
+    "rms_norm",
+    "batch_norm",
+    "batch_norm eval",
+)
+
+
 def tensors(
     case: Case, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0
 ) -> list[Tensor]:

@@ -32,17 +32,17 @@ def test_against_the_parts(name: str, dtype: torch.dtype) -> None:
     case = CASES[name]
     leaves = tensors(case, dtype, CUDA)
     tolerance = 8 * torch.finfo(dtype).eps
-    for mine, parts in zip(with_gradients(case.ours, leaves), with_gradients(case.parts, leaves), strict=True):
+    for mine, parts in zip(
+        with_gradients(case.ours, leaves), with_gradients(case.parts, leaves), strict=True
+    ):
         assert (mine.dtype, mine.shape) == (parts.dtype, parts.shape)
         assert (mine - parts).abs().max() <= tolerance * parts.abs().max()
 
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
-@cases
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.stock])
 def test_as_exact_as_stock(name: str, dtype: torch.dtype) -> None:
     case = CASES[name]
-    if case.stock is None:
-        pytest.skip("no stock form")
     leaves = tensors(case, dtype, CUDA)
     wide = [t.detach().double().requires_grad_() for t in leaves]
     grad = torch.randn_like(case.ours(*leaves))

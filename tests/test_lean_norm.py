@@ -17,6 +17,11 @@ from memkit.memory import measure
 WIDTH = 48
 
 
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
 class Block(nn.Module):
     """A norm between what made its input and a layer that keeps its result."""
 
@@ -172,7 +177,9 @@ def test_hooks_that_change_the_order_of_memory() -> None:
             return lean(run)(x)
 
     want = torch.autograd.grad(run(x).square().sum(), [x, down.weight])
-    for got, truth in zip(torch.autograd.grad(offloaded(x).square().sum(), [x, down.weight]), want, strict=True):
+    for got, truth in zip(
+        torch.autograd.grad(offloaded(x).square().sum(), [x, down.weight]), want, strict=True
+    ):
         torch.testing.assert_close(got, truth)
 
 

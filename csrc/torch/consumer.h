@@ -52,7 +52,7 @@ struct Consumers {
     Tensors weights, biases;
   };
   // Gradients of what is wanted: h, then each weight, then each bias. h(): their input, made where a weight's gradient is
-  // wanted and freed before its own gradient is; like: of h's shape, format and device.
+  // wanted, whose memory its own gradient takes then; like: of h's shape, format and device.
   Gradients backward(const Tensors& grads, const std::function<at::Tensor()>& h, const at::Tensor& like,
                      const std::vector<bool>& wanted) const;
 };

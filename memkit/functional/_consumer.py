@@ -1,9 +1,9 @@
 """An operator and the layers that consume its result, as one: what the operator was given is all that is kept for backward.
 
 ``linear(gelu(h))`` keeps h for gelu's slope and gelu(h) for the layer's weight gradient. ``act_linear`` keeps h alone and
-computes gelu(h) again in backward, into memory that is freed before the gradient is made, which is then written over: one
-tensor instead of two, exact whatever the values, for one more pass over memory. Values and gradients are those of memkit's
-operator followed by ``torch.nn.functional.linear``, to the bit in float32 with one layer.
+computes gelu(h) again in backward, into memory that then takes gelu(h)'s gradient and h's: one tensor instead of two, exact
+whatever the values, for one more pass over memory. Values and gradients are those of memkit's operator followed by
+``torch.nn.functional.linear``, to the bit in float32 with one layer.
 
 ``weight`` and ``bias``: as in ``torch.nn.functional.linear``. Lists of weights (and of biases, each a tensor or None) stand
 for several layers of one input, as the projections of an attention layer are: the result is then a tuple, and the gradient
@@ -125,6 +125,10 @@ def dropout_linear(
     if training and p > 0 and input.numel():
         seed = _draw_seed(input, generator)
         numbers = [p, 1.0 if p == 1 else 1 / (1 - p), 0.0, 0.0, *numbers]
+    elif act == "identity" and act_bias is None:  # nothing in front of the layers
+        weights, biases = _layers("dropout_linear", weight, bias)
+        outs = tuple(torch.nn.functional.linear(input, w, b) for w, b in zip(weights, biases, strict=True))
+        return outs[0] if isinstance(weight, Tensor) else outs
     return _linear("activation", [input, act_bias, seed], weight, bias, act, numbers=numbers)
 
 
@@ -280,16 +284,25 @@ def _linear(
     packing: str = "",
     numbers: Sequence[float] = (),
 ) -> Tensor | tuple[Tensor, ...]:
-    single = isinstance(weight, Tensor)
-    weights = [weight] if single else list(weight)
-    biases = [bias] if single else [None] * len(weights) if bias is None else list(bias)
+    weights, biases = _layers(f"{op}_linear", weight, bias)
+    outputs, _ = torch.ops.memkit._consumer.default(inputs, op, act, packing, numbers, weights, biases, [])
+    out: Tensor | tuple[Tensor, ...] = outputs[0] if isinstance(weight, Tensor) else tuple(outputs)
+    return out
+
+
+def _layers(
+    op: str, weight: Tensor | Tensors, bias: Tensor | Biases | None
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """A bias or None for each weight."""
+    if isinstance(weight, Tensor):
+        return [weight], [bias]  # type: ignore[list-item]
+    weights = list(weight)
+    biases: list[Tensor | None] = [None] * len(weights) if bias is None else list(bias)
     if len(biases) != len(weights):
         raise ValueError(
-            f"{op}_linear: expected a bias or None for each of {len(weights)} weights, got {len(biases)}"
+            f"{op}: expected a bias or None for each of {len(weights)} weights, got {len(biases)}"
         )
-    outputs, _ = torch.ops.memkit._consumer.default(inputs, op, act, packing, numbers, weights, biases, [])
-    out: Tensor | tuple[Tensor, ...] = outputs[0] if single else tuple(outputs)
-    return out
+    return weights, biases
 
 
 def _parameters(op: str, act: str, params: dict[str, Any]) -> list[float]:

@@ -2,8 +2,8 @@
 
 ``ActLinear``, ``DropoutLinear``, ``GLULinear``: ``torch.nn.Linear`` with its constructor and ``state_dict``, and more
 arguments. ``MLP`` and ``GatedMLP``: two layers with an activation between them, three with a gated unit; their parameters
-are those of ordinary ``torch.nn.Linear`` modules under the usual names. Where a layer of theirs was replaced (by an adapter,
-by a quantised one) or has hooks, that layer is called as it is, behind the operator alone.
+are those of ordinary ``torch.nn.Linear`` modules under the usual names. Where a layer or norm inside one was replaced (by an
+adapter, by a quantised one), is of a subclass or has hooks, it is called as it is, and memkit's operator beside it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from .. import functional as F
 from .._lean import lean
 from ..functional._glu import Packing
+from .norm import LayerNorm, RMSNorm
 
 __all__ = ["MLP", "ActLinear", "DropoutLinear", "GLULinear", "GatedMLP", "NormActConv2d", "NormLinear"]
 
@@ -117,7 +118,7 @@ class NormLinear(nn.Module):
         norm = self.norm
         linears: list[nn.Linear] = list(self.linears)  # type: ignore[arg-type]
         outs: tuple[Tensor, ...]
-        if all(_is_plain(each) for each in linears) and not _has_hooks(norm):
+        if all(_is_plain(each) for each in linears) and _is_plain(norm, *_ROW_NORMS):
             outs = F.norm_linear(
                 input,
                 [each.weight for each in linears],
@@ -157,6 +158,9 @@ class NormActConv2d(nn.Conv2d):
 
     def forward(self, input: Tensor) -> Tensor:
         norm = self.norm
+        if not _is_plain(norm, nn.BatchNorm2d):
+            h = norm(input)
+            return super().forward(h if self.act is None else F.act_dropout(h, self.act, 0.0))
         momentum = 0.0 if norm.momentum is None else norm.momentum
         if norm.training and norm.track_running_stats and norm.num_batches_tracked is not None:
             norm.num_batches_tracked.add_(1)
@@ -280,6 +284,9 @@ class GatedMLP(nn.Module):
         return f"act={self.act!r}, dropout={self.dropout}, out_dropout={self.out_dropout}"
 
 
+_ROW_NORMS = (nn.LayerNorm, nn.RMSNorm, LayerNorm, RMSNorm)
+
+
 def _probability(name: str, p: float) -> float:
     if not 0 <= p <= 1:
         raise ValueError(f"{name}: expected a dropout probability in [0, 1], got {p}")
@@ -295,6 +302,10 @@ def _has_hooks(module: nn.Module) -> bool:
     )
 
 
-def _is_plain(layer: nn.Module) -> bool:
-    """Whether calling the layer is torch.nn.functional.linear of its parameters and nothing else."""
-    return type(layer) is nn.Linear and "forward" not in layer.__dict__ and not _has_hooks(layer)
+def _is_plain(module: nn.Module, *types: type[nn.Module]) -> bool:
+    """Whether calling the module does what its type's forward does with its parameters, and nothing else."""
+    return (
+        type(module) in (types or (nn.Linear,))
+        and "forward" not in module.__dict__
+        and not _has_hooks(module)
+    )
