@@ -24,6 +24,7 @@ from .glu import GeGLU, ReGLU, SwiGLU
 from .loss import CrossEntropyLoss, LinearCrossEntropyLoss
 from .norm import BatchNorm1d, BatchNorm2d, BatchNorm3d, GroupNorm, LayerNorm, RMSNorm
 from .rotary import RotaryEmbedding
+from .softmax import LogSoftmax, Softmax
 
 __all__ = [
     "CELU",
@@ -49,6 +50,7 @@ __all__ = [
     "LayerNorm",
     "LeakyReLU",
     "LinearCrossEntropyLoss",
+    "LogSoftmax",
     "Mish",
     "QuickGELU",
     "RMSNorm",
@@ -59,6 +61,7 @@ __all__ = [
     "RotaryEmbedding",
     "SiLU",
     "Sigmoid",
+    "Softmax",
     "Softplus",
     "SwiGLU",
     "Tanh",
