@@ -196,63 +196,67 @@ struct Forward {
   };
 };
 
-template <class T, bool log>
-struct Backward {
+// Straight from memory to memory: widening bfloat16 is a shift, which vectorises in the loop.
+template <class S, bool log>
+struct BackwardDirect {
+  using T = typename ComputeType<S>::type;
   template <class Lanes>
   struct Body {
-    const SoftmaxArgs& args;
-    const SoftmaxGradient<T, log> gradient;
-
-    MEMKIT_FN explicit Body(const SoftmaxArgs& args) : args(args), gradient(args) {}
-
-    MEMKIT_FN T sum(const T* g, const T* y, int64_t n) const {
-      return sum_of<Lanes, T>(n, [&](int64_t i) MEMKIT_INLINE { return gradient.term(g[i], y[i]); });
-    }
-    MEMKIT_FN void write(const T* g, const T* y, T sum, int64_t n, T* dx) const {
-      MEMKIT_LOOP
-      for (int64_t i = 0; i < n; ++i) dx[i] = gradient.value(g[i], y[i], sum);
-    }
-
-    // As the forward does them: one step for all rows, then the next.
-    MEMKIT_FN void short_rows(int64_t row, int64_t count) const {
-      const int64_t columns = args.columns, first = row * columns;
-      T outputs[kChunk], grads[kChunk], result[kChunk], total[kChunk];
-      const T* y = read<Lanes>(args.y, args.dtype, first, count * columns, outputs);
-      const T* g = read<Lanes>(args.grad, args.dtype, first, count * columns, grads);
-      T* dx = place(args.grad_input, args.dtype, first, result);
-      for (int64_t r = 0; r < count; ++r) total[r] = sum(g + r * columns, y + r * columns, columns);
-      for (int64_t r = 0; r < count; ++r) write(g + r * columns, y + r * columns, total[r], columns, dx + r * columns);
-      written<Lanes>(dx, args.grad_input, args.dtype, first, count * columns);
-    }
-
-    MEMKIT_FN void long_row(int64_t row) const {
-      T outputs[kChunk], grads[kChunk], result[kChunk], total = 0;
-      const int64_t first = row * args.columns, end = first + args.columns;
-      for (const bool writes : {false, true}) {
-        for (int64_t at = first; at < end; at += kChunk) {
-          const int64_t n = std::min(kChunk, end - at);
-          const T* y = read<Lanes>(args.y, args.dtype, at, n, outputs);
-          const T* g = read<Lanes>(args.grad, args.dtype, at, n, grads);
-          if (writes) {
-            T* dx = place(args.grad_input, args.dtype, at, result);
-            write(g, y, total, n, dx);
-            written<Lanes>(dx, args.grad_input, args.dtype, at, n);
-          } else {
-            total += sum(g, y, n);
-          }
+    MEMKIT_FN static void run(const SoftmaxArgs& args, int64_t begin, int64_t end) {
+      const SoftmaxGradient<T, log> gradient(args);
+      const int64_t columns = args.columns, together = std::max<int64_t>(1, kChunk / columns);
+      T sum[kChunk];
+      for (int64_t row = begin; row < end; row += together) {
+        const int64_t count = std::min(together, end - row);
+        const S* const y = static_cast<const S*>(args.y) + row * columns;
+        const S* const g = static_cast<const S*>(args.grad) + row * columns;
+        S* const dx = static_cast<S*>(args.grad_input) + row * columns;
+        for (int64_t r = 0; r < count; ++r)
+          sum[r] = sum_of<Lanes, T>(columns, [&](int64_t i) MEMKIT_INLINE {
+            return gradient.term(to_compute(g[r * columns + i]), to_compute(y[r * columns + i]));
+          });
+        for (int64_t r = 0; r < count; ++r) {
+          const int64_t first = r * columns;
+          const T total = sum[r];
+          MEMKIT_LOOP
+          for (int64_t i = first; i < first + columns; ++i)
+            from_compute(gradient.value(to_compute(g[i]), to_compute(y[i]), total), dx[i]);
         }
       }
     }
+  };
+};
 
+// A chunk widened at a time, for float16.
+template <bool log>
+struct BackwardChunks {
+  template <class Lanes>
+  struct Body {
     MEMKIT_FN static void run(const SoftmaxArgs& args, int64_t begin, int64_t end) {
-      const Body body(args);
-      const int64_t together = std::max<int64_t>(1, kChunk / args.columns);
-      for (int64_t row = begin, n = 0; row < end; row += n) {
-        n = std::min(together, end - row);
-        if (args.columns <= kChunk)
-          body.short_rows(row, n);
-        else
-          body.long_row(row);
+      const SoftmaxGradient<float, log> gradient(args);
+      float outputs[kChunk], grads[kChunk], result[kChunk];
+      const auto* y = static_cast<const Half*>(args.y);
+      const auto* g = static_cast<const Half*>(args.grad);
+      for (int64_t row = begin; row < end; ++row) {
+        const int64_t first = row * args.columns, last = first + args.columns;
+        float total = 0;
+        for (const bool writes : {false, true}) {
+          for (int64_t at = first; at < last; at += kChunk) {
+            const int64_t n = std::min(kChunk, last - at);
+            if (!writes || args.columns > kChunk) {
+              Lanes::widen(y + at, outputs, n);
+              Lanes::widen(g + at, grads, n);
+            }
+            if (!writes) {
+              total +=
+                  sum_of<Lanes, float>(n, [&](int64_t i) MEMKIT_INLINE { return gradient.term(grads[i], outputs[i]); });
+              continue;
+            }
+            MEMKIT_LOOP
+            for (int64_t i = 0; i < n; ++i) result[i] = gradient.value(grads[i], outputs[i], total);
+            Lanes::narrow(result, static_cast<Half*>(args.grad_input) + at, n);
+          }
+        }
       }
     }
   };
@@ -337,28 +341,40 @@ struct BackwardBeside {
   };
 };
 
-template <template <class, bool> class Rows, template <class, bool> class Beside, class T, bool log>
-void run(const SoftmaxArgs& args, int64_t begin, int64_t end) {
-  if (args.inner == 1) return Compiled<Rows<T, log>::template Body>::run(args, begin, end);
-  Compiled<Beside<T, log>::template Body>::run(args, begin, end);
+// One of a body's forms for the logarithm and not.
+template <template <bool> class Of>
+void with_log(const SoftmaxArgs& args, int64_t begin, int64_t end) {
+  if (args.log) return Compiled<Of<true>::template Body>::run(args, begin, end);
+  Compiled<Of<false>::template Body>::run(args, begin, end);
 }
 
-template <template <class, bool> class Rows, template <class, bool> class Beside>
-void run(const SoftmaxArgs& args, int64_t begin, int64_t end) {
-  if (args.dtype == Dtype::float64)
-    return args.log ? run<Rows, Beside, double, true>(args, begin, end)
-                    : run<Rows, Beside, double, false>(args, begin, end);
-  args.log ? run<Rows, Beside, float, true>(args, begin, end) : run<Rows, Beside, float, false>(args, begin, end);
-}
+template <template <class, bool> class Of, class T>
+struct With {
+  template <bool log>
+  using Type = Of<T, log>;
+};
 
 }  // namespace
 
 void softmax_forward(const SoftmaxArgs& args, int64_t begin, int64_t end) {
-  run<Forward, ForwardBeside>(args, begin, end);
+  const bool beside = args.inner > 1;
+  if (args.dtype == Dtype::float64)
+    return beside ? with_log<With<ForwardBeside, double>::Type>(args, begin, end)
+                  : with_log<With<Forward, double>::Type>(args, begin, end);
+  beside ? with_log<With<ForwardBeside, float>::Type>(args, begin, end)
+         : with_log<With<Forward, float>::Type>(args, begin, end);
 }
 
 void softmax_backward(const SoftmaxArgs& args, int64_t begin, int64_t end) {
-  run<Backward, BackwardBeside>(args, begin, end);
+  if (args.inner > 1)
+    return args.dtype == Dtype::float64 ? with_log<With<BackwardBeside, double>::Type>(args, begin, end)
+                                        : with_log<With<BackwardBeside, float>::Type>(args, begin, end);
+  switch (args.dtype) {
+    case Dtype::float32: return with_log<With<BackwardDirect, float>::Type>(args, begin, end);
+    case Dtype::float64: return with_log<With<BackwardDirect, double>::Type>(args, begin, end);
+    case Dtype::float16: return with_log<BackwardChunks>(args, begin, end);
+    case Dtype::bfloat16: return with_log<With<BackwardDirect, Bfloat>::Type>(args, begin, end);
+  }
 }
 
 }  // namespace memkit::cpu
