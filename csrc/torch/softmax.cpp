@@ -347,7 +347,8 @@ Tensor batched(const Tensor& input, int64_t dim, const OptionalTensor& mask, dou
 // The logarithm is float32 under CUDA's autocast, as in stock; softmax keeps its dtype, which the next product rounds to anyway.
 at::ScalarType output_dtype(const Tensor& x, bool log, std::optional<at::ScalarType> dtype) {
   if (dtype) return *dtype;
-  const bool widens = log && x.scalar_type() != at::kDouble && x.is_cuda() && at::autocast::is_autocast_enabled(at::kCUDA);
+  const bool widens =
+      log && x.scalar_type() != at::kDouble && x.is_cuda() && at::autocast::is_autocast_enabled(at::kCUDA);
   return widens ? at::kFloat : x.scalar_type();
 }
 
