@@ -55,6 +55,8 @@ FEATURES = (
     ("activations and `bias_act`", "tests/test_activation.py", "csrc/cuda/activation_forward.cu", ACTIVATION),
     ("dropout", "tests/test_dropout.py", "csrc/cuda/activation_forward.cu", None),
     ("gated units", "tests/test_glu.py", "csrc/cuda/glu.cu", None),
+    ("rotary embeddings", "tests/test_rotary.py", "csrc/cuda/rotary.cu", None),
+    ("softmax", "tests/test_softmax.py", "csrc/cuda/softmax.cu", None),
     ("norms", "tests/test_norm.py", "csrc/cuda/row_norm.cu", None),
     ("losses", "tests/test_loss.py", "csrc/cuda/loss.cu", None),
     ("an operator and its layer as one (`act_linear`, `nn.MLP`)", "tests/test_consumer.py", None, None),

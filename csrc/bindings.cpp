@@ -18,6 +18,7 @@ PYBIND11_MODULE(_C, m) {
   memkit::bind_dropout(m);
   memkit::bind_glu(m);
   memkit::bind_rotary(m);
+  memkit::bind_softmax(m);
   memkit::bind_lean(m);
   memkit::bind_losses(m);
   memkit::bind_norms(m);

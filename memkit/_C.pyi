@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Generator, Tensor
+from torch import Generator, Tensor, dtype
 
 # csrc/bindings.cpp
 
@@ -84,6 +84,19 @@ def apply_rotary_to_one(
     interleaved: bool,
     heads_at: int,
     rotary: int,
+    inplace: bool | str,
+) -> Tensor | None: ...
+
+# csrc/torch/softmax.cpp
+
+def softmax(
+    input: Tensor,
+    dim: int,
+    mask: Tensor | None,
+    scale: float,
+    causal: bool,
+    log: bool,
+    dtype: dtype | None,
     inplace: bool | str,
 ) -> Tensor | None: ...
 

@@ -7,6 +7,7 @@
 #include "../cpu/activation.h"
 #include "../cpu/glu.h"
 #include "../cpu/rotary.h"
+#include "../cpu/softmax.h"
 
 #ifdef MEMKIT_WITH_CUDA
 #include <c10/cuda/CUDAException.h>
@@ -16,6 +17,7 @@
 #include "../cuda/activation.h"
 #include "../cuda/glu.h"
 #include "../cuda/rotary.h"
+#include "../cuda/softmax.h"
 #endif
 
 namespace memkit {
@@ -97,6 +99,17 @@ void run_rotary(const RotaryArgs& args, c10::Device device) {
   if (!device.is_cpu()) return MEMKIT_ON_STREAM(device, cuda::rotary, args);
   const int64_t grain = std::max<int64_t>(1, kGrain / args.width);
   at::parallel_for(0, args.rows(), grain, [&](int64_t begin, int64_t end) { cpu::rotary(args, begin, end); });
+}
+
+void run_softmax(const SoftmaxArgs& args, bool backward, c10::Device device) {
+  if (args.rows == 0 || args.columns == 0) return;
+  if (device.is_cpu()) {
+    const auto kernel = backward ? cpu::softmax_backward : cpu::softmax_forward;
+    const int64_t grain = std::max<int64_t>(1, kGrain / args.columns);
+    return at::parallel_for(0, args.rows, grain, [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+  }
+  if (backward) return MEMKIT_ON_STREAM(device, cuda::softmax_backward, args);
+  MEMKIT_ON_STREAM(device, cuda::softmax_forward, args);
 }
 
 }  // namespace memkit

@@ -5,6 +5,7 @@
 
 #include "../formulas/glu.h"
 #include "../formulas/rotary.h"
+#include "../formulas/softmax.h"
 
 namespace memkit {
 
@@ -17,5 +18,6 @@ enum class Pass { forward, backward_from_input, backward_from_output };
 void run_activation(Pass pass, const ActivationArgs& args, c10::Device device);
 void run_glu(const GluArgs& args, bool backward, c10::Device device);
 void run_rotary(const RotaryArgs& args, c10::Device device);
+void run_softmax(const SoftmaxArgs& args, bool backward, c10::Device device);
 
 }  // namespace memkit

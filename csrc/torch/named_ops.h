@@ -21,5 +21,6 @@ c10::ArrayRef<double> default_params(std::string_view act);
 void bind_dropout(pybind11::module_& m);
 void bind_glu(pybind11::module_& m);
 void bind_rotary(pybind11::module_& m);
+void bind_softmax(pybind11::module_& m);
 
 }  // namespace memkit

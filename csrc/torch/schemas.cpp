@@ -69,6 +69,17 @@ TORCH_LIBRARY(memkit, m) {
   m.def("_rotary_(Tensor(a!) q, Tensor(b!)? k, " MEMKIT_ROTARY ") -> ()");
 #undef MEMKIT_ROTARY
 
+  // softmax(scale input + mask) over `dim`, or its logarithm; mask: bool, what takes part, or what is added. masked: there was a
+  // mask or it was causal.
+#define MEMKIT_SOFTMAX "int dim, Tensor? mask, float scale, bool causal, bool log"
+#define MEMKIT_BACKWARD "Tensor output, int dim, float scale, bool causal, bool log, bool masked"
+  m.def("_softmax(Tensor input, " MEMKIT_SOFTMAX ", ScalarType dtype) -> Tensor");
+  m.def("_softmax_(Tensor(a!) input, " MEMKIT_SOFTMAX ") -> Tensor(a!)");
+  m.def("_softmax_backward(Tensor grad, " MEMKIT_BACKWARD ") -> Tensor");
+  m.def("_softmax_backward_(Tensor(a!) grad, " MEMKIT_BACKWARD ") -> Tensor(a!)");
+#undef MEMKIT_SOFTMAX
+#undef MEMKIT_BACKWARD
+
   // y = residual + drop(act(input + bias)).
 #define MEMKIT_INPUT "Tensor? bias, int dim, str op, float[] params"
 #define MEMKIT_DROP "Tensor? seed=None, float[] drop=[]"

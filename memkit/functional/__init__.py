@@ -4,7 +4,7 @@ What each family keeps for backward, when it works in place and how exact it is 
 ``help(memkit.functional.gelu.__module__)`` names it.
 """
 
-from . import _activation, _channel_norm, _consumer, _dropout, _glu, _loss, _norm, _rotary
+from . import _activation, _channel_norm, _consumer, _dropout, _glu, _loss, _norm, _rotary, _softmax
 from ._activation import *  # noqa: F403
 from ._activation import Inplace as Inplace
 from ._activation import Save as Save
@@ -15,6 +15,7 @@ from ._glu import *  # noqa: F403
 from ._loss import *  # noqa: F403
 from ._norm import *  # noqa: F403
 from ._rotary import *  # noqa: F403
+from ._softmax import *  # noqa: F403
 
 __all__ = [
     *_activation.__all__,
@@ -25,4 +26,5 @@ __all__ = [
     *_loss.__all__,
     *_norm.__all__,
     *_rotary.__all__,
+    *_softmax.__all__,
 ]

@@ -25,6 +25,7 @@ from .glu import GeGLU, ReGLU, SwiGLU
 from .loss import CrossEntropyLoss, LinearCrossEntropyLoss
 from .norm import BatchNorm1d, BatchNorm2d, BatchNorm3d, GroupNorm, LayerNorm, RMSNorm
 from .rotary import RotaryEmbedding
+from .softmax import LogSoftmax, Softmax
 
 __all__ = [
     "CELU",
@@ -55,6 +56,7 @@ __all__ = [
     "LayerNorm",
     "LeakyReLU",
     "LinearCrossEntropyLoss",
+    "LogSoftmax",
     "Mish",
     "NormActConv2d",
     "NormLinear",
@@ -67,6 +69,7 @@ __all__ = [
     "RotaryEmbedding",
     "SiLU",
     "Sigmoid",
+    "Softmax",
     "Softplus",
     "SwiGLU",
     "Tanh",

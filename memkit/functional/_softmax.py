@@ -1,0 +1,112 @@
+"""Softmax and its logarithm with a scale and a mask in the same pass, in place where wanted, that keep their output alone.
+
+``softmax`` and ``log_softmax`` take the arguments of ``torch.nn.functional``; the others by keyword:
+
+``scale``
+    The input is multiplied by it first.
+``mask``
+    As in ``torch.nn.functional.scaled_dot_product_attention``: bool, where True takes part, or floating point, which is
+    added to the scaled input; of a shape that expands to the input's. One that requires grad is given its gradient by stock
+    operators.
+``causal``
+    The input is [..., queries, keys], and query i sees the keys up to i, counted from the first of each: as ``is_causal``
+    of ``scaled_dot_product_attention``.
+``inplace``
+    ``False``: a new tensor. ``True``: the input's memory is overwritten; raises where that would corrupt a value or a
+    gradient. ``"auto"``: overwritten where autograd and reference counts prove that nothing else needs the input.
+
+Where a mask or ``causal`` leaves nothing of a row, softmax is 0, as in ``scaled_dot_product_attention``, and log_softmax
+-infinity, and the gradient 0; without either a row of -infinity is NaN, as in stock. The gradient of log_softmax is 0
+wherever a mask made the result -infinity.
+
+Backward keeps the output, which may not be changed in place afterwards, and writes the gradient over the incoming one where
+nobody else can see it. Computed in float32 (float64 in float64), float16 and bfloat16 rounded once. Under autocast on a GPU,
+where stock gives float32, softmax keeps the input's dtype, which the next matrix product wants anyway, and log_softmax gives
+float32; ``dtype`` says otherwise.
+
+Shapes: any; the result is contiguous. The last dimension is the fast one. ``IndexError``: a dim that is none.
+``ValueError``: a mask that does not expand, ``causal`` along another dim than the last. ``TypeError``: another dtype; in
+place with another ``dtype``. ``RuntimeError``: in place refused, a device or layout memkit has no kernel for.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from .. import _C
+from ._activation import Inplace
+
+__all__ = ["log_softmax", "softmax"]
+
+
+def softmax(
+    input: Tensor,
+    dim: int | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    scale: float = 1.0,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    inplace: Inplace = False,
+) -> Tensor:
+    """e^z / sum of e^z along ``dim``, with z = scale · input + mask."""
+    dim = _dim("softmax", input) if dim is None else dim
+    if not is_compiling():
+        out = _C.softmax(input, dim, mask, scale, causal, False, dtype, inplace)
+        if out is not None:
+            return out
+    return _dispatched("softmax", input, dim, dtype, scale, mask, causal, inplace)
+
+
+def log_softmax(
+    input: Tensor,
+    dim: int | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    scale: float = 1.0,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    inplace: Inplace = False,
+) -> Tensor:
+    """z - log of the sum of e^z along ``dim``, with z = scale · input + mask."""
+    dim = _dim("log_softmax", input) if dim is None else dim
+    if not is_compiling():
+        out = _C.softmax(input, dim, mask, scale, causal, True, dtype, inplace)
+        if out is not None:
+            return out
+    return _dispatched("log_softmax", input, dim, dtype, scale, mask, causal, inplace)
+
+
+def _dim(op: str, input: Tensor) -> int:
+    """What torch.nn.functional takes where there is no dim, with its warning."""
+    warnings.warn(f"Implicit dimension choice for {op} has been deprecated: give dim=", stacklevel=3)
+    return 0 if input.dim() in (0, 1, 3) else 1
+
+
+def _dispatched(
+    op: str,
+    input: Tensor,
+    dim: int,
+    dtype: torch.dtype | None,
+    scale: float,
+    mask: Tensor | None,
+    causal: bool,
+    inplace: Inplace,
+) -> Tensor:
+    """Through torch.ops: what a compiler traces and tensor subclasses intercept. Functional, with a copy in place."""
+    if inplace not in (True, False, "auto"):
+        raise ValueError(f"{op}: expected inplace True, False or 'auto', got {inplace!r}")
+    log = op == "log_softmax"
+    if dtype is None:
+        widens = log and input.dtype != torch.float64 and input.is_cuda and torch.is_autocast_enabled("cuda")
+        dtype = torch.float32 if widens else input.dtype
+    if inplace is True and dtype != input.dtype:
+        raise TypeError(
+            f"{op}: expected, in place, an input of the output's dtype {dtype}, got {input.dtype}"
+        )
+    out: Tensor = torch.ops.memkit._softmax(input, dim, mask, scale, causal, log, dtype)
+    return input.copy_(out) if inplace is True else out

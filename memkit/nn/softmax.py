@@ -1,0 +1,34 @@
+"""Twins of torch.nn's Softmax and LogSoftmax: subclasses with the same constructor and ``state_dict``.
+
+One more attribute, in the constructor or later: ``inplace`` (False, True or "auto"); the call takes ``scale``, ``mask`` and
+``causal`` too. See :mod:`memkit.functional`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from .. import functional as F
+from ..functional import Inplace
+
+
+class _Variant:
+    """A default in the class, so that a module whose class was changed has the attribute too."""
+
+    inplace: Inplace = False
+
+    def __init__(self, dim: int | None = None, *, inplace: Inplace = False) -> None:
+        super().__init__(dim)  # type: ignore[call-arg]
+        self.inplace = inplace
+
+
+class Softmax(_Variant, nn.Softmax):
+    def forward(self, input: Tensor, **options: Any) -> Tensor:
+        return F.softmax(input, self.dim, inplace=self.inplace, **options)
+
+
+class LogSoftmax(_Variant, nn.LogSoftmax):
+    def forward(self, input: Tensor, **options: Any) -> Tensor:
+        return F.log_softmax(input, self.dim, inplace=self.inplace, **options)
