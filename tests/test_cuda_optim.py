@@ -12,7 +12,7 @@ from torch import nn
 import memkit
 from memkit import optim
 
-pytestmark = [pytest.mark.cuda, pytest.mark.sanitize]
+pytestmark = pytest.mark.cuda
 
 SHAPES = ((100, 70), (5000,), (3,), (64, 80), (), (0, 4), *(((17,),) * 50))  # more than one launch holds
 
@@ -38,6 +38,7 @@ def close(a: list[nn.Parameter], b: list[nn.Parameter], tolerance: float) -> boo
     )
 
 
+@pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("amsgrad", [False, True])
 def test_adamw(dtype: torch.dtype, amsgrad: bool) -> None:
@@ -47,6 +48,7 @@ def test_adamw(dtype: torch.dtype, amsgrad: bool) -> None:
     assert close(a, b, 64 * torch.finfo(dtype).eps)
 
 
+@pytest.mark.sanitize
 @pytest.mark.parametrize(
     "options", [{}, {"momentum": 0.9, "dampening": 0.5}, {"momentum": 0.9, "nesterov": True}]
 )
@@ -57,6 +59,7 @@ def test_sgd(options: dict[str, Any]) -> None:
     assert close(a, b, 64 * torch.finfo(torch.float32).eps)
 
 
+@pytest.mark.sanitize
 @pytest.mark.parametrize("block", [64, 128, 256])
 def test_codes_are_those_of_the_cpu(block: int) -> None:
     made = {}
