@@ -150,7 +150,7 @@ def main(argv: list[str] | None = None) -> int:
     print("\n".join(["", "slower than PyTorch's fused form:", *(result["slower"] or ["nothing"])]))
     if args.json is not None:
         path = Path(args.json) if args.json else RESULTS / f"optim-{device}.json"
-        write_json(path, result)
+        write_json(result, path)
     return 0
 
 

@@ -113,6 +113,7 @@ if stage build 240 "$OUT/build.log" "$PYTHON" setup.py -q build_ext --inplace; t
   if [ -f benchmarks/bench_pool.py ]; then
     stage pool 60 "$SCRATCH/pool.log" "$PYTHON" benchmarks/bench_pool.py --parts calls,step --rounds 5 --json "$OUT/pool.json"
   fi
+  stage optim 40 "$SCRATCH/optim.log" "$PYTHON" benchmarks/bench_optim.py --device cuda --json "$OUT/optim.json"
   # Last: what a machine without a GPU has tested already.
   if [ -n "${pytest:-}" ]; then
     stage tests_cpu 120 "$OUT/tests.log" "${pytest[@]}" -m "not cuda and not slow"

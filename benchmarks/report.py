@@ -4,6 +4,7 @@
     memkit bench --ablation --variants eager,memkit --json benchmarks/results/ablation-cpu.json
     python benchmarks/bench_activation.py --json
     python benchmarks/bench_pool.py --json
+    python benchmarks/bench_optim.py --json
     python benchmarks/report.py                 # fills README.md; --check only says whether it is up to date
 
 A table stands between `<!-- table:NAME -->` and `<!-- /table:NAME -->`; TABLES lists the names. The newest
@@ -27,7 +28,7 @@ from memkit.bench import report
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-BENCH, ACTIVATION, POOL = report.KIND, "memkit-activation", "memkit-pool"
+BENCH, ACTIVATION, POOL, OPTIM = report.KIND, "memkit-activation", "memkit-pool", "memkit-optim"
 ABLATION = f"{BENCH}, ablation"
 
 Result = dict[str, Any]
@@ -60,6 +61,7 @@ FEATURES = (
     ("norms", "tests/test_norm.py", "csrc/cuda/row_norm.cu", None),
     ("losses", "tests/test_loss.py", "csrc/cuda/loss.cu", None),
     ("an operator and its layer as one (`act_linear`, `nn.MLP`)", "tests/test_consumer.py", None, None),
+    ("`memkit.optim`", "tests/test_optim.py", "csrc/cuda/optimizer.cu", OPTIM),
     ("`memkit.lean`", "tests/test_glu.py", None, None),
     ("`memkit.nn`, `memkit.swap`", "tests/test_swap.py", None, BENCH),
     ("`memkit.Pool`", "tests/test_pool.py", "csrc/torch/pool_cuda.cpp", POOL),
@@ -187,6 +189,21 @@ def core_table(results: Results) -> str:
     return "\n\n".join(parts)
 
 
+def optim_table(results: Results) -> str:
+    parts = []
+    for result in of_kind(results, OPTIM):
+        names = ["for-loop", "foreach", "memkit", "memkit bf16", "memkit 8bit"]
+        columns = ["rule", "parameters", "dtype", "fused", *names, "fused", *names[2:]]
+        body = []
+        for c in result["steps"]:
+            kept = [c["state_bytes"][name] / c["elements"] for name in ("fused", *names[2:])]
+            row = [c["rule"], f"{c['elements'] / 1e6:.1f} M in {c['tensors']:,}", c["dtype"]]
+            row += [f"{c['seconds']['fused'] * 1e3:.1f} ms", *(f"{c['ratio'][name]:.2f}×" for name in names)]
+            body.append([*row, *(f"{each:.2f} B" for each in kept)])
+        parts += [report.markdown_table(columns, body), report.origin(result)]
+    return "\n\n".join(parts)
+
+
 def support_table(results: Results) -> str:
     body = []
     for name, tests, kernels, kind in FEATURES:
@@ -213,6 +230,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "overhead": overhead_table,
     "pool": pool_table,
     "pool-core": core_table,
+    "optim": optim_table,
     "support": support_table,
 }
 

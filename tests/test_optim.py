@@ -47,7 +47,9 @@ def gradients(params: list[nn.Parameter], step: int) -> None:
         p.grad = ((torch.randn(p.shape, generator=generator) + 0.1) * 10.0**-i).to(p.dtype)
 
 
-def train(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps: int = 50, start: int = 0) -> None:
+def train(
+    optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps: int = 50, start: int = 0
+) -> None:
     for step in range(start, start + steps):
         gradients(params, step)
         optimizer.step()
@@ -417,7 +419,9 @@ def test_state_changes_its_dtype(source: Any, target: Any) -> None:
             values = []
             for entry, block in ((mine, 64), (loaded, 256)):
                 coded = entry[name].dtype in (torch.int8, torch.uint8)
-                values.append(dequantize(entry[name], entry[name + "_scale"], block) if coded else entry[name])
+                values.append(
+                    dequantize(entry[name], entry[name + "_scale"], block) if coded else entry[name]
+                )
             assert (values[0].float() - values[1].float()).abs().sum() <= 0.05 * values[1].float().abs().sum()
     assert second.param_groups[0]["state_dtype"] == target
     train(second, b, 1)
@@ -433,7 +437,8 @@ def test_8_bit_state_of_permuted_parameters() -> None:
     second.load_state_dict(first.state_dict())
     for name in ("exp_avg", "exp_avg_sq"):
         values = [
-            dequantize(o.state[p][name], o.state[p][name + "_scale"], 256) for o, p in ((first, a), (second, b))
+            dequantize(o.state[p][name], o.state[p][name + "_scale"], 256)
+            for o, p in ((first, a), (second, b))
         ]
         assert (values[0] - values[1]).norm() < 0.05 * values[0].norm()
 
@@ -473,7 +478,7 @@ def test_groups_schedulers_and_closures() -> None:
             if step == 3:
                 optimizer.add_param_group({"params": params[4:], "weight_decay": 0.5})
 
-            def closure(step: int = step) -> int:
+            def closure(step: int = step, params: list[nn.Parameter] = params) -> int:
                 assert torch.is_grad_enabled()
                 gradients(params, step)
                 return step
@@ -575,7 +580,10 @@ def test_dtypes_in_one_group() -> None:
 
 def test_tensor_learning_rate_and_changed_options() -> None:
     a, b = parameters(), parameters()
-    ours, theirs = optim.AdamW(a, lr=torch.tensor(1e-2)), torch.optim.AdamW(b, lr=torch.tensor(1e-2), fused=True)
+    ours, theirs = (
+        optim.AdamW(a, lr=torch.tensor(1e-2)),
+        torch.optim.AdamW(b, lr=torch.tensor(1e-2), fused=True),
+    )
     for step in range(4):
         for params, optimizer in ((a, ours), (b, theirs)):
             optimizer.param_groups[0]["lr"].mul_(0.5)
@@ -639,7 +647,9 @@ def test_hooks_and_profiler_names(rule: str) -> None:
     seen = []
     optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
     optimizer.register_step_post_hook(lambda *_: seen.append("after"))
-    optimizer.register_load_state_dict_pre_hook(lambda _, s: seen.append(type(s["state"].get(0, {}).get("step"))))
+    optimizer.register_load_state_dict_pre_hook(
+        lambda _, s: seen.append(type(s["state"].get(0, {}).get("step")))
+    )
     train(optimizer, params, 1)
     assert seen == ["before", "after"]
     optimizer.load_state_dict(optimizer.state_dict())
@@ -674,7 +684,7 @@ def test_bad_options(make: Callable[[Any], Any], message: str) -> None:
 def test_bad_types() -> None:
     with pytest.raises(TypeError, match=r"AdamW: expected a memkit.Pool or None, got str"):
         optim.AdamW(parameters(), pool="1MiB")
-    with pytest.raises(TypeError, match="SGD: expected parameters of float32, .* got torch.complex64"):
+    with pytest.raises(TypeError, match=r"SGD: expected parameters of float32, .* got torch.complex64"):
         optim.SGD([nn.Parameter(torch.ones(2, dtype=torch.complex64))])
     optimizer = optim.AdamW(parameters())
     with pytest.raises(TypeError, match="AdamW: expected parameters"):

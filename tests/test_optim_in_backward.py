@@ -85,7 +85,10 @@ def test_peak_is_one_gradient() -> None:
 
 def test_accumulation() -> None:
     a, b = pair(Tied)
-    plain, early = optim.SGD(a.parameters(), lr=0.1, momentum=0.9), optim.SGD(b.parameters(), lr=0.1, momentum=0.9)
+    plain, early = (
+        optim.SGD(a.parameters(), lr=0.1, momentum=0.9),
+        optim.SGD(b.parameters(), lr=0.1, momentum=0.9),
+    )
     handle = step_in_backward(early)
     for round in range(3):
         loss_of(a, round).backward()

@@ -145,9 +145,7 @@ void optimizer_step(const StepArgs& args, double lr, const StepTensor* tensors, 
                     int64_t count, int64_t begin, int64_t end) {
   begin *= kStepUnit;
   end *= kStepUnit;
-  const StepTensor* t = std::upper_bound(tensors, tensors + count, begin,
-                                         [](int64_t at, const StepTensor& each) { return at < each.offset; }) -
-                        1;
+  const StepTensor* t = tensors + tensor_at(tensors, count, begin);
   for (; t < tensors + count && t->offset < end; ++t)
     Compiled<Step>::run(args, lr, *t, numbers[t - tensors], std::max<int64_t>(begin - t->offset, 0),
                         std::min(end - t->offset, t->numel));

@@ -19,7 +19,7 @@ struct Table {
 };
 static_assert(sizeof(Table) <= 4096, "what a kernel's parameters may take on every device");
 
-__device__ bool skipped(const StepArgs& args) { return args.found_inf && *args.found_inf == 1; }
+__device__ bool skipped(const StepArgs& args) { return args.found_inf && *args.found_inf != 0; }
 __device__ double rate(const StepArgs& args) { return args.lr_there ? *args.lr_there : args.lr; }
 
 // Counts the step and works its numbers out, once a tensor.
@@ -34,6 +34,10 @@ __global__ void count_kernel(const __grid_constant__ Table table) {
 // Eight codes in and out.
 template <bool is_signed>
 struct Eight8 {
+  __device__ static bool whole(const void* place, int64_t i, int64_t end) {
+    return i + kWidth <= end && reinterpret_cast<uintptr_t>(place) % kWidth == 0;
+  }
+
   __device__ static Vector<float> load(const void* codes, const float* scales, int block, int64_t i, int64_t end) {
     Vector<float> v;
     if (i >= end) {
@@ -41,15 +45,20 @@ struct Eight8 {
       for (int k = 0; k < kWidth; ++k) v.x[k] = 0;
       return v;
     }
+    const uint8_t* from = static_cast<const uint8_t*>(codes) + i;
+    uint8_t packed[kWidth] = {};
+    if (whole(from, i, end)) {
+      const uint2 word = *reinterpret_cast<const uint2*>(from);
+      memcpy(packed, &word, sizeof word);
+    } else {
+      MEMKIT_UNROLL
+      for (int k = 0; k < kWidth; ++k)
+        if (i + k < end) packed[k] = from[k];
+    }
     const float scale = scales[i / block];
     MEMKIT_UNROLL
-    for (int k = 0; k < kWidth; ++k) {
-      int code = 0;
-      if (i + k < end)
-        code =
-            is_signed ? int(static_cast<const int8_t*>(codes)[i + k]) : int(static_cast<const uint8_t*>(codes)[i + k]);
-      v.x[k] = Code8<is_signed>::decode(code, scale);
-    }
+    for (int k = 0; k < kWidth; ++k)
+      v.x[k] = Code8<is_signed>::decode(is_signed ? int(int8_t(packed[k])) : int(packed[k]), scale);
     return v;
   }
 
@@ -67,7 +76,7 @@ struct Eight8 {
     MEMKIT_UNROLL
     for (int k = 0; k < kWidth; ++k) packed[k] = uint8_t(Code8<is_signed>::encode(v.x[k], inverse));
     uint8_t* to = static_cast<uint8_t*>(codes) + i;
-    if (i + kWidth <= end && reinterpret_cast<uintptr_t>(to) % kWidth == 0) {
+    if (whole(to, i, end)) {
       uint2 word;
       memcpy(&word, packed, sizeof word);
       *reinterpret_cast<uint2*>(to) = word;
@@ -125,15 +134,15 @@ struct Kept {
   }
 };
 
+// Blocks a multiprocessor: so few that the registers do.
 template <class Rule>
-__global__ void __launch_bounds__(kThreads) step_kernel(const __grid_constant__ Table table) {
+__global__ void __launch_bounds__(kThreads, sizeof(typename Rule::T) == 8 ? 3 : 6)
+    step_kernel(const __grid_constant__ Table table) {
   using T = typename Rule::T;
   const StepArgs& args = table.args;
   if (skipped(args)) return;
   const int64_t unit = table.tensors[0].offset + int64_t(blockIdx.x) * kStepUnit;
-  int tensor = 0;  // the last that does not begin after the unit
-  for (int stride = 32; stride > 0; stride /= 2)
-    if (tensor + stride < table.count && table.tensors[tensor + stride].offset <= unit) tensor += stride;
+  const int64_t tensor = tensor_at(table.tensors, table.count, unit);
   const StepTensor& t = table.tensors[tensor];
   if ((t.dtype == Dtype::float64) != (sizeof(T) == 8)) return;
   const int64_t i = unit - t.offset + int64_t(threadIdx.x) * kWidth;

@@ -37,8 +37,21 @@ struct StepArgs {
   const double* lr_there = nullptr;   // these are in the engine's memory: the learning rate, if not `lr`
   const int64_t* seed = nullptr;      // bfloat16 is rounded stochastically; to nearest without
   const float* grad_scale = nullptr;  // what gradients were multiplied by; they are written back without it
-  const float* found_inf = nullptr;   // nothing is done where it is 1
+  const float* found_inf = nullptr;   // nothing is done unless it is 0
 };
+
+// The last of the tensors, in the order of their offsets, that does not begin behind an offset.
+MEMKIT_FN int64_t tensor_at(const StepTensor* tensors, int64_t count, int64_t offset) {
+  int64_t below = 0, above = count;
+  while (above - below > 1) {
+    const int64_t middle = (below + above) / 2;
+    if (tensors[middle].offset <= offset)
+      below = middle;
+    else
+      above = middle;
+  }
+  return below;
+}
 
 // What a step's number makes of the constants.
 struct StepNumbers {

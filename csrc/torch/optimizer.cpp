@@ -181,7 +181,7 @@ void run(const Lists& lists, StepArgs args, const OptionalTensor& lr_tensor, con
   }
 
   if (device.is_cpu()) {
-    if (args.found_inf && *args.found_inf == 1) return;
+    if (args.found_inf && *args.found_inf != 0) return;
     std::vector<StepNumbers> numbers;
     numbers.reserve(tensors.size());
     float last = -1;  // mostly the same for all

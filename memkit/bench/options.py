@@ -11,8 +11,9 @@ import torch
 
 MODELS = ("gpt", "cnn")
 VARIANTS = ("eager", "compile", "memkit")
-# What the variant memkit is made of: operators that memkit.swap changes, the head and its loss as one, memkit.lean().
-INGREDIENTS = ("activations", "norms", "dropouts", "loss", "lean")
+# What the variant memkit is made of: operators that memkit.swap changes, the head and its loss as one, memkit.lean(),
+# and memkit.optim.AdamW with its steps inside of backward (after it where there is a GradScaler).
+INGREDIENTS = ("activations", "norms", "dropouts", "loss", "lean", "optimizer")
 POOLS = ("none", "use", "plan")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

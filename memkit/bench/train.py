@@ -101,9 +101,13 @@ class Variant:
                 self.swapped = memkit.swap(
                     model, sample=task.batches[0][0], ops=ops, exact=options.exact, lean="lean" in parts
                 )
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=task.learning_rate)
         needs_scaler = options.amp and options.torch_dtype is torch.float16
         self.scaler = torch.amp.GradScaler(options.device, enabled=needs_scaler)
+        self.steps_in_backward = "optimizer" in parts and is_memkit and not needs_scaler
+        make: Any = memkit.optim.AdamW if "optimizer" in parts and is_memkit else torch.optim.AdamW
+        self.optimizer: torch.optim.Optimizer = make(model.parameters(), lr=task.learning_rate)
+        if self.steps_in_backward:
+            memkit.optim.step_in_backward(self.optimizer)
 
         def forward(inputs: Tensor) -> Tensor:
             with torch.autocast(options.device, options.torch_dtype, enabled=options.amp):
@@ -143,6 +147,8 @@ class Variant:
     def _step(self, batch: Batch) -> Tensor:
         loss = self.loss_of(*batch)
         self.scaler.scale(loss).backward()
+        if self.steps_in_backward:
+            return loss.detach()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
