@@ -235,7 +235,6 @@ def _is_pair(norm: nn.Module, act: nn.Module) -> bool:
 
 def by_structure(site: Site | LayerSite, exact: bool, lean: bool) -> Decision:
     """What holds whatever the model does elsewhere, as calls from elsewhere are left to stock."""
-    module = site.module
     if refusal := check(site):
         return Decision(None, refusal)
     if isinstance(site, LayerSite):
