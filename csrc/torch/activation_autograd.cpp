@@ -153,7 +153,8 @@ Tensor ActivationBackward::recompute() {
   const OptionalTensor kept_bias = has_bias ? OptionalTensor(unpack(next++)) : std::nullopt;
   const OptionalTensor seed = has_seed ? OptionalTensor(unpack(next++)) : std::nullopt;
   Tensor ordered = has_seed ? restride(std::move(input), strides) : std::move(input);
-  if (is_own && is_plain(ordered) && ordered.is_non_overlapping_and_dense() && ActivationSpec(op, params).invertible()) {
+  if (is_own && is_plain(ordered) && ordered.is_non_overlapping_and_dense() &&
+      ActivationSpec(op, params).invertible()) {
     const at::AutoDispatchBelowADInplaceOrView below;
     return ops::activation_(ordered, kept_bias, dim, op, params, "auto", std::nullopt, seed, drop);
   }

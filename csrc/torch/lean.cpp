@@ -29,7 +29,8 @@ int depth_of(const Node& node);
 
 // Whether what the edge's node made can be made again.
 bool can_rebuild(const Node& node, uint32_t output) {
-  if (const auto* own = dynamic_cast<const SavedNode*>(&node)) return own->can_rebuild(output) && depth_of(node) <= kDepth;
+  if (const auto* own = dynamic_cast<const SavedNode*>(&node))
+    return own->can_rebuild(output) && depth_of(node) <= kDepth;
   const auto* add = dynamic_cast<const AddBackward0*>(&node);
   if (!add || !add->alpha.equal(1) || add->num_outputs() != 2) return false;
   const auto& sum = node.input_metadata(0);

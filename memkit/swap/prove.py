@@ -147,7 +147,9 @@ class Saves(SavedStorages):
         self._watch.saved(tensor)
 
 
-def prove(trial: Trial, sites: Sequence[Site | LayerSite], exact: bool, lean: bool) -> tuple[Decisions, set[torch.dtype]]:
+def prove(
+    trial: Trial, sites: Sequence[Site | LayerSite], exact: bool, lean: bool
+) -> tuple[Decisions, set[torch.dtype]]:
     """What becomes of each site, and the dtypes that they were called with."""
     refusals = {site: check(site) for site in sites}
     watched = [site for site in sites if not refusals[site]]
