@@ -2,7 +2,7 @@
 # Everything that needs a GPU, on a machine that has one and torch, and maybe no network: builds in place with PYTHON,
 # installs nothing (wheels in .whl/ are unpacked to a throw-away folder), and writes to the folder named by $1, as it goes:
 #   summary.json  hardware, versions, and one entry a stage: ok, failed, out of time, absent; seconds; the last lines
-#   build.log tests.log memcheck.log racecheck.log      kernels.json steps.json pool.json
+#   build.log tests.log memcheck.log racecheck.log      kernels.json steps.json pool.json families.json (a list of results)
 # A stage that fails does not stop the next; the exit status is 1 if any failed. BUDGET seconds in all.
 set -uo pipefail
 
@@ -59,7 +59,7 @@ stage() {
   return "$status"
 }
 
-rm -f "$OUT"/{summary,kernels,steps,pool}.json "$OUT"/{build,tests,memcheck,racecheck}.log
+rm -f "$OUT"/{summary,kernels,steps,pool,families}.json "$OUT"/{build,tests,memcheck,racecheck}.log
 
 "$PYTHON" - >"$SCRATCH/machine.json" 2>"$SCRATCH/machine.log" <<'PY'
 import json, platform, subprocess, torch
@@ -113,7 +113,15 @@ if stage build 240 "$OUT/build.log" "$PYTHON" setup.py -q build_ext --inplace; t
   if [ -f benchmarks/bench_pool.py ]; then
     stage pool 60 "$SCRATCH/pool.log" "$PYTHON" benchmarks/bench_pool.py --parts calls,step --rounds 5 --json "$OUT/pool.json"
   fi
-  stage optim 40 "$SCRATCH/optim.log" "$PYTHON" benchmarks/bench_optim.py --device cuda --json "$OUT/optim.json"
+  for family in norm softmax rotary loss optim; do
+    stage $family 25 "$SCRATCH/$family.log" "$PYTHON" benchmarks/bench_$family.py --device cuda --quick \
+      $([ $family = loss ] || [ $family = optim ] || echo --no-compile) --json "$SCRATCH/$family.json"
+  done
+  "$PYTHON" - "$OUT/families.json" "$SCRATCH"/{norm,softmax,rotary,loss,optim}.json <<'PY'
+import json, pathlib, sys
+out, *parts = map(pathlib.Path, sys.argv[1:])
+out.write_text(json.dumps([json.loads(part.read_text()) for part in parts if part.exists()], indent=1) + "\n")
+PY
   # Last: what a machine without a GPU has tested already.
   if [ -n "${pytest:-}" ]; then
     stage tests_cpu 120 "$OUT/tests.log" "${pytest[@]}" -m "not cuda and not slow"

@@ -56,10 +56,10 @@ FEATURES = (
     ("activations and `bias_act`", "tests/test_activation.py", "csrc/cuda/activation_forward.cu", ACTIVATION),
     ("dropout", "tests/test_dropout.py", "csrc/cuda/activation_forward.cu", None),
     ("gated units", "tests/test_glu.py", "csrc/cuda/glu.cu", None),
-    ("rotary embeddings", "tests/test_rotary.py", "csrc/cuda/rotary.cu", None),
-    ("softmax", "tests/test_softmax.py", "csrc/cuda/softmax.cu", None),
-    ("norms", "tests/test_norm.py", "csrc/cuda/row_norm.cu", None),
-    ("losses", "tests/test_loss.py", "csrc/cuda/loss.cu", None),
+    ("rotary embeddings", "tests/test_rotary.py", "csrc/cuda/rotary.cu", "memkit-rotary"),
+    ("softmax", "tests/test_softmax.py", "csrc/cuda/softmax.cu", "memkit-softmax"),
+    ("norms", "tests/test_norm.py", "csrc/cuda/row_norm.cu", "memkit-norm"),
+    ("losses", "tests/test_loss.py", "csrc/cuda/loss.cu", "memkit-loss"),
     ("an operator and its layer as one (`act_linear`, `nn.MLP`)", "tests/test_consumer.py", None, None),
     ("`memkit.optim`", "tests/test_optim.py", "csrc/cuda/optimizer.cu", OPTIM),
     ("`memkit.lean`", "tests/test_glu.py", None, None),
@@ -77,11 +77,12 @@ class ReportError(Exception):
 def load(folder: Path) -> Results:
     found: Results = {}
     for file in sorted(folder.glob("*.json")):
-        result = json.loads(file.read_text(encoding="utf-8"))
-        kind = ABLATION if result.get("options", {}).get("ablation") else result["kind"]
-        key = (kind, result["hardware"]["device"])
-        if key not in found or result["date"] > found[key]["date"]:
-            found[key] = result
+        content = json.loads(file.read_text(encoding="utf-8"))
+        for result in content if isinstance(content, list) else [content]:
+            kind = ABLATION if result.get("options", {}).get("ablation") else result["kind"]
+            key = (kind, result["hardware"]["device"])
+            if key not in found or result["date"] > found[key]["date"]:
+                found[key] = result
     return found
 
 

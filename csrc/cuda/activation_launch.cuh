@@ -12,7 +12,7 @@ namespace memkit::cuda {
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kLanes;
-constexpr int kResidentBlocks = 10;  // on a multiprocessor at least: 48 registers a thread, with which nothing spills
+constexpr int kResidentBlocks = 8;  // on a multiprocessor at least: 64 registers a thread, with which nothing spills
 // Many more blocks than fit at a time: the hardware's scheduler evens out the end.
 constexpr int kBlocksPerProcessor = 128;
 

@@ -136,7 +136,7 @@ struct Kept {
 
 // Blocks a multiprocessor: so few that the registers do.
 template <class Rule>
-__global__ void __launch_bounds__(kThreads, sizeof(typename Rule::T) == 8 ? 3 : 6)
+__global__ void __launch_bounds__(kThreads, sizeof(typename Rule::T) == 8 ? 3 : 4)
     step_kernel(const __grid_constant__ Table table) {
   using T = typename Rule::T;
   const StepArgs& args = table.args;
