@@ -19,6 +19,8 @@ from memkit import optim
 from memkit.bench import data, models
 from memkit.optim._quantize import dequantize, quantize
 
+pytestmark = pytest.mark.usefixtures("repeatable")  # tensors are small
+
 SHAPES = ((100, 70), (5000,), (3,), (64, 80), (), (0, 4))
 RULES: dict[str, tuple[type, type, dict[str, Any]]] = {
     "adamw": (optim.AdamW, torch.optim.AdamW, {}),
@@ -796,7 +798,6 @@ def test_compiled_training_step() -> None:
 # -- training
 
 
-@pytest.mark.usefixtures("repeatable")
 def test_gpt_in_8_bits_learns_as_well() -> None:
     """50 steps of a small GPT on Python sources: the final loss within 1% of torch's AdamW."""
     tokens = torch.tensor(list(data.stdlib_text(1 << 16).encode()[: 1 << 16]))

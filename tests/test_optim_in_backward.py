@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from memkit import memory, optim
 from memkit.optim import step_in_backward
 
+pytestmark = pytest.mark.usefixtures("repeatable")  # tensors are small
+
 
 class Tied(nn.Module):
     """Two layers that share a weight, around one that does not."""

@@ -102,7 +102,8 @@ struct Step {
   template <class Rule>
   MEMKIT_FN static void walk(const Rule& rule, const StepArgs& args, const StepTensor& t, int64_t begin, int64_t end) {
     using T = typename Rule::T;
-    T params[kStepUnit], grads[kStepUnit], firsts[kStepUnit], seconds[kStepUnit], mosts[kStepUnit], none[1] = {};
+    constexpr int64_t space = kStepUnit + 64 / sizeof(T);  // not a power of two: stores would seem to hit later loads
+    T params[space], grads[space], firsts[space], seconds[space], mosts[space], none[1] = {};
     Kept<RandomStream::param, T> p{t.param, nullptr, t.dtype, none};
     Kept<RandomStream::first, T> m{t.first, t.first_scale, t.state_dtype, none};
     Kept<RandomStream::second, T> v{t.second, t.second_scale, t.state_dtype, none};

@@ -66,12 +66,12 @@ MEMKIT_FN StepNumbers step_numbers(const StepArgs& args, double lr, double step)
 }
 
 // AdamW (Loshchilov, Hutter: "Decoupled Weight Decay Regularization", 2019), the operations in the order of PyTorch's
-// fused kernel. Returns the parameter's new value.
+// fused kernel, with one division less. Returns the parameter's new value.
 template <class T_, bool amsgrad>
 struct AdamwStep {
   using T = T_;
   static constexpr bool has_first = true, has_second = true, has_largest = amsgrad;
-  T sign, decay, weight, coefficient, beta2, rest, root, eps, size;
+  T sign, decay, weight, coefficient, beta2, rest, inverse_root, eps, size;
 
   MEMKIT_FN AdamwStep(const StepArgs& args, double lr, const StepNumbers& numbers)
       : sign(args.maximize ? T(-1) : T(1)),
@@ -80,7 +80,7 @@ struct AdamwStep {
         coefficient(weight < T(0.5) ? weight : weight - T(1)),
         beta2(T(args.beta2)),
         rest(T(1 - args.beta2)),
-        root(T(numbers.root)),
+        inverse_root(T(1 / numbers.root)),
         eps(T(args.eps)),
         size(T(-numbers.size)) {}
 
@@ -89,7 +89,7 @@ struct AdamwStep {
     m = select(weight < T(0.5), m, g) + coefficient * (g - m);
     v = v * beta2 + rest * g * g;
     if (amsgrad) largest = select(largest > v, largest, v);  // NaN in v comes through
-    return p * decay + size * m / (memkit::sqrt(amsgrad ? largest : v) / root + eps);
+    return p * decay + size * m / (memkit::sqrt(amsgrad ? largest : v) * inverse_root + eps);
   }
 };
 

@@ -256,7 +256,7 @@ class FusedOptimizer(Optimizer):
         kept = type(self.state)(dict) if not new else state["state"].__class__()
         kept.update((p, entry) for p, (entry, *_) in wanted.items())
         super().__setstate__({**state, "state": kept})
-        self._made_of = None
+        self._made, self._where, self._made_of = [], {}, None  # they hold the state before
 
     def _all_params(self) -> Iterable[Tensor]:
         return (p for group in self.param_groups for p in group["params"])
