@@ -71,6 +71,7 @@ template <class T>
 struct ChannelStatistics {
   // Statistic s is made of the parts s * step + j * stride, j < count, which have `size` elements together.
   int64_t statistics = 0, step = 1, stride = 1, count = 1, size = 0;
+  int64_t together = 1;  // neighbouring elements that are in one part
   // Batch norm has a set for each statistic; group norm for each of the `channels` of a sample, which make `groups`.
   int64_t channels = 0, groups = 0;
   double eps = 0;
@@ -81,7 +82,10 @@ struct ChannelStatistics {
   const double* roots = nullptr;  // 1 / sqrt(variance + eps), where they have been computed
 
   MEMKIT_FN int64_t part(int64_t s, int64_t j) const { return s * step + j * stride; }
-  MEMKIT_FN int64_t part_size(int64_t j) const { return size * (j + 1) / count - size * j / count; }
+  MEMKIT_FN int64_t part_size(int64_t j) const {
+    const int64_t many = size / together;
+    return (many * (j + 1) / count - many * j / count) * together;
+  }
   MEMKIT_FN double weight_of(int64_t channel) const { return weight ? double(weight[channel]) : 1.0; }
   MEMKIT_FN double rstd(int64_t s) const { return roots ? roots[s] : reciprocal_root(variance[s], eps); }
   MEMKIT_FN double lost(int64_t s) const { return mean[s] - double(T(mean[s])); }

@@ -21,6 +21,9 @@ namespace {
 using at::Tensor;
 
 constexpr int64_t kGrain = 32768;  // elements below which one thread is faster than two
+// A loop over a plane costs as much as some elements do: smaller planes are columns, if there are rows enough to pay for
+// terms for every element of a row.
+constexpr int64_t kSmallPlane = 64, kRowsOfColumns = 4;
 
 // Parts: what moments and sums are taken of. `each` of `ways` ranges of rows in the layout of columns, else planes.
 struct Parts {
@@ -33,6 +36,17 @@ ChannelCall by_groups(ChannelCall call) {
     call.args.inner *= call.args.channels / call.groups;
     call.args.channels = call.groups;
     call.args.sets = call.args.planes();
+  }
+  return call;
+}
+
+// Batch norm of small planes on the CPU: the elements of a plane become channels of their own, with the same terms.
+ChannelCall by_columns(ChannelCall call) {
+  ChannelArgs& args = call.args;
+  if (call.device.is_cpu() && call.groups == 0 && args.inner < kSmallPlane && args.outer >= kRowsOfColumns) {
+    call.together = args.inner;
+    args.channels = args.sets = args.channels * args.inner;
+    args.inner = 1;
   }
   return call;
 }
@@ -56,16 +70,17 @@ template <class T>
 ChannelStatistics<T> statistics_of(const ChannelCall& call, const Parts& parts) {
   const ChannelArgs& args = call.args;
   ChannelStatistics<T> s;
-  s.channels = args.channels;
+  s.channels = args.channels / call.together;
   s.groups = call.groups;
   if (call.groups) {
     s.statistics = args.outer * call.groups;
     s.step = s.count = args.channels / call.groups;
     s.size = s.count * args.inner;
   } else {
-    s.statistics = s.stride = args.channels;
+    s.statistics = s.stride = s.channels;
     s.count = parts.count / args.channels;
-    s.size = args.outer * args.inner;
+    s.size = args.outer * args.inner * call.together;
+    s.together = call.together;
   }
   s.eps = call.eps;
   s.weight = static_cast<const T*>(call.weight);
@@ -142,66 +157,57 @@ Tensor make_roots(const ChannelCall& call, ChannelStatistics<T>& s) {
   return made;
 }
 
-// Channel by channel side by side, from `rows` parts of one size each: the mean first, then the distances from it.
+// f(k, c, n): of channel c the sums at k, which are those of n elements. In the order of memory, for the channels
+// [begin, end) of batch norm.
+template <class T, class F>
+void for_parts(const ChannelStatistics<T>& s, int64_t begin, int64_t end, const F& f) {
+  for (int64_t j = 0; j < s.count; ++j) {
+    const int64_t first = j * s.channels;
+    const double n = double(s.part_size(j)) / double(s.together);
+    if (s.together == 1) {
+      for (int64_t c = begin; c < end; ++c) f(first + c, c, n);
+    } else {
+      for (int64_t c = begin; c < end; ++c)
+        for (int64_t i = 0; i < s.together; ++i) f((first + c) * s.together + i, c, n);
+    }
+  }
+}
+
+template <class T, class F>
+void for_channels(const ChannelStatistics<T>& s, const F& f) {
+  at::parallel_for(0, s.channels, std::max<int64_t>(8, kGrain / (s.count * s.together)), f);
+}
+
+// The mean first, then the distances from it.
 template <class T>
-void finish_moments_by_rows(const ChannelStatistics<T>& s, int64_t rows, const double* means, const double* m2) {
-  const int64_t channels = s.channels;
-  const double share = 1.0 / double(rows), part = double(s.size) * share;
-  at::parallel_for(0, channels, std::max<int64_t>(8, kGrain / rows), [&](int64_t begin, int64_t end) {
+void finish_batch_moments(const ChannelStatistics<T>& s, const double* means, const double* m2) {
+  for_channels(s, [&](int64_t begin, int64_t end) {
     std::fill(s.mean + begin, s.mean + end, 0.0);
     std::fill(s.variance + begin, s.variance + end, 0.0);
-    for (int64_t r = 0; r < rows; ++r)
-      for (int64_t c = begin; c < end; ++c) s.mean[c] += means[r * channels + c];
-    for (int64_t c = begin; c < end; ++c) s.mean[c] *= share;
-    for (int64_t r = 0; r < rows; ++r) {
-      for (int64_t c = begin; c < end; ++c) {
-        const double d = means[r * channels + c] - s.mean[c];
-        s.variance[c] += m2[r * channels + c] + part * d * d;
-      }
-    }
+    for_parts(s, begin, end, [&](int64_t k, int64_t c, double n) { s.mean[c] += n * means[k]; });
+    for (int64_t c = begin; c < end; ++c) s.mean[c] /= double(s.size);
+    for_parts(s, begin, end, [&](int64_t k, int64_t c, double n) {
+      const double d = means[k] - s.mean[c];
+      s.variance[c] += m2[k] + n * d * d;
+    });
     for (int64_t c = begin; c < end; ++c) s.variance[c] /= double(s.size);
   });
 }
 
-// As ChannelStatistics::finish_parameters for all channels.
+// The gradients of weight and bias, and c1 and c2 from them.
 template <class T>
-void finish_parameters_by_rows(const ChannelStatistics<T>& s, int64_t rows, const double* dz, const double* dz_distance,
-                               double* sum_dz, double* sum_dz_x_hat) {
-  const int64_t channels = s.channels, together = s.groups ? channels / s.groups : channels;
-  const int64_t blocks = channels / together;  // of channels that have a statistic in common; batch norm: one of all
-  const auto add = [&](int64_t begin, int64_t end, int64_t block) {
-    for (int64_t r = 0; r < rows; ++r) {
-      const double *from = dz + r * channels, *distance = dz_distance + r * channels;
-      const int64_t statistic = r * blocks + block;
-      const double root = s.groups ? s.rstd(statistic) : 1, lost = s.groups ? s.lost(statistic) : 0;
-      for (int64_t c = begin; c < end; ++c) {
-        sum_dz[c] += from[c];
-        sum_dz_x_hat[c] += (distance[c] - lost * from[c]) * root;
-      }
+void finish_batch_sums(const ChannelStatistics<T>& s, const double* sums, const double* distances, double* dz,
+                       double* dz_x_hat, double* c1, double* c2) {
+  for_channels(s, [&](int64_t begin, int64_t end) {
+    std::fill(dz + begin, dz + end, 0.0);
+    std::fill(dz_x_hat + begin, dz_x_hat + end, 0.0);
+    for_parts(s, begin, end, [&](int64_t k, int64_t c, double) { dz[c] += sums[k], dz_x_hat[c] += distances[k]; });
+    for (int64_t c = begin; c < end; ++c) {
+      dz_x_hat[c] = (dz_x_hat[c] - s.lost(c) * dz[c]) * s.rstd(c);
+      const double share = s.weight_of(c) / double(s.size);
+      c1[c] = share * dz[c], c2[c] = share * dz_x_hat[c];
     }
-    if (s.groups) return;
-    for (int64_t c = begin; c < end; ++c) sum_dz_x_hat[c] = (sum_dz_x_hat[c] - s.lost(c) * sum_dz[c]) * s.rstd(c);
-  };
-  std::fill(sum_dz, sum_dz + channels, 0.0);
-  std::fill(sum_dz_x_hat, sum_dz_x_hat + channels, 0.0);
-  const int64_t grain = std::max<int64_t>(1, kGrain / rows);
-  if (s.groups) {
-    at::parallel_for(0, blocks, std::max<int64_t>(1, grain / together), [&](int64_t begin, int64_t end) {
-      for (int64_t block = begin; block < end; ++block) add(block * together, (block + 1) * together, block);
-    });
-  } else {
-    at::parallel_for(0, channels, std::max<int64_t>(8, grain), [&](int64_t begin, int64_t end) { add(begin, end, 0); });
-  }
-}
-
-// Batch norm: c1 and c2 from the channels' own sums.
-template <class T>
-void finish_batch_sums(const ChannelStatistics<T>& s, const double* sum_dz, const double* sum_dz_x_hat, double* c1,
-                       double* c2) {
-  for (int64_t c = 0; c < s.channels; ++c) {
-    c1[c] = s.weight_of(c) * sum_dz[c] / double(s.size);
-    c2[c] = s.weight_of(c) * sum_dz_x_hat[c] / double(s.size);
-  }
+  });
 }
 
 // The terms of all sets, which the call then points to.
@@ -214,7 +220,10 @@ Tensor make_terms(ChannelCall& call, const double* c1, const double* c2) {
   if (call.device.is_cpu()) {
     const TermArrays<T> arrays{data, call.args.sets};
     const Tensor roots = make_roots(call, s);
-    for_many(call.args.sets, [&](int64_t set) { arrays.put(set, s.terms(set, c1, c2)); });
+    for_many(call.args.sets / call.together, [&](int64_t set) {
+      const ChannelTerms<T> own = s.terms(set, c1, c2);
+      for (int64_t i = 0; i < call.together; ++i) arrays.put(set * call.together + i, own);
+    });
     return made;
   }
 #ifdef MEMKIT_WITH_CUDA
@@ -226,7 +235,7 @@ Tensor make_terms(ChannelCall& call, const double* c1, const double* c2) {
 }  // namespace
 
 void run_channel_moments(const ChannelCall& whole) {
-  const ChannelCall call = by_groups(whole);
+  const ChannelCall call = by_columns(by_groups(whole));
   const Parts parts = parts_of(call);
   with_computed(call, [&](auto computed) {
     using T = decltype(computed);
@@ -237,7 +246,7 @@ void run_channel_moments(const ChannelCall& whole) {
       for_units(call.args, parts, [&](int64_t begin, int64_t end, int64_t part) {
         cpu::channel_moments(call.args, begin, end, means + part, m2 + part);
       });
-      if (call.groups == 0 && !call.args.columns()) return finish_moments_by_rows(s, s.count, means, m2);
+      if (call.groups == 0) return finish_batch_moments(s, means, m2);
       for (int64_t i = 0; i < s.statistics; ++i) s.finish_moments(i, means, m2);
       return;
     }
@@ -251,7 +260,8 @@ void run_channel_moments(const ChannelCall& whole) {
   });
 }
 
-void run_channel_forward(ChannelCall call) {
+void run_channel_forward(const ChannelCall& whole) {
+  ChannelCall call = by_columns(whole);
   with_computed(call, [&](auto computed) {
     if (call.device.is_cpu()) {
       const Tensor terms = make_terms<decltype(computed)>(call, nullptr, nullptr);
@@ -268,18 +278,20 @@ void run_channel_forward(ChannelCall call) {
   });
 }
 
-void run_channel_sums(ChannelCall call, double* dz, double* dz_x_hat, double* c1, double* c2) {
+void run_channel_sums(const ChannelCall& whole, double* dz, double* dz_x_hat, double* c1, double* c2) {
+  ChannelCall call = by_columns(whole);
   const Parts parts = parts_of(call);
   with_computed(call, [&](auto computed) {
     using T = decltype(computed);
     const Tensor room = scratch(call, parts.count);
     double *sums = room.mutable_data_ptr<double>(), *distances = sums + parts.count;
-    ChannelStatistics<T> s = statistics_of<T>(call, parts);
+    const ChannelStatistics<T> s = statistics_of<T>(call, parts);
     if (call.device.is_cpu()) {
       const Tensor terms = make_terms<T>(call, nullptr, nullptr);
       for_units(call.args, parts, [&](int64_t begin, int64_t end, int64_t part) {
         cpu::channel_sums(call.args, begin, end, sums + part, distances + part);
       });
+      if (call.groups == 0) return finish_batch_sums(s, sums, distances, dz, dz_x_hat, c1, c2);
       for (int64_t i = 0; i < s.statistics; ++i) s.finish_sums(i, sums, distances, c1, c2);
       for (int64_t c = 0; c < s.channels; ++c) s.finish_parameters(c, parts.count, sums, distances, dz, dz_x_hat);
       return;
@@ -295,7 +307,8 @@ void run_channel_sums(ChannelCall call, double* dz, double* dz_x_hat, double* c1
   });
 }
 
-void run_channel_backward(ChannelCall call, const double* c1, const double* c2) {
+void run_channel_backward(const ChannelCall& whole, const double* c1, const double* c2) {
+  ChannelCall call = by_columns(whole);
   with_computed(call, [&](auto computed) {
     if (call.device.is_cpu()) {
       const Tensor terms = make_terms<decltype(computed)>(call, c1, c2);

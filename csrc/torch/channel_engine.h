@@ -12,6 +12,7 @@ struct ChannelCall {
   ChannelArgs args;
   at::ScalarType computed;  // what terms, weight and bias are of; statistics are double
   int64_t groups = 0;       // of group norm
+  int64_t together = 1;     // neighbouring channels of args that are one, split by the engine
   double eps = 0;
   const void* weight = nullptr;
   const void* bias = nullptr;
@@ -21,9 +22,9 @@ struct ChannelCall {
 };
 
 void run_channel_moments(const ChannelCall& call);
-void run_channel_forward(ChannelCall call);
+void run_channel_forward(const ChannelCall& call);
 // Into dz and dz_x_hat, one a channel, and c1 and c2, one a statistic.
-void run_channel_sums(ChannelCall call, double* dz, double* dz_x_hat, double* c1, double* c2);
-void run_channel_backward(ChannelCall call, const double* c1, const double* c2);
+void run_channel_sums(const ChannelCall& call, double* dz, double* dz_x_hat, double* c1, double* c2);
+void run_channel_backward(const ChannelCall& call, const double* c1, const double* c2);
 
 }  // namespace memkit
