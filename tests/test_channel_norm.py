@@ -48,7 +48,13 @@ def batch_norm(
     return call
 
 
-SHAPES = {"planes": (9, 6, 31, 33), "columns": (400, 24), "sequence": (9, 16, 77)}
+SHAPES = {
+    "planes": (9, 6, 31, 33),
+    "columns": (400, 24),
+    "sequence": (9, 16, 77),
+    "small planes": (33, 509, 2, 2),  # rows that threads share unevenly
+    "few small planes": (2, 65, 3, 3),
+}
 
 
 @pytest.mark.parametrize("layout", [*SHAPES, "channels last"])

@@ -217,7 +217,7 @@ struct ColumnMoments {
         for (int64_t i = 0; i < n; ++i) mean[i] = squares[i] = 0;
         for (int64_t row = begin; row < end; row += kBlockRows) {
           const int64_t rows = std::min(kBlockRows, end - row);
-          T sum[kBlockColumns] = {}, own[kBlockColumns] = {};
+          T sum[kBlockColumns] = {}, rest[kBlockColumns] = {}, own[kBlockColumns] = {};
           for (int64_t r = 0; r < rows; ++r) {
             x[r] = read<Lanes>(args.x, args.dtype, (row + r) * args.channels + first, n, space[r]);
             MEMKIT_LOOP
@@ -226,12 +226,15 @@ struct ColumnMoments {
           for (int64_t i = 0; i < n; ++i) sum[i] /= T(rows);
           for (int64_t r = 0; r < rows; ++r) {
             MEMKIT_LOOP
-            for (int64_t i = 0; i < n; ++i) own[i] += (x[r][i] - sum[i]) * (x[r][i] - sum[i]);
+            for (int64_t i = 0; i < n; ++i) {
+              const T d = x[r][i] - sum[i];
+              rest[i] += d, own[i] += d * d;
+            }
           }
           MEMKIT_LOOP
           for (int64_t i = 0; i < n; ++i) {
             Moments<double> all{double(row - begin), mean[i], squares[i]};
-            all.add({double(rows), double(sum[i]), double(own[i])});
+            all.add(Moments<double>::from_sums(double(rows), double(sum[i]), double(rest[i]), double(own[i])));
             mean[i] = all.mean, squares[i] = all.m2;
           }
         }

@@ -22,8 +22,8 @@ using at::Tensor;
 
 constexpr int64_t kGrain = 32768;  // elements below which one thread is faster than two
 // A loop over a plane costs as much as some elements do: smaller planes are columns, if there are rows enough to pay for
-// terms for every element of a row.
-constexpr int64_t kSmallPlane = 64, kRowsOfColumns = 4;
+// terms for every element of a row. Sums over a plane, which end in adding up partial sums, cost more.
+constexpr int64_t kSmallPlane = 32, kSmallPlaneOfSums = 128, kRowsOfColumns = 4;
 
 // Parts: what moments and sums are taken of. `each` of `ways` ranges of rows in the layout of columns, else planes.
 struct Parts {
@@ -41,9 +41,9 @@ ChannelCall by_groups(ChannelCall call) {
 }
 
 // Batch norm of small planes on the CPU: the elements of a plane become channels of their own, with the same terms.
-ChannelCall by_columns(ChannelCall call) {
+ChannelCall by_columns(ChannelCall call, int64_t small) {
   ChannelArgs& args = call.args;
-  if (call.device.is_cpu() && call.groups == 0 && args.inner < kSmallPlane && args.outer >= kRowsOfColumns) {
+  if (call.device.is_cpu() && call.groups == 0 && args.inner < small && args.outer >= kRowsOfColumns) {
     call.together = args.inner;
     args.channels = args.sets = args.channels * args.inner;
     args.inner = 1;
@@ -235,7 +235,7 @@ Tensor make_terms(ChannelCall& call, const double* c1, const double* c2) {
 }  // namespace
 
 void run_channel_moments(const ChannelCall& whole) {
-  const ChannelCall call = by_columns(by_groups(whole));
+  const ChannelCall call = by_columns(by_groups(whole), kSmallPlaneOfSums);
   const Parts parts = parts_of(call);
   with_computed(call, [&](auto computed) {
     using T = decltype(computed);
@@ -261,7 +261,7 @@ void run_channel_moments(const ChannelCall& whole) {
 }
 
 void run_channel_forward(const ChannelCall& whole) {
-  ChannelCall call = by_columns(whole);
+  ChannelCall call = by_columns(whole, kSmallPlane);
   with_computed(call, [&](auto computed) {
     if (call.device.is_cpu()) {
       const Tensor terms = make_terms<decltype(computed)>(call, nullptr, nullptr);
@@ -279,7 +279,7 @@ void run_channel_forward(const ChannelCall& whole) {
 }
 
 void run_channel_sums(const ChannelCall& whole, double* dz, double* dz_x_hat, double* c1, double* c2) {
-  ChannelCall call = by_columns(whole);
+  ChannelCall call = by_columns(whole, kSmallPlaneOfSums);
   const Parts parts = parts_of(call);
   with_computed(call, [&](auto computed) {
     using T = decltype(computed);
@@ -308,7 +308,7 @@ void run_channel_sums(const ChannelCall& whole, double* dz, double* dz_x_hat, do
 }
 
 void run_channel_backward(const ChannelCall& whole, const double* c1, const double* c2) {
-  ChannelCall call = by_columns(whole);
+  ChannelCall call = by_columns(whole, kSmallPlane);
   with_computed(call, [&](auto computed) {
     if (call.device.is_cpu()) {
       const Tensor terms = make_terms<decltype(computed)>(call, c1, c2);

@@ -1,4 +1,6 @@
 // batch_norm_act and group_norm, as Python calls them in eager mode.
+#include <ATen/ATen.h>
+
 #include "channel_norm.h"
 #include "checks.h"
 #include "eager.h"
@@ -11,7 +13,7 @@ namespace {
 
 using at::Tensor;
 
-constexpr char kBatchNormAct[] = "batch_norm_act", kGroupNorm[] = "group_norm";
+constexpr char kBatchNormAct[] = "batch_norm_act", kGroupNorm[] = "group_norm", kUpdateRunning[] = "update_running";
 
 std::tuple<Tensor, Tensor, Tensor> batch_norm_act(const Tensor& input, OptionalTensor weight, OptionalTensor bias,
                                                   OptionalTensor mean, OptionalTensor variance, double eps,
@@ -33,11 +35,21 @@ Tensor group_norm(const Tensor& input, int64_t groups, OptionalTensor weight, Op
                                                                             norm_output_dtype(input));
 }
 
+// Moves a running statistic by `momentum` towards `factor` times the new one: in Python its few operators take as long as
+// the norm of a small tensor.
+Tensor update_running(const Tensor& running, const Tensor& found, double factor, double momentum) {
+  const pybind11::gil_scoped_release no_gil;
+  const at::NoGradGuard no_grad;
+  const Tensor scaled = factor == 1 ? found : found.mul(factor);
+  return running.lerp_(scaled.to(running.scalar_type()), momentum);
+}
+
 }  // namespace
 
 void bind_channel_norms(pybind11::module_& m) {
   eager::bind<batch_norm_act, kBatchNormAct>(m);
   eager::bind<group_norm, kGroupNorm>(m);
+  eager::bind<update_running, kUpdateRunning>(m);
 }
 
 }  // namespace memkit

@@ -87,7 +87,7 @@ def batch_norm_act(
     if running_mean is not None:
         _update(running_mean, mean, momentum)
     if running_var is not None:
-        _update(running_var, variance * (count / (count - 1)), momentum)
+        _update(running_var, variance, momentum, count / (count - 1))
     return out
 
 
@@ -113,6 +113,7 @@ def _run(
     return found
 
 
-def _update(running: Tensor, new: Tensor, momentum: float) -> None:
-    with torch.no_grad():
-        running.lerp_(new.to(running.dtype), momentum)
+def _update(running: Tensor, new: Tensor, momentum: float, factor: float = 1.0) -> None:
+    if is_compiling() or _C.update_running(running, new, factor, momentum) is None:
+        with torch.no_grad():
+            running.lerp_((new * factor).to(running.dtype), momentum)
