@@ -2,6 +2,7 @@
 
     memkit bench --json benchmarks/results/bench-cpu.json
     memkit bench --ablation --variants eager,memkit --json benchmarks/results/ablation-cpu.json
+    memkit bench --model gpt --dropout 0 --variants eager,memkit --json benchmarks/results/nodropout-cpu.json
     python benchmarks/bench_activation.py --json
     python benchmarks/bench_pool.py --json
     python benchmarks/bench_optim.py --json
@@ -29,7 +30,7 @@ from memkit.bench import report
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 BENCH, ACTIVATION, POOL, OPTIM = report.KIND, "memkit-activation", "memkit-pool", "memkit-optim"
-ABLATION = f"{BENCH}, ablation"
+ABLATION, NO_DROPOUT = f"{BENCH}, ablation", f"{BENCH}, no dropout"
 
 Result = dict[str, Any]
 Results = dict[tuple[str, str], Result]  # (kind, device) -> the newest
@@ -79,7 +80,11 @@ def load(folder: Path) -> Results:
     for file in sorted(folder.glob("*.json")):
         content = json.loads(file.read_text(encoding="utf-8"))
         for result in content if isinstance(content, list) else [content]:
-            kind = ABLATION if result.get("options", {}).get("ablation") else result["kind"]
+            kind = result["kind"]
+            if kind == BENCH and result["options"].get("ablation"):
+                kind = ABLATION
+            elif kind == BENCH and result["options"].get("dropout") == 0:
+                kind = NO_DROPOUT
             key = (kind, result["hardware"]["device"])
             if key not in found or result["date"] > found[key]["date"]:
                 found[key] = result
@@ -100,6 +105,19 @@ def bench_table(results: Results) -> str:
         table = report.markdown_table(report.COLUMNS, report.rows(result))
         parts += [table, report.conditions(result), report.origin(result)]
     return "\n\n".join(parts)
+
+
+def losses_text(results: Results) -> str:
+    """How far the losses lie apart where no masks are drawn."""
+    lines = []
+    for result in of_kind(results, NO_DROPOUT):
+        for name, found in result["models"].items():
+            memkit = found["variants"]["memkit"]
+            lines.append(
+                f"Without dropout (`--dropout 0`) the losses of the {name}'s {found['steps']} steps lie at most "
+                f"{memkit['loss_max_difference']:.1e} from stock's. {report.origin(result)}"
+            )
+    return "\n\n".join(lines)
 
 
 def ablation_table(results: Results) -> str:
@@ -225,6 +243,7 @@ def support_table(results: Results) -> str:
 
 TABLES: dict[str, Callable[[Results], str]] = {
     "bench": bench_table,
+    "losses": losses_text,
     "ablation": ablation_table,
     "activation": activation_table,
     "activation-sizes": sizes_table,

@@ -129,7 +129,7 @@ def _masks(result: dict[str, Any]) -> str:
         return ""
     return (
         f" The gpt drops {options['dropout']:.0%}, and memkit's dropout draws masks of its own: so its losses differ "
-        "by chance; --dropout 0 compares them step by step."
+        "as stock's do under another seed of its masks; --dropout 0 compares them step by step."
     )
 
 
