@@ -124,7 +124,15 @@ def test_hooks_added_later_are_served():
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(
-    "act", [nn.ReLU, nn.SiLU, nn.GELU, lambda: nn.LeakyReLU(0.2), lambda: nn.Hardtanh(-0.5, 0.5)]
+    "act",
+    [
+        nn.ReLU,
+        nn.SiLU,
+        nn.GELU,
+        lambda: nn.LeakyReLU(0.2),
+        lambda: nn.Hardtanh(-0.5, 0.5),
+        lambda: nn.ReLU(True),
+    ],
 )
 @pytest.mark.parametrize("by_sample", [True, False])
 def test_batch_norm_with_its_activation(act, training, by_sample):

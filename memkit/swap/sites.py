@@ -270,7 +270,7 @@ def check(site: Site | LayerSite) -> str:
         return "its forward is replaced"
     if isinstance(site, LayerSite):
         return ""
-    if site.overwrites and site.name not in COPIES_INPUT:
+    if site.overwrites and site.name not in COPIES_INPUT and not site.fused:
         return "already in place"
     as_twin = site.twin.__new__(site.twin)
     vars(as_twin).update(vars(module))
