@@ -19,23 +19,35 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import Contender, buffer_count, host_sample, measure, normal, ratios
+from common import (
+    DTYPES,
+    SLOWER,
+    Choices,
+    Contender,
+    buffer_count,
+    compiles,
+    host_sample,
+    measure,
+    normal,
+    progress,
+    ratios,
+    slower_than,
+    write,
+)
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from memkit import functional
 from memkit._reference import ACTIVATIONS
 from memkit.bench import machine
-from memkit.bench.report import origin, text_table, write_json
+from memkit.bench.report import origin, text_table
 
 KIND = "memkit-activation"
 FORMAT = 1
-RESULTS = Path(__file__).resolve().parent / "results"
 aten = torch.ops.aten
 
 Function = Callable[[Tensor], Tensor]
@@ -96,7 +108,6 @@ OPS: dict[str, Op] = {
 }
 
 SIZES = {"16Ki": 1 << 14, "128Ki": 1 << 17, "1Mi": 1 << 20, "8Mi": 1 << 23, "32Mi": 1 << 25}
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MODES = ("forward", "forward+backward")
 CONTENDERS = {
     "stock": "stock",
@@ -105,7 +116,6 @@ CONTENDERS = {
     "memkit": "memkit",
     "memkit_inplace": "memkit in place",
 }
-SLOWER = 1.05
 OVERHEAD_CALLS = 400
 
 
@@ -176,17 +186,16 @@ def compile_stock(
     stock = entry.stock
     compiled = torch.compile(lambda x: stock(x), dynamic=not static)
     x = normal(elements, dtype, device, seed=0)
-    try:
+
+    def run() -> None:
         if "forward" in modes:
             with torch.no_grad():
                 compiled(x)
         if "forward+backward" in modes:
             x.requires_grad_()
             compiled(x).backward(x.detach())
-    except Exception as error:
-        print(f"not compiled: {type(error).__name__}: {str(error).strip().splitlines()[0]}", file=sys.stderr)
-        return None
-    return compiled
+
+    return compiled if compiles(run) else None
 
 
 def run_case(
@@ -268,25 +277,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def progress(text: str) -> None:
-    if sys.stderr.isatty():
-        print(text, end="\x1b[K\r", file=sys.stderr, flush=True)
-
-
 def slower(result: dict[str, Any]) -> list[str]:
     """Every case in which memkit takes more than SLOWER times what stock takes, in words."""
     pairs = (("memkit", "stock"), ("memkit_inplace", "stock"), ("memkit_inplace", "reused"))
     found = []
     for case in result["cases"]:
-        where = f"{case['op']} {case['dtype']} {case['size']} {case['mode']}"
-        seconds = case["seconds"]
-        best = min(("memkit", "memkit_inplace"), key=seconds.__getitem__)
-        for mine, theirs in (*pairs, (best, "compiled")):
-            if theirs in seconds and case["ratio"][mine] > SLOWER * case["ratio"][theirs]:
-                factor = case["ratio"][mine] / case["ratio"][theirs]
-                found.append(
-                    f"{where}: {CONTENDERS[mine]} takes {factor:.2f}× the time of {CONTENDERS[theirs]}"
-                )
+        best = min(("memkit", "memkit_inplace"), key=case["seconds"].__getitem__)
+        where = ("op", "dtype", "size", "mode")
+        found += slower_than([case], where, CONTENDERS, (*pairs, (best, "compiled")))
     for row in result["overhead"]:
         ns = row["nanoseconds"]
         for mine, theirs in (("memkit", "stock"), ("memkit_inplace", "stock_inplace")):
@@ -332,49 +330,24 @@ def overhead_table(result: dict[str, Any]) -> str:
     return text_table(columns, body)
 
 
-def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    listed = {"ops": list(OPS), "sizes": list(SIZES), "dtypes": list(DTYPES), "modes": list(MODES)}
-    for name, known in listed.items():
-        parser.add_argument(f"--{name}", metavar="A,B", help=f"of {', '.join(known)} (default: all)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--quick", action="store_true", help="four ops, two sizes, float32: under 90 seconds")
-    parser.add_argument("--static", action="store_true", help="torch.compile for each size, not once for all")
-    parser.add_argument(
-        "--json", nargs="?", const="", metavar="FILE", help="default: results/activation-DEVICE.json"
-    )
-    args = parser.parse_args(argv)
-    quick = {
-        "ops": ["relu", "gelu", "silu", "relu_squared"],
-        "sizes": ["128Ki", "8Mi"],
-        "dtypes": ["float32"],
-    }
-    for name, known in listed.items():
-        text = getattr(args, name)
-        chosen = text.split(",") if text else (quick.get(name, known) if args.quick else known)
-        unknown = [each for each in chosen if each not in known]
-        if unknown:
-            parser.error(f"--{name}: expected some of {', '.join(known)}, got {', '.join(unknown)}")
-        setattr(args, name, chosen)
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: expected a CUDA GPU, got none")
-    return args
-
-
 def main(argv: list[str] | None = None) -> int:
-    args = arguments(argv)
+    choices = Choices(
+        __doc__,
+        {"ops": OPS, "sizes": SIZES, "dtypes": DTYPES, "modes": MODES},
+        quick={
+            "ops": ["relu", "gelu", "silu", "relu_squared"],
+            "sizes": ["128Ki", "8Mi"],
+            "dtypes": ["float32"],
+        },
+        file="activation",
+    )
+    choices.parser.add_argument(
+        "--static", action="store_true", help="torch.compile for each size, not once for all"
+    )
+    args = choices.parse(argv)
     result = run(args)
     print(table(result), overhead_table(result), origin(result), sep="\n\n")
-    print(f"\nmemkit slower than stock by more than {SLOWER - 1:.0%}: {len(result['slower']) or 'nowhere'}")
-    for line in result["slower"]:
-        print(f"  {line}")
-    if args.json is not None:
-        file = Path(args.json) if args.json else RESULTS / f"activation-{args.device}.json"
-        write_json(result, file)
-        print(f"wrote {file.name}")
-    return 0
+    return write(result, args)
 
 
 if __name__ == "__main__":

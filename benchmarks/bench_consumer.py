@@ -17,28 +17,25 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import Contender, measure, normal, ratios
+from common import DTYPES, Choices, Contender, compiles, measure, normal, ratios, slower_than, write
 from torch import Tensor
 
 import memkit.functional as M
 from memkit._reference_norm import batch_norm_act
 from memkit.bench import machine
-from memkit.bench.report import origin, text_table, write_json
+from memkit.bench.report import origin, text_table
 from memkit.memory import measure as measure_memory
 from memkit.memory import timeline
 
 KIND = "memkit-consumer"
 FORMAT = 1
-RESULTS = Path(__file__).resolve().parent / "results"
 SIZES = {"512x256": (512, 256), "1024x512": (1024, 512), "2048x768": (2048, 768)}
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CONTENDERS = {"stock": "stock", "compiled": "stock compiled", "parts": "memkit, parts", "memkit": "memkit"}
-SLOWER = 1.05
+WHERE = ("op", "dtype", "size")
 
 Function = Callable[..., Tensor]
 Shapes = Callable[[int, int], tuple[tuple[int, ...], ...]]
@@ -178,17 +175,6 @@ class Case:
         }
 
 
-def compiled_stock(case: Case) -> Function | None:
-    """Stock compiled for this size; None where no compiler works."""
-    compiled = torch.compile(case.op.stock, dynamic=False)
-    try:
-        case.there_and_back(compiled)
-    except Exception as error:
-        print(f"not compiled: {type(error).__name__}: {str(error).strip().splitlines()[0]}", file=sys.stderr)
-        return None
-    return compiled
-
-
 def run(args: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {"kind": KIND, "format": FORMAT, **machine.stamp(args.device), "cases": []}
     for name in args.ops:
@@ -198,8 +184,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 torch._dynamo.reset()
                 case = Case(op, size, DTYPES[dtype], args.device)
                 functions = {"stock": op.stock, "parts": op.parts, "memkit": op.memkit}
-                compiled = compiled_stock(case) if args.compile else None
-                if compiled:
+                compiled = torch.compile(op.stock, dynamic=False)
+                if args.compile and compiles(lambda f=compiled, c=case: c.there_and_back(f)):
                     functions["compiled"] = compiled
                 times = measure(
                     {n: case.contender(f) for n, f in functions.items()},
@@ -228,15 +214,7 @@ def finish(result: dict[str, Any]) -> None:
     result["cases"].sort(
         key=lambda c: tuple(o.index(c[k]) for o, k in zip(orders, ("op", "dtype", "size"), strict=True))
     )
-    result["slower"] = []
-    for case in result["cases"]:
-        for theirs in ("stock", "compiled"):
-            if theirs in case["ratio"] and case["ratio"]["memkit"] > SLOWER * case["ratio"][theirs]:
-                factor = case["ratio"]["memkit"] / case["ratio"][theirs]
-                where = f"{case['op']} {case['dtype']} {case['size']}"
-                result["slower"].append(
-                    f"{where}: memkit takes {factor:.2f}× the time of {CONTENDERS[theirs]}"
-                )
+    result["slower"] = slower_than(result["cases"], WHERE, CONTENDERS)
 
 
 def table(result: dict[str, Any]) -> str:
@@ -256,51 +234,28 @@ def table(result: dict[str, Any]) -> str:
     return text_table([*heads, "kept, MiB (in this order, after stock's)", "peak, MiB"], body)
 
 
-def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    listed = {"ops": list(OPS), "sizes": list(SIZES), "dtypes": list(DTYPES)}
-    for name, known in listed.items():
-        parser.add_argument(f"--{name}", metavar="A,B", help=f"of {', '.join(known)} (default: all)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--quick", action="store_true", help="the smallest size, float32")
-    parser.add_argument("--no-compile", dest="compile", action="store_false", help="without stock compiled")
-    parser.add_argument("--budget", type=float, default=3.0, help="seconds a case (default: 3)")
-    parser.add_argument(
-        "--json", nargs="?", const="", metavar="FILE", help="default: results/consumer-DEVICE.json"
-    )
-    parser.add_argument("--update", action="store_true", help="keep the file's other cases")
-    args = parser.parse_args(argv)
-    quick = {"sizes": ["512x256"], "dtypes": ["float32"]}
-    for name, known in listed.items():
-        text = getattr(args, name)
-        chosen = text.split(",") if text else (quick.get(name, known) if args.quick else known)
-        unknown = [each for each in chosen if each not in known]
-        if unknown:
-            parser.error(f"--{name}: expected some of {', '.join(known)}, got {', '.join(unknown)}")
-        setattr(args, name, chosen)
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    return args
-
-
 def main(argv: list[str] | None = None) -> int:
-    args = arguments(argv)
+    choices = Choices(
+        __doc__,
+        {"ops": OPS, "sizes": SIZES, "dtypes": DTYPES},
+        quick={"sizes": ["512x256"], "dtypes": ["float32"]},
+        file="consumer",
+    )
+    choices.parser.add_argument(
+        "--no-compile", dest="compile", action="store_false", help="without stock compiled"
+    )
+    choices.parser.add_argument("--budget", type=float, default=3.0, help="seconds a case (default: 3)")
+    choices.parser.add_argument("--update", action="store_true", help="keep the file's other cases")
+    args = choices.parse(argv)
     result = run(args)
     finish(result)
     print(table(result), origin(result), sep="\n\n")
-    if args.json is not None:
-        file = Path(args.json) if args.json else RESULTS / f"consumer-{args.device}.json"
-        if args.update and file.exists():
-            done = {(c["op"], c["dtype"], c["size"]) for c in result["cases"]}
-            before = json.loads(file.read_text())["cases"]
-            result["cases"] += [c for c in before if (c["op"], c["dtype"], c["size"]) not in done]
-            finish(result)
-        write_json(result, file)
-        print(f"wrote {file.name}")
-    print(f"\nmemkit slower by more than {SLOWER - 1:.0%}: {len(result['slower']) or 'nowhere'}")
-    for line in result["slower"]:
-        print(f"  {line}")
-    return 0
+    if args.update and args.json is not None and args.json.exists():
+        measured = [[case[name] for name in WHERE] for case in result["cases"]]
+        before = json.loads(args.json.read_text())["cases"]
+        result["cases"] += [case for case in before if [case[name] for name in WHERE] not in measured]
+        finish(result)
+    return write(result, args)
 
 
 if __name__ == "__main__":

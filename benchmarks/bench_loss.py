@@ -18,25 +18,21 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import normal, ratios
+from common import DTYPES, SLOWER, Choices, normal, ratios, write
 from torch import Tensor
 
 from memkit import functional
 from memkit.bench import machine
-from memkit.bench.report import origin, text_table, write_json
+from memkit.bench.report import origin, text_table
 from memkit.bench.timing import interleave
 from memkit.memory import timeline
 
 KIND = "memkit-loss"
 FORMAT = 1
-RESULTS = Path(__file__).resolve().parent / "results"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-SLOWER = 1.05
 ROWS, FEATURES = 2048, 512
 CLASSES = (32768, 131072)
 # 16 Ki to 32 Mi logits; the last is an image with 21 classes a pixel.
@@ -238,7 +234,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def add(result: dict[str, Any], before: dict[str, Any]) -> None:
+def update(result: dict[str, Any], before: dict[str, Any]) -> None:
     """Takes over the cases of an earlier run that this one has not."""
     for part, names in (("linear", ("dtype", "classes")), ("cross_entropy", ("dtype", "shape", "mode"))):
         measured = [[case[name] for name in names] for case in result[part]]
@@ -248,45 +244,25 @@ def add(result: dict[str, Any], before: dict[str, Any]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--dtypes", default="float32,bfloat16")
-    parser.add_argument("--parts", default="linear,cross_entropy")
-    parser.add_argument("--classes", default=",".join(map(str, CLASSES)), help="of the linear part")
-    parser.add_argument("--rounds", type=int, default=5, help="of stock and memkit in the linear part")
-    parser.add_argument(
-        "--others", type=int, default=1, help="rounds of the slow contenders, at the fewest classes"
+    choices = Choices(
+        __doc__,
+        {"parts": ("linear", "cross_entropy"), "dtypes": DTYPES, "classes": map(str, CLASSES)},
+        quick={"classes": [str(CLASSES[0])]},
+        file="loss",
     )
-    parser.add_argument("--quick", action="store_true", help="few sizes, few rounds, no others")
-    parser.add_argument(
-        "--json", nargs="?", const="", metavar="FILE", help="default: results/loss-DEVICE.json"
-    )
-    parser.add_argument(
-        "--add", action="store_true", help="keep the file's cases that this run does not measure"
-    )
-    args = parser.parse_args(argv)
-    args.dtypes, args.parts = args.dtypes.split(","), args.parts.split(",")
-    args.classes = [int(each) for each in args.classes.split(",")]
-    if not set(args.dtypes) <= DTYPES.keys() or not set(args.parts) <= {"linear", "cross_entropy"}:
-        parser.error(f"expected --dtypes of {', '.join(DTYPES)} and --parts of linear, cross_entropy")
+    add_argument = choices.parser.add_argument
+    add_argument("--rounds", type=int, default=5, help="of stock and memkit in the linear part")
+    add_argument("--others", type=int, default=1, help="rounds of the slow contenders, at the fewest classes")
+    add_argument("--update", action="store_true", help="keep the file's other cases")
+    args = choices.parse(argv)
+    args.classes = [int(each) for each in args.classes]
     if args.quick:
-        args.others, args.rounds, args.classes = 0, 2, list(CLASSES[:1])
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+        args.others, args.rounds = 0, 2
     result = run(args)
     print(tables(result), origin(result), sep="\n\n")
-    print(
-        f"\nslower than stock by more than {SLOWER - 1:.0%}, or short of the bar: {len(result['slower']) or 'nowhere'}"
-    )
-    for line in result["slower"]:
-        print(f"  {line}")
-    if args.json is not None:
-        file = Path(args.json) if args.json else RESULTS / f"loss-{args.device}.json"
-        if args.add and file.exists():
-            add(result, json.loads(file.read_text()))
-        write_json(result, file)
-        print(f"wrote {file.name}")
-    return 0
+    if args.update and args.json is not None and args.json.exists():
+        update(result, json.loads(args.json.read_text()))
+    return write(result, args)
 
 
 if __name__ == "__main__":

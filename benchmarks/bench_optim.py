@@ -10,29 +10,24 @@ storage once. The bar: memkit in float32 takes no longer than the fused form.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from common import ratios
+from common import DTYPES, Choices, ratios, slower_than, write
 from torch import Tensor, nn
 
 from memkit import optim
 from memkit.bench import machine
 from memkit.bench.models import GPT
-from memkit.bench.report import origin, text_table, write_json
+from memkit.bench.report import origin, text_table
 from memkit.bench.timing import interleave
 
 KIND = "memkit-optim"
 FORMAT = 1
-RESULTS = Path(__file__).resolve().parent / "results"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-SLOWER = 1.05
 REFERENCE = "fused"
 
 Make = Callable[[list[Tensor]], torch.optim.Optimizer]
@@ -101,16 +96,6 @@ def case(rule: str, name: str, dtype: str, device: str, rounds: int) -> dict[str
     }
 
 
-def slower(result: dict[str, Any]) -> list[str]:
-    """Every case in which memkit takes more than SLOWER times what PyTorch's fused form takes, in words."""
-    return [
-        f"{c['rule']} {c['parameters']} {c['dtype']}: {name} takes {ratio:.2f}× the time of fused"
-        for c in result["steps"]
-        for name, ratio in c["ratio"].items()
-        if name.startswith("memkit") and ratio > SLOWER
-    ]
-
-
 def table(result: dict[str, Any]) -> str:
     names = list(ADAMW)
     body = []
@@ -123,35 +108,24 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--dtypes", default="float32,bfloat16")
-    parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--quick", action="store_true", help="few rounds, float32 only")
-    parser.add_argument(
-        "--json", nargs="?", const="", metavar="FILE", help="default: results/optim-DEVICE.json"
+    choices = Choices(
+        __doc__, {"rules": RULES, "dtypes": DTYPES}, quick={"dtypes": ["float32"]}, file="optim"
     )
-    args = parser.parse_args(argv)
-    dtypes = ["float32"] if args.quick else args.dtypes.split(",")
-    if not set(dtypes) <= DTYPES.keys():
-        parser.error(f"expected --dtypes of {', '.join(DTYPES)}")
-    device = args.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    result: dict[str, Any] = {"kind": KIND, "format": FORMAT, **machine.stamp(device)}
+    choices.parser.add_argument("--rounds", type=int, default=25)
+    args = choices.parse(argv)
+    rounds = 7 if args.quick else args.rounds
+    result: dict[str, Any] = {"kind": KIND, "format": FORMAT, **machine.stamp(args.device)}
     result["steps"] = [
-        case(rule, name, dtype, device, 7 if args.quick else args.rounds)
-        for rule in RULES
+        case(rule, name, dtype, args.device, rounds)
+        for rule in args.rules
         for name in ("gpt", "small")
-        for dtype in dtypes
+        for dtype in args.dtypes
     ]
-    result["slower"] = slower(result)
+    mine = [(name, REFERENCE) for name in ADAMW if name.startswith("memkit")]
+    labels = {name: name for name in ADAMW}
+    result["slower"] = slower_than(result["steps"], ("rule", "parameters", "dtype"), labels, mine)
     print(table(result), origin(result), sep="\n\n")
-    print("\n".join(["", "slower than PyTorch's fused form:", *(result["slower"] or ["nothing"])]))
-    if args.json is not None:
-        path = Path(args.json) if args.json else RESULTS / f"optim-{device}.json"
-        write_json(result, path)
-    return 0
+    return write(result, args)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,24 @@
-"""What the op benchmarks share: sets of buffers to run over, clocks for both devices, rounds in turns."""
+"""What the op benchmarks share: buffers to run over, clocks for both devices, rounds in turns, options, results files."""
 
 from __future__ import annotations
 
+import argparse
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from memkit.bench.report import write_json
 from memkit.bench.timing import interleave, ratio
+
+RESULTS = Path(__file__).resolve().parent / "results"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+SLOWER = 1.05
 
 # One timed sample runs over several buffers, so that it lasts long enough to be timed.
 CPU_ELEMENTS = 1 << 20
@@ -85,3 +93,88 @@ def measure(
 
 def ratios(times: Mapping[str, Sequence[float]], reference: str) -> dict[str, float]:
     return {name: ratio(taken, times[reference]) for name, taken in times.items()}
+
+
+def progress(text: str) -> None:
+    if sys.stderr.isatty():
+        print(text, end="\x1b[K\r", file=sys.stderr, flush=True)
+
+
+def compiles(run: Callable[[], object]) -> bool:
+    """Whether `run`, which compiles something, gets through; says why where it does not."""
+    try:
+        run()
+    except Exception as error:
+        print(f"not compiled: {type(error).__name__}: {str(error).strip().splitlines()[0]}", file=sys.stderr)
+        return False
+    return True
+
+
+def slower_than(
+    cases: Iterable[Mapping[str, Any]],
+    where: Sequence[str],
+    labels: Mapping[str, str],
+    pairs: Sequence[tuple[str, str]] = (("memkit", "stock"), ("memkit", "compiled")),
+) -> list[str]:
+    """Every case in which the first of a pair takes more than SLOWER times what the second takes, in words."""
+    found = []
+    for case in cases:
+        ratio = case["ratio"]
+        for mine, theirs in pairs:
+            if mine in ratio and theirs in ratio and ratio[mine] > SLOWER * ratio[theirs]:
+                place = " ".join(str(case[name]) for name in where)
+                factor = ratio[mine] / ratio[theirs]
+                found.append(f"{place}: {labels[mine]} takes {factor:.2f}× the time of {labels[theirs]}")
+    return found
+
+
+class Choices:
+    """The options of an op benchmark: lists to choose from, --quick, --device and --json."""
+
+    def __init__(
+        self,
+        doc: str | None,
+        listed: Mapping[str, Iterable[str]],
+        quick: Mapping[str, list[str]],
+        file: str,
+    ) -> None:
+        self.listed = {name: list(known) for name, known in listed.items()}
+        self.quick = quick
+        self.file = file
+        self.parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+        for name, known in self.listed.items():
+            self.parser.add_argument(f"--{name}", metavar="A,B", help=f"of {', '.join(known)} (default: all)")
+        self.parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+        few = "; ".join(", ".join(chosen) for chosen in quick.values())
+        self.parser.add_argument("--quick", action="store_true", help=f"{few}; short measurements")
+        self.parser.add_argument(
+            "--json", nargs="?", const="", metavar="FILE", help=f"default: results/{file}-DEVICE.json"
+        )
+
+    def parse(self, argv: list[str] | None) -> argparse.Namespace:
+        args = self.parser.parse_args(argv)
+        for name, known in self.listed.items():
+            text = getattr(args, name)
+            chosen = text.split(",") if text else self.quick.get(name, known) if args.quick else known
+            unknown = [each for each in chosen if each not in known]
+            if unknown:
+                self.parser.error(f"--{name}: expected some of {', '.join(known)}, got {', '.join(unknown)}")
+            setattr(args, name, chosen)
+        if args.device == "auto":
+            args.device = "cuda" if torch.cuda.is_available() else "cpu"
+        if args.device == "cuda" and not torch.cuda.is_available():
+            self.parser.error("--device cuda: expected a CUDA GPU, got none")
+        if args.json is not None:
+            args.json = Path(args.json) if args.json else RESULTS / f"{self.file}-{args.device}.json"
+        return args
+
+
+def write(result: dict[str, Any], args: argparse.Namespace) -> int:
+    """Says where memkit is slower, and writes the results file where one is asked for."""
+    print(f"\nmemkit slower by more than {SLOWER - 1:.0%}: {len(result['slower']) or 'nowhere'}")
+    for line in result["slower"]:
+        print(f"  {line}")
+    if args.json is not None:
+        write_json(result, args.json)
+        print(f"wrote {args.json.name}")
+    return 0

@@ -113,11 +113,12 @@ if stage build 240 "$OUT/build.log" "$PYTHON" setup.py -q build_ext --inplace; t
   if [ -f benchmarks/bench_pool.py ]; then
     stage pool 60 "$SCRATCH/pool.log" "$PYTHON" benchmarks/bench_pool.py --parts calls,step --rounds 5 --json "$OUT/pool.json"
   fi
-  for family in norm softmax rotary loss optim; do
-    stage $family 25 "$SCRATCH/$family.log" "$PYTHON" benchmarks/bench_$family.py --device cuda --quick \
-      $([ $family = loss ] || [ $family = optim ] || echo --no-compile) --json "$SCRATCH/$family.json"
+  stage ops 60 "$SCRATCH/ops.log" "$PYTHON" benchmarks/bench_ops.py --device cuda --sizes 128Ki,32Mi --no-compile \
+    --json "$SCRATCH/ops.json"
+  for each in loss optim; do
+    stage $each 25 "$SCRATCH/$each.log" "$PYTHON" benchmarks/bench_$each.py --device cuda --quick --json "$SCRATCH/$each.json"
   done
-  "$PYTHON" - "$OUT/families.json" "$SCRATCH"/{norm,softmax,rotary,loss,optim}.json <<'PY'
+  "$PYTHON" - "$OUT/families.json" "$SCRATCH"/{ops,loss,optim}.json <<'PY'
 import json, pathlib, sys
 out, *parts = map(pathlib.Path, sys.argv[1:])
 out.write_text(json.dumps([json.loads(part.read_text()) for part in parts if part.exists()], indent=1) + "\n")

@@ -4,6 +4,8 @@
     memkit bench --ablation --variants eager,memkit --json benchmarks/results/ablation-cpu.json
     memkit bench --model gpt --dropout 0 --variants eager,memkit --json benchmarks/results/nodropout-cpu.json
     python benchmarks/bench_activation.py --json
+    python benchmarks/bench_ops.py --json
+    python benchmarks/bench_loss.py --json
     python benchmarks/bench_pool.py --json
     python benchmarks/bench_optim.py --json
     python benchmarks/report.py                 # fills README.md; --check only says whether it is up to date
@@ -29,7 +31,8 @@ from memkit.bench import report
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-BENCH, ACTIVATION, POOL, OPTIM = report.KIND, "memkit-activation", "memkit-pool", "memkit-optim"
+BENCH, ACTIVATION, OPS = report.KIND, "memkit-activation", "memkit-ops"
+POOL, OPTIM, LOSS = "memkit-pool", "memkit-optim", "memkit-loss"
 ABLATION, NO_DROPOUT = f"{BENCH}, ablation", f"{BENCH}, no dropout"
 
 Result = dict[str, Any]
@@ -55,12 +58,12 @@ ABLATION_COLUMNS = (
 # benchmark that runs it on a GPU.
 FEATURES = (
     ("activations and `bias_act`", "tests/test_activation.py", "csrc/cuda/activation_forward.cu", ACTIVATION),
-    ("dropout", "tests/test_dropout.py", "csrc/cuda/activation_forward.cu", None),
-    ("gated units", "tests/test_glu.py", "csrc/cuda/glu.cu", None),
-    ("rotary embeddings", "tests/test_rotary.py", "csrc/cuda/rotary.cu", "memkit-rotary"),
-    ("softmax", "tests/test_softmax.py", "csrc/cuda/softmax.cu", "memkit-softmax"),
-    ("norms", "tests/test_norm.py", "csrc/cuda/row_norm.cu", "memkit-norm"),
-    ("losses", "tests/test_loss.py", "csrc/cuda/loss.cu", "memkit-loss"),
+    ("dropout", "tests/test_dropout.py", "csrc/cuda/activation_forward.cu", OPS),
+    ("gated units", "tests/test_glu.py", "csrc/cuda/glu.cu", OPS),
+    ("rotary embeddings", "tests/test_rotary.py", "csrc/cuda/rotary.cu", OPS),
+    ("softmax", "tests/test_softmax.py", "csrc/cuda/softmax.cu", OPS),
+    ("norms", "tests/test_norm.py", "csrc/cuda/row_norm.cu", OPS),
+    ("losses", "tests/test_loss.py", "csrc/cuda/loss.cu", LOSS),
     ("an operator and its layer as one (`act_linear`, `nn.MLP`)", "tests/test_consumer.py", None, None),
     ("`memkit.optim`", "tests/test_optim.py", "csrc/cuda/optimizer.cu", OPTIM),
     ("`memkit.lean`", "tests/test_glu.py", None, None),
@@ -138,6 +141,58 @@ def activation_table(results: Results) -> str:
 def sizes_table(results: Results) -> str:
     """A row for each dtype and size: the geometric mean over the ops."""
     return _condensed(results, "elements", lambda case: f"{case['dtype']}, {case['size']}")
+
+
+def ops_table(results: Results) -> str:
+    """A table a mode: an op and dtype a row, a size a column; then where memkit is slower."""
+    parts = []
+    for result in of_kind(results, OPS):
+        sizes = list(dict.fromkeys(case["size"] for case in result["cases"]))
+        for mode in dict.fromkeys(case["mode"] for case in result["cases"]):
+            rows: dict[tuple[str, str], dict[str, str]] = {}
+            shown: list[str] = ["memkit", "in_place"] if mode == "forward" else ["memkit", "compiled"]
+            for case in (c for c in result["cases"] if c["mode"] == mode):
+                cells = [f"{case['ratio'][n]:.2f}" if n in case["ratio"] else "–" for n in shown]
+                rows.setdefault((case["op"], case["dtype"]), {})[case["size"]] = " / ".join(cells)
+            body = [[*key, *(cells.get(size, "") for size in sizes)] for key, cells in rows.items()]
+            second = "memkit in place" if mode == "forward" else "torch.compile"
+            parts.append(f"{mode.capitalize()}, time as a ratio to stock eager: memkit / {second}.")
+            parts.append(report.markdown_table([mode, "dtype", *sizes], body))
+        slow = [line for line in result["slower"] if line.endswith("stock")]
+        count = len(result["cases"])
+        parts.append(f"Slower than stock eager by more than 5%: {len(slow)} of {count} cases.")
+        parts += ["\n".join(f"- {line}" for line in slow)] if slow else []
+        parts.append(report.origin(result))
+    return "\n\n".join(parts)
+
+
+def loss_table(results: Results) -> str:
+    """linear_cross_entropy against the layer and the loss apart."""
+    parts = []
+    for result in of_kind(results, LOSS):
+        body = [
+            [
+                case["dtype"],
+                f"{case['classes']:,}",
+                report.size(case["peak"]["stock"]),
+                report.size(case["peak"]["memkit"]),
+                f"{case['share_of_stock_beside_gradients']:.1%}",
+                f"{case['ratio']['memkit']:.2f}×",
+                f"{case['ratio']['chunked']:.2f}×" if "chunked" in case["ratio"] else "",
+            ]
+            for case in result["linear"]
+        ]
+        columns = [
+            "dtype",
+            "classes",
+            "stock's peak",
+            "memkit's",
+            "beside gradients",
+            "time",
+            "PyTorch chunked",
+        ]
+        parts += [report.markdown_table(columns, body), report.origin(result)]
+    return "\n\n".join(parts)
 
 
 def overhead_table(results: Results) -> str:
@@ -248,6 +303,8 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "activation": activation_table,
     "activation-sizes": sizes_table,
     "overhead": overhead_table,
+    "ops": ops_table,
+    "linear-cross-entropy": loss_table,
     "pool": pool_table,
     "pool-core": core_table,
     "optim": optim_table,

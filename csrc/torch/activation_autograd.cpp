@@ -7,6 +7,7 @@
 #include "activation_node.h"
 #include "activation_ops.h"
 #include "checks.h"
+#include "eager.h"
 #include "layout.h"
 #include "spec.h"
 #include "stock.h"
@@ -153,7 +154,7 @@ Tensor ActivationBackward::recompute() {
   const OptionalTensor kept_bias = has_bias ? OptionalTensor(unpack(next++)) : std::nullopt;
   const OptionalTensor seed = has_seed ? OptionalTensor(unpack(next++)) : std::nullopt;
   Tensor ordered = has_seed ? restride(std::move(input), strides) : std::move(input);
-  if (is_own && is_plain(ordered) && ordered.is_non_overlapping_and_dense() &&
+  if (is_own && eager::is_dead(ordered) && is_plain(ordered) && ordered.is_non_overlapping_and_dense() &&
       ActivationSpec(op, params).invertible()) {
     const at::AutoDispatchBelowADInplaceOrView below;
     return ops::activation_(ordered, kept_bias, dim, op, params, "auto", std::nullopt, seed, drop);
