@@ -40,6 +40,14 @@ def convolutions(act=nn.SiLU):
     return nn.Sequential(stage(2), stage(D), nn.Flatten(), nn.Linear(D * 16, 3)).double()
 
 
+def residual_body(act=nn.SiLU, **kwargs):
+    """conv, norm, act, conv, norm, act, conv: two triples that run as one each."""
+    convolutions = [nn.Conv2d(D, D, 3, padding=1, **kwargs) for _ in range(3)]
+    between = [(nn.BatchNorm2d(D), act()) for _ in range(2)]
+    first, second, last = convolutions
+    return nn.Sequential(first, *between[0], second, *between[1], last).double()
+
+
 def images():
     return torch.randn(3, 2, 8, 8, dtype=torch.float64)
 
@@ -150,6 +158,45 @@ def test_batch_norm_with_its_activation(act, training, by_sample):
     unswap(model)
     assert not any(isinstance(module, types.Changed) for module in model.modules())
     assert type(model[0]) is nn.Sequential
+
+
+@pytest.mark.parametrize("act", [nn.SiLU, nn.ReLU, lambda: nn.ReLU(True)])
+@pytest.mark.parametrize("kwargs", [{}, {"groups": 2}, {"stride": 2}, {"padding_mode": "reflect"}, {"bias": False}])
+@pytest.mark.parametrize("training", [True, False])
+def test_batch_norm_activation_and_convolution(act, kwargs, training):
+    model, x = residual_body(act, **kwargs).train(training), torch.randn(3, D, 6, 6, dtype=torch.float64)
+    twin, fused = copy.deepcopy(model), "padding_mode" not in kwargs
+    report = swap(model, sample=x)
+    out = model(x)
+    assert ("_conv2d_backward" in out.grad_fn.name()) == fused
+    model.zero_grad()
+    unswap(model)
+    model.load_state_dict(twin.state_dict())
+    swap(model)
+    for ours, theirs in zip(step(model, x), step(twin, x), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
+    for ours, theirs in zip(model.buffers(), twin.buffers(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    if fused:
+        kept = memory.measure(lambda: model(x).sum()).saved
+        assert kept == report.saved_after
+        told = report.bytes_before - report.bytes_after
+        statistics = 2 * D * 8 * len(report)
+        assert report.saved_before - kept == pytest.approx(told, abs=statistics)
+        norms = [x.numel() * 8, x.numel() * 8] if "stride" not in kwargs else [3 * D * 9 * 8, 3 * D * 4 * 8]
+        assert kept == pytest.approx(sum(norms), abs=statistics)  # their inputs
+
+
+def test_a_convolution_with_hooks_is_called():
+    model, x = residual_body(), torch.randn(3, D, 6, 6, dtype=torch.float64)
+    swap(model)
+    seen = []
+    model[3].register_forward_hook(lambda module, args, out: seen.append(args[0]))
+    twin = copy.deepcopy(model)
+    unswap(twin)
+    torch.testing.assert_close(model(x), twin(x))
+    assert len(seen) == 2
+    torch.testing.assert_close(seen[0], seen[1])
 
 
 def test_parts_of_a_sequence_are_themselves():

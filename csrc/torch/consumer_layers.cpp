@@ -2,6 +2,8 @@
 // least memory.
 #include <ATen/ATen.h>
 
+#include <array>
+
 #include "checks.h"
 #include "consumer.h"
 
@@ -99,10 +101,21 @@ Consumers::Gradients Consumers::backward(const Tensors& grads, const std::functi
   }
   if (!conv.empty()) {
     const Tensor& w = weights[0];
-    const Tensor input = wanted[1] ? h() : at::empty_like(like, like.options().dtype(w.scalar_type()));
-    std::tie(found.h, found.weights[0], found.biases[0]) =
-        at::convolution_backward(grads[0], input, w, at::IntArrayRef{w.size(0)}, part(conv, 0), part(conv, 1),
-                                 part(conv, 2), false, {0, 0}, conv[6], {wanted[0], wanted[1], wanted[2]});
+    const auto gradients = [&](const Tensor& input, std::array<bool, 3> mask) {
+      return at::convolution_backward(grads[0], input, w, at::IntArrayRef{w.size(0)}, part(conv, 0), part(conv, 1),
+                                      part(conv, 2), false, {0, 0}, conv[6], mask);
+    };
+    // One after the other: their input is gone before its gradient is made, which takes of it the shape alone.
+    Tensor unused;
+    if (wanted[1]) std::tie(unused, found.weights[0], found.biases[0]) = gradients(h(), {false, true, wanted[2]});
+    const bool of_bias = wanted[2] && !wanted[1];
+    if (wanted[0] || of_bias) {
+      const Tensor shaped =
+          like.scalar_type() == w.scalar_type() ? like : at::empty_like(like, like.options().dtype(w.scalar_type()));
+      Tensor bias;
+      std::tie(found.h, unused, bias) = gradients(shaped, {wanted[0], false, of_bias});
+      if (of_bias) found.biases[0] = bias;
+    }
     if (wanted[0]) found.h = found.h.contiguous(format_of(like));
     if (wanted[1]) found.weights[0] = found.weights[0].contiguous();
     return found;

@@ -95,8 +95,7 @@ class Residual(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
-        self.first = nn.Sequential(*conv_bn(inputs, outputs, stride), nn.SiLU())
-        self.second = nn.Sequential(*conv_bn(outputs, outputs))
+        self.body = nn.Sequential(*conv_bn(inputs, outputs, stride), nn.SiLU(), *conv_bn(outputs, outputs))
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or inputs != outputs:
             self.shortcut = nn.Sequential(
@@ -105,7 +104,7 @@ class Residual(nn.Module):
         self.act = nn.SiLU()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.act(self.shortcut(x) + self.second(self.first(x)))
+        return self.act(self.shortcut(x) + self.body(x))
 
 
 class CNN(nn.Module):

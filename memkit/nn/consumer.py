@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .. import functional as F
 from .._lean import lean
 from ..functional._glu import Packing
-from .norm import LayerNorm, RMSNorm
+from .norm import LayerNorm, RMSNorm, norm_act_conv_of
 
 __all__ = ["MLP", "ActLinear", "DropoutLinear", "GLULinear", "GatedMLP", "NormActConv2d", "NormLinear"]
 
@@ -161,30 +161,7 @@ class NormActConv2d(nn.Conv2d):
         if not _is_plain(norm, nn.BatchNorm2d):
             h = norm(input)
             return super().forward(h if self.act is None else F.act_dropout(h, self.act, 0.0))
-        momentum = 0.0 if norm.momentum is None else norm.momentum
-        if norm.training and norm.track_running_stats and norm.num_batches_tracked is not None:
-            norm.num_batches_tracked.add_(1)
-            if norm.momentum is None:  # the average over all batches
-                momentum = 1.0 / float(norm.num_batches_tracked)
-        own = norm.training or norm.running_mean is None
-        kept = not norm.training or norm.track_running_stats
-        return F.norm_act_conv2d(
-            input,
-            self.weight,
-            self.bias,
-            self.stride,
-            self.padding,  # type: ignore[arg-type]
-            self.dilation,
-            self.groups,
-            running_mean=norm.running_mean if kept else None,
-            running_var=norm.running_var if kept else None,
-            norm_weight=norm.weight,
-            norm_bias=norm.bias,
-            training=own,
-            momentum=momentum,
-            eps=norm.eps,
-            act=self.act,
-        )
+        return norm_act_conv_of(norm, self, input, self.act, {})
 
     def extra_repr(self) -> str:
         text: str = super().extra_repr()  # type: ignore[no-untyped-call]

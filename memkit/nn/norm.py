@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict
 
 from torch import Tensor, nn
 
@@ -40,29 +40,66 @@ class GroupNorm(nn.GroupNorm):
         return F.group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
 
 
-def batch_norm_of(
-    module: Any, input: Tensor, act: str | None, params: dict[str, Any], process_group: Any = None
-) -> Tensor:
-    """What a batch norm of torch.nn computes with its state, and the activation behind it."""
-    module._check_input_dim(input)
+class BatchNormState(TypedDict):
+    """What a batch norm computes with beside its parameters: arguments of :func:`memkit.functional.batch_norm_act`."""
+
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    training: bool
+    momentum: float
+    eps: float
+
+
+def batch_norm_state(module: Any) -> BatchNormState:
+    """Of one call of a batch norm of torch.nn, which is counted."""
     momentum = 0.0 if module.momentum is None else module.momentum
     if module.training and module.track_running_stats and module.num_batches_tracked is not None:
         module.num_batches_tracked.add_(1)
         if module.momentum is None:  # the average over all batches
             momentum = 1.0 / float(module.num_batches_tracked)
-    own_statistics = module.training or (module.running_mean is None and module.running_var is None)
     kept = not module.training or module.track_running_stats
+    return {
+        "running_mean": module.running_mean if kept else None,
+        "running_var": module.running_var if kept else None,
+        "training": module.training or (module.running_mean is None and module.running_var is None),
+        "momentum": momentum,
+        "eps": module.eps,
+    }
+
+
+def batch_norm_of(
+    module: Any, input: Tensor, act: str | None, params: dict[str, Any], process_group: Any = None
+) -> Tensor:
+    """What a batch norm of torch.nn computes with its state, and the activation behind it."""
+    module._check_input_dim(input)
     return F.batch_norm_act(
         input,
-        module.running_mean if kept else None,
-        module.running_var if kept else None,
-        module.weight,
-        module.bias,
-        own_statistics,
-        momentum,
-        module.eps,
+        weight=module.weight,
+        bias=module.bias,
         act=act,
         process_group=process_group,
+        **batch_norm_state(module),
+        **params,
+    )
+
+
+def norm_act_conv_of(
+    norm: Any, conv: nn.Conv2d, input: Tensor, act: str | None, params: dict[str, Any]
+) -> Tensor:
+    """What a batch norm of torch.nn, the activation and the convolution behind it compute, as one operator."""
+    norm._check_input_dim(input)
+    return F.norm_act_conv2d(
+        input,
+        conv.weight,
+        conv.bias,
+        conv.stride,
+        conv.padding,  # type: ignore[arg-type]
+        conv.dilation,
+        conv.groups,
+        norm_weight=norm.weight,
+        norm_bias=norm.bias,
+        act=act,
+        **batch_norm_state(norm),
         **params,
     )
 

@@ -5,7 +5,7 @@ prove, except where a norm keeps its output: that must not be changed in place a
 
 - dropouts keep a seed, no mask;
 - layer norm and RMS norm keep one tensor, where possible the output that the next layer keeps anyway;
-- a batch norm and the activation behind it in an `nn.Sequential` keep the norm's input alone.
+- a batch norm, the activation and the convolution behind it in an `nn.Sequential` keep the norm's input alone.
 
 What memkit has no kernel for, and norms under autocast where `exact`, goes to the stock forward: memkit's norms give
 autocast's dtype there, stock's float32.
@@ -18,14 +18,14 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_exporting
-from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+from torch.nn.modules import module as torch_module
 
 from .. import nn as memkit_nn
 from .._lean import is_lean
 from ..functional import Save, norm_saves
 from ..functional._activation import _PARAMETERS
 from ..functional._norm import output_dtype
-from ..nn.norm import batch_norm_of
+from ..nn.norm import batch_norm_of, norm_act_conv_of
 from .recipes import CALLERS
 from .types import FLOATS, Changed, Proof, Swapped, has_hooks
 
@@ -61,7 +61,7 @@ class Layer(Changed):
 class Norm(Layer):
     @property
     def save(self) -> Save:
-        hooks = self._forward_hooks or _global_forward_hooks
+        hooks = self._forward_hooks or torch_module._global_forward_hooks
         return "input" if hooks and not self._swap.hooked else self._swap.save
 
     def _stays(self, input: Tensor) -> bool:
@@ -171,25 +171,52 @@ FUSED = Proof(False, dtypes=frozenset())
 
 
 class Sequential(Changed, nn.Sequential):
-    """Runs a batch norm and the activation behind it as one. Looks anew in each call: it may have been sliced or edited."""
+    """Runs a batch norm, the activation and the convolution behind it as one. Looks anew in each call: it may have been
+    sliced or edited."""
 
     def forward(self, input: Any) -> Any:
         modules = tuple(self._modules.values())
-        done: Any = None
-        for module, behind in zip(modules, (*modules[1:], None), strict=True):
-            if module is done:
-                done = None
-            elif is_pair(module, behind) and serves(input) and output_dtype(input) == input.dtype:
-                act: Any = behind
+        i = 0
+        while i < len(modules):
+            module, *behind = modules[i : i + 3]
+            if behind and is_pair(module, behind[0]) and serves(input) and output_dtype(input) == input.dtype:
+                act: Any = behind[0]
                 params = dict(zip(_PARAMETERS.get(act._op, ()), act._params, strict=True))
-                input = batch_norm_of(module, input, act._op, params)
-                done = behind
+                if len(behind) == 2 and takes(behind[1], input):
+                    input = norm_act_conv_of(module, behind[1], input, act._op, params)
+                    i += 3
+                else:
+                    input = batch_norm_of(module, input, act._op, params)
+                    i += 2
             else:
                 input = cast(Any, module)(input)
+                i += 1
         return input
 
 
 CALLERS.add(Sequential.forward.__code__)
+
+
+def takes(conv: Any, input: Tensor) -> bool:
+    """Whether one operator computes the convolution with what is before it, and brings something."""
+    return (
+        is_convolution(conv)
+        and conv.weight.dtype == input.dtype
+        and input.dim() == 4
+        and input.requires_grad
+        and torch.is_grad_enabled()
+    )
+
+
+def is_convolution(module: Any) -> bool:
+    """One that does what its parameters say, and nothing else."""
+    return (
+        type(module) is nn.Conv2d
+        and type(module.weight) is nn.Parameter
+        and module.padding_mode == "zeros"
+        and not isinstance(module.padding, str)
+        and not has_hooks(module)
+    )
 
 
 def is_pair(norm: Any, act: Any) -> bool:
@@ -197,5 +224,5 @@ def is_pair(norm: Any, act: Any) -> bool:
     return (
         (type(norm) in BATCH_NORMS or isinstance(norm, BatchNorm))
         and isinstance(act, Swapped)
-        and not (has_hooks(norm) or has_hooks(act) or _global_forward_hooks or _global_forward_pre_hooks)
+        and not (has_hooks(norm) or has_hooks(act) or torch_module._has_any_global_hook())
     )

@@ -11,7 +11,7 @@ from torch import nn
 
 from .. import _C
 from ..nn.activation import _Variant
-from .layers import BATCH_NORMS, FUSED, LAYERS, Choice, Layer, Norm, Sequential
+from .layers import BATCH_NORMS, FUSED, LAYERS, Choice, Layer, Norm, Sequential, is_convolution
 from .recipes import FUNCTIONS, RECIPES
 from .report import Row
 from .types import (
@@ -77,6 +77,11 @@ class Site:
     @property
     def fused(self) -> bool:
         return bool(self.norms) and all(self.norms) and not has_hooks(self.module)
+
+    @property
+    def feeds_convolution(self) -> bool:
+        """Whether it runs as one with the convolution behind it too."""
+        return self.fused and all(behind and is_convolution(behind[0]) for behind in self.followers)
 
     @property
     def twin(self) -> type[Swapped]:
