@@ -161,7 +161,9 @@ def test_batch_norm_with_its_activation(act, training, by_sample):
 
 
 @pytest.mark.parametrize("act", [nn.SiLU, nn.ReLU, lambda: nn.ReLU(True)])
-@pytest.mark.parametrize("kwargs", [{}, {"groups": 2}, {"stride": 2}, {"padding_mode": "reflect"}, {"bias": False}])
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"groups": 2}, {"stride": 2}, {"padding_mode": "reflect"}, {"bias": False}]
+)
 @pytest.mark.parametrize("training", [True, False])
 def test_batch_norm_activation_and_convolution(act, kwargs, training):
     model, x = residual_body(act, **kwargs).train(training), torch.randn(3, D, 6, 6, dtype=torch.float64)

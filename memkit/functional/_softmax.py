@@ -54,12 +54,7 @@ def softmax(
     inplace: Inplace = False,
 ) -> Tensor:
     """e^z / sum of e^z along ``dim``, with z = scale · input + mask."""
-    dim = _dim("softmax", input) if dim is None else dim
-    if not is_compiling():
-        out = _C.softmax(input, dim, mask, scale, causal, False, dtype, inplace)
-        if out is not None:
-            return out
-    return _dispatched("softmax", input, dim, dtype, scale, mask, causal, inplace)
+    return _call("softmax", input, dim, dtype, scale, mask, causal, inplace)
 
 
 def log_softmax(
@@ -73,34 +68,31 @@ def log_softmax(
     inplace: Inplace = False,
 ) -> Tensor:
     """z - log of the sum of e^z along ``dim``, with z = scale · input + mask."""
-    dim = _dim("log_softmax", input) if dim is None else dim
-    if not is_compiling():
-        out = _C.softmax(input, dim, mask, scale, causal, True, dtype, inplace)
-        if out is not None:
-            return out
-    return _dispatched("log_softmax", input, dim, dtype, scale, mask, causal, inplace)
+    return _call("log_softmax", input, dim, dtype, scale, mask, causal, inplace)
 
 
-def _dim(op: str, input: Tensor) -> int:
-    """What torch.nn.functional takes where there is no dim, with its warning."""
-    warnings.warn(f"Implicit dimension choice for {op} has been deprecated: give dim=", stacklevel=3)
-    return 0 if input.dim() in (0, 1, 3) else 1
-
-
-def _dispatched(
+def _call(
     op: str,
     input: Tensor,
-    dim: int,
+    dim: int | None,
     dtype: torch.dtype | None,
     scale: float,
     mask: Tensor | None,
     causal: bool,
     inplace: Inplace,
 ) -> Tensor:
-    """Through torch.ops: what a compiler traces and tensor subclasses intercept. Functional, with a copy in place."""
+    """Straight into C++; through torch.ops where a compiler traces or a tensor subclass intercepts. Functional there, with
+    a copy in place."""
+    log = op == "log_softmax"
+    if dim is None:  # what torch.nn.functional takes, with its warning
+        warnings.warn(f"Implicit dimension choice for {op} has been deprecated: give dim=", stacklevel=3)
+        dim = 0 if input.dim() in (0, 1, 3) else 1
+    if not is_compiling():
+        result = _C.softmax(input, dim, mask, scale, causal, log, dtype, inplace)
+        if result is not None:
+            return result
     if inplace not in (True, False, "auto"):
         raise ValueError(f"{op}: expected inplace True, False or 'auto', got {inplace!r}")
-    log = op == "log_softmax"
     if dtype is None:
         widens = log and input.dtype != torch.float64 and input.is_cuda and torch.is_autocast_enabled("cuda")
         dtype = torch.float32 if widens else input.dtype

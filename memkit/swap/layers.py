@@ -183,7 +183,7 @@ class Sequential(Changed, nn.Sequential):
                 act: Any = behind[0]
                 params = dict(zip(_PARAMETERS.get(act._op, ()), act._params, strict=True))
                 if len(behind) == 2 and takes(behind[1], input):
-                    input = norm_act_conv_of(module, behind[1], input, act._op, params)
+                    input = norm_act_conv_of(module, cast(nn.Conv2d, behind[1]), input, act._op, params)
                     i += 3
                 else:
                     input = batch_norm_of(module, input, act._op, params)
@@ -219,10 +219,14 @@ def is_convolution(module: Any) -> bool:
     )
 
 
+def has_global_hooks() -> bool:
+    return cast(bool, cast(Any, torch_module)._has_any_global_hook())
+
+
 def is_pair(norm: Any, act: Any) -> bool:
     """A batch norm and an activation, and nothing that looks between them."""
     return (
         (type(norm) in BATCH_NORMS or isinstance(norm, BatchNorm))
         and isinstance(act, Swapped)
-        and not (has_hooks(norm) or has_hooks(act) or torch_module._has_any_global_hook())
+        and not (has_hooks(norm) or has_hooks(act) or has_global_hooks())
     )

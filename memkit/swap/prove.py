@@ -229,7 +229,9 @@ def _decide(site: Site, watch: Watch, exact: bool) -> Decision:
         return Decision(None, "the forward changes a parameter")
     before, after = _bytes(calls, watch, site.dtypes(exact))
     if site.feeds_convolution:  # which keeps its input no longer
-        before += sum({call.output: call.nbytes for call in calls if call.output in watch.saved_elsewhere}.values())
+        before += sum(
+            {call.output: call.nbytes for call in calls if call.output in watch.saved_elsewhere}.values()
+        )
     if site.fused:
         return Decision(FUSED, "", before, 0)
     dtypes = site.dtypes(exact) or FLOATS
