@@ -72,7 +72,8 @@ def parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     inner: list[Any] = []
     wrapper: Any = tensor
     if is_traceable_wrapper_subclass(wrapper):
-        inner = [getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0]]
+        named = [getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0]]
+        inner = [each for each in named if isinstance(each, torch.Tensor)]  # a DTensor names its mesh too
     elif tensor.layout is torch.strided:
         yield tensor
     elif tensor.layout is torch.sparse_coo:
