@@ -87,7 +87,7 @@ def swap(
         _check_sample(model, sample)
     previous = sites.undo(model)
     try:
-        found = sites.find(model, names)
+        found = sites.find(model, names, exact)
         if sample is None:
             decisions = {site: sites.by_structure(site, exact, lean) for site in found.sites}
             report = SwapReport(_rows(decisions, found))

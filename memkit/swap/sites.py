@@ -11,7 +11,15 @@ from torch import nn
 
 from .. import _C
 from ..nn.activation import _Variant
-from .layers import BATCH_NORMS, FUSED, LAYERS, Choice, Layer, Norm, Sequential
+from .layers import BATCH_NORMS, FUSED, LAYERS, Choice, Norm, Sequential
+from .library import (
+    Twin,
+    Verifier,
+    activation_twin,
+    candidates,
+    library_activation,
+    twin_of,
+)
 from .recipes import FUNCTIONS, RECIPES
 from .report import Row
 from .types import (
@@ -25,11 +33,14 @@ from .types import (
     Proof,
     Swapped,
     has_hooks,
+    stock_of,
 )
 
+FAMILY = {"gelu_tanh": "gelu"}
+"""Activations that go by another's name in `ops`."""
 NAMES: dict[type[nn.Module], str] = {twin._stock: name for name, twin in TWINS.items()}
 LAYER_NAMES: dict[type[nn.Module], str] = {twin._stock: name for name, twin in LAYERS.items()}
-OPS = (*TWINS, *LAYERS, "batch_norm_act")
+OPS = (*TWINS, "quick_gelu", "relu_squared", *LAYERS, "batch_norm_act", "act_linear", "gated")
 
 # Modules that keep their input for backward, give a new tensor, and change nothing; with a weight, where it is trained.
 WEIGHTED = {
@@ -80,7 +91,7 @@ class Site:
 
     @property
     def twin(self) -> type[Swapped]:
-        return TWINS[self.name]
+        return TWINS[self.name] if type(self.module) in NAMES else activation_twin(self.name, self.module)
 
     @property
     def overwrites(self) -> bool:
@@ -127,26 +138,33 @@ class Decision:
 
 @dataclass(eq=False)
 class LayerSite:
-    """A norm or a dropout."""
+    """A norm, a dropout, or a module of a library's that a recipe knows."""
 
     module: nn.Module
     name: str
     path: str
+    twin: type[Any]
+    choice: Any = Choice()  # noqa: RUF009  never changed
+    """What `_swap` will hold; a norm's is decided from what is seen."""
+    method: str = "forward"
+    """What the twin has in place of stock's."""
     layer: None = None
 
     @property
-    def twin(self) -> type[Layer]:
-        return LAYERS[self.name]
+    def is_norm(self) -> bool:
+        return issubclass(self.twin, Norm)
 
     @property
     def may_keep_output(self) -> bool:
         return self.name in ("layer_norm", "rms_norm")
 
     def row(self, decision: Decision) -> Row:
-        before, after = ("input", "input") if issubclass(self.twin, Norm) else ("mask", "seed")
+        before, after = ("input", "input") if self.is_norm else ("mask", "seed")
+        if issubclass(self.twin, Twin) and not self.is_norm:
+            before, after = "all", self.twin.saved  # type: ignore[attr-defined]
         if decision.proof is None:
             after = before
-        elif decision.proof.save == "auto":
+        elif self.is_norm and decision.proof.save == "auto":
             after = "output"
         return Row(
             path=self.path,
@@ -177,15 +195,29 @@ class Found:
         return [*self.activations, *self.layers]
 
 
-def find(model: nn.Module, names: frozenset[str]) -> Found:
+def find(model: nn.Module, names: frozenset[str], exact: bool) -> Found:
     """Everything with these names."""
     paths: dict[nn.Module, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         paths.setdefault(module, []).append(path)
     sites: dict[nn.Module, Site] = {}
     found = Found([], [], [], [], [])
+    verifier = Verifier()
+    taken: set[nn.Module] = set()
     for module, places in paths.items():
+        if match := _match(module, names, exact, verifier, found, ", ".join(places)):
+            twin = twin_of(match.kind, type(module))
+            where = ", ".join(places)
+            found.layers.append(LayerSite(module, match.op, where, twin, match.choice, match.method))
+            taken.update(match.takes)
+    for module, places in paths.items():
+        if module in taken:
+            continue
         where = ", ".join(places)
+        name = library_activation(module)
+        if name is not None and FAMILY.get(name, name) in names:
+            sites[module] = Site(module, name, where)
+            continue
         stock = next((base for base in type(module).__mro__ if base in NAMES), None)
         if stock is not None and NAMES[stock] in names and not isinstance(module, _Variant):
             if type(module) is stock:
@@ -194,7 +226,8 @@ def find(model: nn.Module, names: frozenset[str]) -> Found:
                 reason = f"a subclass of torch.nn.{stock.__name__}"
                 found.others.append(_left(where, type(module).__name__, reason))
         if LAYER_NAMES.get(type(module)) in names:
-            found.layers.append(LayerSite(module, LAYER_NAMES[type(module)], where))
+            name = LAYER_NAMES[type(module)]
+            found.layers.append(LayerSite(module, name, where, LAYERS[name]))
         if type(module) in BATCH_NORMS and "batch_norm_act" in names:
             found.batch_norms.append(module)
         recipe = RECIPES.get(type(module))
@@ -228,6 +261,21 @@ def find(model: nn.Module, names: frozenset[str]) -> Found:
     return found
 
 
+def _match(
+    module: nn.Module, names: frozenset[str], exact: bool, verifier: Verifier, found: Found, where: str
+) -> Any:
+    """The recipe for a library's module; where one looks right and is not, a row says why."""
+    reason = ""
+    for match in candidates(module, names, exact):
+        why_not = "its forward is replaced" if "forward" in vars(module) else verifier.why_not(module, match)
+        if not why_not:
+            return match
+        reason = reason or why_not
+    if reason:
+        found.others.append(_left(where, type(module).__name__, reason))
+    return None
+
+
 def _is_pair(norm: nn.Module, act: nn.Module) -> bool:
     """What layers.is_pair will say when the activation has been changed."""
     return type(norm) in BATCH_NORMS and not has_hooks(norm) and not has_hooks(act)
@@ -237,6 +285,8 @@ def by_structure(site: Site | LayerSite, exact: bool, lean: bool) -> Decision:
     """What holds whatever the model does elsewhere, as calls from elsewhere are left to stock."""
     if refusal := check(site):
         return Decision(None, refusal)
+    if isinstance(site, LayerSite) and not site.is_norm:
+        return Decision(site.choice)
     if isinstance(site, LayerSite):
         return Decision(Choice(exact=exact), f"keeps its input: {UNPROVEN}" if site.may_keep_output else "")
     if site.fused:
@@ -329,8 +379,7 @@ def undo(model: nn.Module) -> list[tuple[nn.Module, Any]]:
             vars(module)[recipe.attribute] = held._swap.original
         if isinstance(module, Changed):
             done.append((module, (type(module), vars(module).pop("_swap", None))))
-            stock: Any = module._stock
-            module.__class__ = stock
+            module.__class__ = stock_of(type(module))
     return done
 
 

@@ -1,0 +1,71 @@
+"""Twins of classes that are not torch.nn's: each a subclass of the library's own class, made when it is first needed.
+
+What memkit adds is a mixin before that class, known by a name. So `isinstance` holds, parameters and `state_dict` stay as
+they are, and a pickle or a copy says: this mixin before that class.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+
+from ..layers import serves
+from ..types import Changed, has_hooks
+
+MIXINS: dict[str, type[Twin]] = {}
+"""By the names that pickles hold."""
+
+
+class Twin(Changed):
+    kind: ClassVar[str]
+    """The mixin's name."""
+
+    def __init_subclass__(cls, kind: str = "", **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if kind:
+            cls.kind = kind
+            MIXINS[kind] = cls
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _, _, *state = super().__reduce_ex__(max(int(protocol), 2))
+        return (_make, (self.kind, self._stock), *state)
+
+
+@cache
+def twin_of(kind: str, stock: type[nn.Module]) -> type[Any]:
+    """The mixin of this name before that class, under the class's own name."""
+    names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
+    mixin: Any = MIXINS[kind]
+    made: type[Any] = type(mixin)(stock.__name__, (mixin, stock), names, stock=stock)
+    return made
+
+
+def _make(kind: str, stock: type[nn.Module]) -> Any:
+    twin = twin_of(kind, stock)
+    return twin.__new__(twin)
+
+
+def is_plain(module: Any) -> bool:
+    """Whether a call of it is its class's forward and nothing else."""
+    return not (has_hooks(module) or _global_forward_hooks or _global_forward_pre_hooks)
+
+
+def linear_weights(module: Any) -> tuple[Tensor, Tensor | None] | None:
+    """Weight, as a Linear has it, and bias, of a layer that is one and nothing else. transformers' Conv1D is one transposed."""
+    transposed = type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+    if (type(module) is nn.Linear or transposed) and is_plain(module):
+        return (module.weight.t() if transposed else module.weight), module.bias
+    return None
+
+
+def computes_in(input: Any, *layers: Any) -> bool:
+    """Whether memkit's operators give what stock gives: no dtypes that promote each other, but under autocast."""
+    if not serves(input):
+        return False
+    if torch.is_autocast_enabled(input.device.type):
+        return True
+    return all(layer.weight.dtype == input.dtype for layer in layers if hasattr(layer, "weight"))
