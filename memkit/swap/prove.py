@@ -26,7 +26,7 @@ from ..memory._saved import SavedStorages, storages
 from .layers import FUSED, Choice, keeps_output, row_shape
 from .library import Twin
 from .recipes import RECIPES
-from .sites import LEAN, Decision, Decisions, LayerSite, Site, check, restriction
+from .sites import ALREADY, LEAN, Decision, Decisions, LayerSite, Site, check, restriction
 from .trial import Trial, explained, tensors, untouched
 from .types import ALONE, FLOATS, INEXACT, KEEPS_OUTPUT, NEEDS_BIT, Proof
 
@@ -45,6 +45,7 @@ class Call:
     """The key of its storage, as of the output's."""
     output: int = 0
     of_a_sum: bool = False
+    of_a_batch_norm: bool = False
     own: dict[int, int] = field(default_factory=dict)
     """Bytes of the storages that stock's activation itself saved."""
     read: str = ""
@@ -80,7 +81,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.current = call = Call(site, references, input.dtype, input.device.type)
         if _is_block(site):
             self.saved_elsewhere.update(self.keys(input))  # memkit keeps it too
-        call.of_a_sum = type(input.grad_fn).__name__ == "AddBackward0"
+        made_by = type(input.grad_fn).__name__
+        call.of_a_sum, call.of_a_batch_norm = made_by == "AddBackward0", "BatchNorm" in made_by
         self.calls.setdefault(site, []).append(call)
         if isinstance(site, LayerSite):  # never in place
             return call
@@ -155,7 +157,7 @@ def prove(
     trial: Trial, sites: Sequence[Site | LayerSite], exact: bool, lean: bool
 ) -> tuple[Decisions, set[torch.dtype]]:
     """What becomes of each site, and the dtypes that they were called with."""
-    refusals = {site: check(site) for site in sites}
+    refusals = {site: check(site, lean) for site in sites}
     watched = [site for site in sites if not refusals[site]]
     with untouched(trial.model), explained("watched"):
         inputs = trial.fresh()
@@ -176,9 +178,14 @@ def prove(
             decisions[site] = _decide_layer(site, watch, exact)
         else:
             decisions[site] = _decide(site, watch, exact)
-            if lean and not site.overwrites and _gains_from_lean(decisions[site], watch.calls.get(site, [])):
-                before = decisions[site].bytes_before
+            calls = watch.calls.get(site, [])
+            before = decisions[site].bytes_before
+            if lean and _gains_from_lean(site, decisions[site], calls):
                 decisions[site] = Decision(LEAN, decisions[site].reason, before, before)
+            elif site.overwrites and check(site) == ALREADY:
+                decisions[site] = Decision(
+                    None, ALREADY if calls else "not called on the sample", before, before
+                )
     return decisions, {call.dtype for calls in watch.calls.values() for call in calls}
 
 
@@ -321,8 +328,13 @@ def _beyond(kept: dict[int, int], watch: Watch) -> int:
     return sum(size for key, size in kept.items() if key not in watch.saved_elsewhere)
 
 
-def _gains_from_lean(decision: Decision, calls: list[Call]) -> bool:
-    """Called, and either not proven, or given a sum, which may be rebuilt as well."""
+def _gains_from_lean(site: Site, decision: Decision, calls: list[Call]) -> bool:
+    """Called, and either not proven, or given a sum, which may be rebuilt as well.
+
+    One that overwrites its input: where that is a batch norm's result, which is rebuilt only if nobody changes it.
+    """
+    if site.overwrites:
+        return any(call.of_a_batch_norm for call in calls)
     return bool(calls) and (decision.proof is None or all(call.of_a_sum for call in calls))
 
 

@@ -57,6 +57,7 @@ DROPOUTS = {nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d}
 VIEWS = {nn.Identity, nn.Flatten, nn.Unflatten}
 
 UNPROVEN = "not proven: pass sample="
+ALREADY = "already in place"
 
 
 LEAN = Proof(False, save="input")
@@ -313,15 +314,15 @@ def _by_structure(site: Site, exact: bool) -> Decision:
     return Decision(proof, restriction(site, exact))
 
 
-def check(site: Site | LayerSite) -> str:
+def check(site: Site | LayerSite, lean: bool = False) -> str:
     """Why no proof would help."""
     module = site.module
     if "forward" in vars(module):
         return "its forward is replaced"
     if isinstance(site, LayerSite):
         return ""
-    if site.overwrites and site.name not in COPIES_INPUT and not site.fused:
-        return "already in place"
+    if site.overwrites and site.name not in COPIES_INPUT and not site.fused and not lean:
+        return ALREADY
     as_twin = site.twin.__new__(site.twin)
     vars(as_twin).update(vars(module))
     try:
@@ -379,7 +380,8 @@ def undo(model: nn.Module) -> list[tuple[nn.Module, Any]]:
             vars(module)[recipe.attribute] = held._swap.original
         if isinstance(module, Changed):
             done.append((module, (type(module), vars(module).pop("_swap", None))))
-            module.__class__ = stock_of(type(module))
+            while isinstance(module, Changed):  # a root may be changed twice
+                module.__class__ = stock_of(type(module))
     return done
 
 

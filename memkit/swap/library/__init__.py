@@ -18,6 +18,7 @@ from ..trial import untouched
 from .activations import CLASSES, activation_of, activation_twin, library_activation
 from .mlps import GATINGS, STEPS
 from .norms import norm_kinds, norm_probe
+from .residual import BLOCKS, OPTIONAL
 from .twin import Twin, twin_of
 
 __all__ = [
@@ -52,9 +53,10 @@ def candidates(module: nn.Module, names: frozenset[str], exact: bool) -> list[Ma
     """Of one module, the likeliest first. Cheap: all modules of a model are asked."""
     found = []
     for kind in norm_kinds(module):
-        op = "layer_norm" if kind.startswith("layer") else "rms_norm"
+        op = kind.removesuffix("_2d").removesuffix("+1")
         if op in names:
-            found.append(Match(kind, op, Choice(exact=exact), norm_probe(module, kind)))
+            acts = _acts(module, ("act",)) if op == "batch_norm_act" else ()
+            found.append(Match(kind, op, Choice(exact=exact), norm_probe(module, kind), "forward", acts))
     children = module._modules.keys()
     held = children | vars(module).keys()
     for row in (*STEPS, *GATINGS):
@@ -64,6 +66,13 @@ def candidates(module: nn.Module, names: frozenset[str], exact: bool) -> list[Ma
             choice = row._replace(dropout="dropout" in names)
             found.append(
                 Match(kind, row.op, choice, _probe(getattr(module, own[0])), "forward", _acts(module, own))
+            )
+    for block in BLOCKS if "batch_norm_act" in names else ():
+        needed = set(block.names) | {"downsample"}
+        if children <= needed and held >= needed and children >= needed - OPTIONAL:
+            probe = _probe(module._modules["conv1"])
+            found.append(
+                Match("residual", block.op, block, probe, "forward", _acts(module, set(block.names)))
             )
     if "act_linear" in names and _is_bert_layer(module):
         layer: Any = module

@@ -1,9 +1,9 @@
 """Feed-forward networks of model libraries, told by the names of their layers and verified by their values.
 
-A row says in which order a module calls its children. `Steps`: one after the other, where an activation and the Linear behind
-it become `act_linear`, which keeps the activation's input alone, and a batch norm runs with the activation behind it.
-`Gating`: act(gate) * up before a Linear, as `glu_linear`, which keeps gate and up. What stands for a layer at the time of the
-call decides: an adapter around it, a hook or a quantised layer is called as it is.
+A row says in which order a module calls its children. `Steps`: one after the other, where an activation and the Linear
+behind it become `act_linear`, which keeps the activation's input alone, and a batch norm runs with the activation behind
+it. `Gating`: act(gate) * up before a Linear, as `glu_linear`, which keeps gate and up. What stands for a layer at the
+time of the call decides: an adapter around it, a hook or a quantised layer is called as it is.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ... import functional as F
 from ..._lean import lean
+from ...functional._activation import _apply
 from ...functional._glu import Packing
 from ...functional._norm import output_dtype
 from ...nn.norm import batch_norm_of
@@ -191,11 +192,14 @@ def run(steps: Sequence[Any], input: Tensor, dropout: bool) -> Tensor:
 
 def _next(steps: Sequence[Any], at: int, input: Tensor, dropout: bool) -> tuple[Tensor, int]:
     step = steps[at]
-    if at + 1 < len(steps) and _is_batch_norm(step) and serves(input):
-        behind = steps[at + 1]
-        act = (behind, {}) if isinstance(behind, str) else activation_of(behind)
-        if act is not None and output_dtype(input) == input.dtype:
-            return batch_norm_of(step, input, *act), at + 2
+    if _is_batch_norm(step) and serves(input) and output_dtype(input) == input.dtype:
+        after = at + 1
+        while after < len(steps) and _is_idle(steps[after]):
+            after += 1
+        behind = steps[after] if after < len(steps) else None
+        act = (behind, {}) if isinstance(behind, str) else behind and activation_of(behind)
+        if act:
+            return batch_norm_of(step, input, *act), after + 1
     act = None if isinstance(step, str) else activation_of(step)
     if act is not None:
         after, p = at + 1, 0.0
@@ -213,6 +217,12 @@ def _next(steps: Sequence[Any], at: int, input: Tensor, dropout: bool) -> tuple[
     if isinstance(step, str):
         return getattr(torch, step)(input), at + 1
     return step(input), at + 1
+
+
+def act_alone(input: Tensor, name: str, params: dict[str, float]) -> Tensor:
+    """Out of place, from the input."""
+    values = tuple(params.values())
+    return _apply(name, input, values, False, "input")
 
 
 def _is_batch_norm(step: Any) -> bool:

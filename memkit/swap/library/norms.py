@@ -8,8 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from ... import functional as F
-from ..layers import Norm, row_shape
-from .twin import Twin
+from ...functional._norm import output_dtype
+from ...nn.norm import batch_norm_of
+from ..layers import Norm, row_shape, serves
+from .activations import activation_of
+from .twin import Twin, is_plain
 
 
 class _RMSNorm(Norm, Twin):
@@ -65,9 +68,31 @@ class LayerNorm2d(LayerNorm, kind="layer_norm_2d"):
         return self.over_rows(input.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
+class BatchNormAct(Twin, kind="batch_norm_act"):
+    """timm's batch norm, which calls the activation behind it itself."""
+
+    _swap: Any
+    saved = "input"
+
+    def forward(self, input: Tensor) -> Tensor:
+        module: Any = self
+        idle = type(module.act) is nn.Identity and is_plain(module.act)
+        act = (None, {}) if idle else activation_of(module.act)
+        alone = type(module.drop) is nn.Identity and is_plain(module.drop)
+        if act is None or not alone or not serves(input) or output_dtype(input) != input.dtype:
+            return self._stock_forward(input)
+        return batch_norm_of(self, input, *act)
+
+    @staticmethod
+    def kept(module: Any, shape: torch.Size) -> int:
+        return 0
+
+
 def norm_kinds(module: nn.Module) -> tuple[str, ...]:
     """Which twins may be it, by its looks."""
     cls = type(module)
+    if isinstance(module, nn.BatchNorm2d):
+        return ("batch_norm_act",) if module._modules.keys() == {"drop", "act"} else ()
     if isinstance(module, nn.LayerNorm):
         two = "2d" in cls.__name__ and len(module.normalized_shape) == 1
         return () if cls is nn.LayerNorm else (("layer_norm_2d",) if two else ("layer_norm",))
@@ -81,8 +106,8 @@ def norm_kinds(module: nn.Module) -> tuple[str, ...]:
 
 def norm_probe(module: nn.Module, kind: str) -> tuple[Tensor, ...]:
     weight: Any = module.weight
-    row = row_shape(module)
-    shape = (2, *row, 3, 2) if kind == "layer_norm_2d" else (2, 3, *row)
+    row = (module.num_features,) if isinstance(module, nn.BatchNorm2d) else row_shape(module)
+    shape = (2, *row, 3, 2) if kind in ("layer_norm_2d", "batch_norm_act") else (2, 3, *row)
     x = torch.randn(shape)
     return (x if weight is None else x.to(weight),)
 

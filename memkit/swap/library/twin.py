@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
+from ..._lean import lean
 from ..layers import serves
 from ..types import Changed, has_hooks
 
@@ -32,7 +33,11 @@ class Twin(Changed):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         _, _, *state = super().__reduce_ex__(max(int(protocol), 2))
-        return (_make, (self.kind, self._stock), *state)
+        kinds, cls = [], type(self)
+        while issubclass(cls, Twin):
+            kinds.append(cls.kind)
+            cls = cls._stock  # type: ignore[assignment]
+        return (_make, (tuple(reversed(kinds)), cls), *state)
 
 
 @cache
@@ -44,9 +49,18 @@ def twin_of(kind: str, stock: type[nn.Module]) -> type[Any]:
     return made
 
 
-def _make(kind: str, stock: type[nn.Module]) -> Any:
-    twin = twin_of(kind, stock)
-    return twin.__new__(twin)
+def _make(kinds: tuple[str, ...], cls: Any) -> Any:
+    for kind in kinds:
+        cls = twin_of(kind, cls)
+    return cls.__new__(cls)
+
+
+class InLean(Twin, kind="lean"):
+    """Each call runs inside :class:`memkit.lean`. May stand before another twin."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with lean():
+            return super().__call__(*args, **kwargs)
 
 
 def is_plain(module: Any) -> bool:
@@ -55,7 +69,7 @@ def is_plain(module: Any) -> bool:
 
 
 def linear_weights(module: Any) -> tuple[Tensor, Tensor | None] | None:
-    """Weight, as a Linear has it, and bias, of a layer that is one and nothing else. transformers' Conv1D is one transposed."""
+    """Weight and bias of a layer that is a Linear and nothing else; transformers' Conv1D is one transposed."""
     transposed = type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
     if (type(module) is nn.Linear or transposed) and is_plain(module):
         return (module.weight.t() if transposed else module.weight), module.bias
