@@ -46,33 +46,38 @@ def _cross_entropy(logits: Tensor) -> Tensor:
     return nn.functional.cross_entropy(flat, target)
 
 
-def _text(cls: str, config: str, *, labels: bool = True, **options: Any) -> Callable[[], Subject]:
+def _text(cls: str, config: str, **options: Any) -> Callable[[], Subject]:
     def make() -> Subject:
         transformers: Any = importlib.import_module("transformers")
         model = getattr(transformers, cls)(getattr(transformers, config)(**options))
         ids = torch.randint(2, VOCABULARY, (BATCH, TOKENS))
-        return Subject(model.train(), {"input_ids": ids, **({"labels": ids} if labels else {})})
+        return Subject(model.train(), {"input_ids": ids, "labels": ids})
 
     return make
 
 
-_COMMON = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
-_DECODER = {
+_COMMON: dict[str, Any] = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
+_DECODER: dict[str, Any] = {
     **_COMMON,
     "hidden_size": WIDTH,
     "num_hidden_layers": LAYERS,
     "num_attention_heads": HEADS,
     "max_position_embeddings": 512,
 }
-_GROUPED = {**_DECODER, "num_key_value_heads": HEADS // 2, "intermediate_size": 704, "use_cache": False}
-_GEMMA = {**_GROUPED, "head_dim": 32, "sliding_window": 64}
-_ENCODER = {
+_GROUPED: dict[str, Any] = {
+    **_DECODER,
+    "num_key_value_heads": HEADS // 2,
+    "intermediate_size": 704,
+    "use_cache": False,
+}
+_GEMMA: dict[str, Any] = {**_GROUPED, "head_dim": 32, "sliding_window": 64}
+_ENCODER: dict[str, Any] = {
     **_DECODER,
     "intermediate_size": 4 * WIDTH,
     "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }
-_T5 = {
+_T5: dict[str, Any] = {
     **_COMMON,
     "d_model": WIDTH,
     "d_kv": 32,

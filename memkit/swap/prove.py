@@ -198,7 +198,7 @@ def _observe(site: Site | LayerSite, watch: Watch) -> None:
         outer = watch.current
         call = watch.begin(site, input, references)
         try:
-            output = stock(self, input)
+            output: Tensor = stock(self, input)
         finally:
             watch.current = outer
         watch.end(call, input, output)

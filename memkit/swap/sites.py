@@ -380,8 +380,9 @@ def undo(model: nn.Module) -> list[tuple[nn.Module, Any]]:
             vars(module)[recipe.attribute] = held._swap.original
         if isinstance(module, Changed):
             done.append((module, (type(module), vars(module).pop("_swap", None))))
-            while isinstance(module, Changed):  # a root may be changed twice
-                module.__class__ = stock_of(type(module))
+            changed: Any = module
+            while "_stock" in dir(type(changed)):  # a root may be changed twice
+                changed.__class__ = stock_of(type(changed))
     return done
 
 

@@ -64,7 +64,9 @@ class Gating(NamedTuple):
     packing: Packing = "gate_up"
     dropout: bool = True
 
-    op = "gated"
+    @property
+    def op(self) -> str:
+        return "gated"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -202,6 +204,7 @@ def _next(steps: Sequence[Any], at: int, input: Tensor, dropout: bool) -> tuple[
             return batch_norm_of(step, input, *act), after + 1
     act = None if isinstance(step, str) else activation_of(step)
     if act is not None:
+        params: Any = act[1]
         after, p = at + 1, 0.0
         while after < len(steps) and (
             _is_idle(steps[after]) or (dropout and not p and _is_dropout(steps[after]))
@@ -211,9 +214,9 @@ def _next(steps: Sequence[Any], at: int, input: Tensor, dropout: bool) -> tuple[
         weights = linear_weights(steps[after]) if after < len(steps) else None
         if weights is not None and p:
             # The hidden features of a dropout_linear are the ones that act_dropout would drop.
-            return F.dropout_linear(input, *weights, p, act=act[0], **act[1]), after + 1
+            return F.dropout_linear(input, *weights, p, act=act[0], **params), after + 1
         if weights is not None:
-            return F.act_linear(input, *weights, act[0], **act[1]), after + 1
+            return F.act_linear(input, *weights, act[0], **params), after + 1
     if isinstance(step, str):
         return getattr(torch, step)(input), at + 1
     return step(input), at + 1

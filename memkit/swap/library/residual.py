@@ -22,9 +22,10 @@ class Block(NamedTuple):
     """Children in the order of their calls, the last one after the sum. Those that are None are left out."""
 
     names: tuple[str, ...]
-    dropout: bool = False
 
-    op = "batch_norm_act"
+    @property
+    def op(self) -> str:
+        return "batch_norm_act"
 
 
 BLOCKS = (

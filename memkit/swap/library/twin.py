@@ -6,7 +6,6 @@ they are, and a pickle or a copy says: this mixin before that class.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -20,6 +19,8 @@ from ..types import Changed, has_hooks
 MIXINS: dict[str, type[Twin]] = {}
 """By the names that pickles hold."""
 
+_made: dict[tuple[str, type[nn.Module]], type[Any]] = {}
+
 
 class Twin(Changed):
     kind: ClassVar[str]
@@ -32,17 +33,24 @@ class Twin(Changed):
             MIXINS[kind] = cls
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _, _, *state = super().__reduce_ex__(max(int(protocol), 2))
-        kinds, cls = [], type(self)
+        reduced: Any = super().__reduce_ex__(max(int(protocol), 2))
+        _, _, *state = reduced
+        kinds: list[str] = []
+        cls: type[Any] = type(self)
         while issubclass(cls, Twin):
             kinds.append(cls.kind)
-            cls = cls._stock  # type: ignore[assignment]
+            cls = cls._stock
         return (_make, (tuple(reversed(kinds)), cls), *state)
 
 
-@cache
 def twin_of(kind: str, stock: type[nn.Module]) -> type[Any]:
     """The mixin of this name before that class, under the class's own name."""
+    if (kind, stock) not in _made:
+        _made[kind, stock] = _new(kind, stock)
+    return _made[kind, stock]
+
+
+def _new(kind: str, stock: type[nn.Module]) -> type[Any]:
     names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
     mixin: Any = MIXINS[kind]
     made: type[Any] = type(mixin)(stock.__name__, (mixin, stock), names, stock=stock)
