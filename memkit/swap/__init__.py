@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from types import ModuleType
 from typing import Any, Literal
 
@@ -115,7 +116,11 @@ def unswap(model: nn.Module) -> None:
 
 def _swap_by_sample(trial: Trial, found: Found, exact: bool, lean: bool | str) -> SwapReport:
     decisions, dtypes = prove(trial, found.sites, exact, bool(lean))
-    if not any(decision.proof for decision in decisions.values()) and not (lean and found.batch_norms):
+    if (
+        not any(decision.proof for decision in decisions.values())
+        and not found.losses
+        and not (lean and found.batch_norms)
+    ):
         return SwapReport(_rows(decisions, found))
     # Elements dropped are not the same: compared without those dropouts, counted with them.
     dropouts = [site.module for site, d in decisions.items() if d.proof and "dropout" in site.name]
@@ -140,6 +145,9 @@ def _swap_by_sample(trial: Trial, found: Found, exact: bool, lean: bool | str) -
                 site: Decision(None, reason if d.proof else d.reason, d.bytes_before, d.bytes_before)
                 for site, d in decisions.items()
             }
+            found.others = [
+                replace(row, after="unchanged", reason=reason) if row.changed else row for row in found.others
+            ]
             return SwapReport(_rows(decisions, found), before, before, note)
         _apply(trial.model, decisions, found, lean)
         note = "stock does not repeat itself on the sample, so values were not compared"
@@ -151,7 +159,7 @@ def _apply(model: nn.Module, decisions: Decisions, found: Found, lean: bool | st
     for site, decision in decisions.items():
         if decision.proof is not None:
             sites.apply(site, decision.proof)
-    sites.apply_norms(found, bool(lean))
+    sites.apply_others(found, bool(lean))
     if lean == "call":
         root: Any = model
         root.__class__ = twin_of("lean", type(model))

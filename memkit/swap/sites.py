@@ -17,7 +17,10 @@ from .library import (
     Verifier,
     activation_twin,
     candidates,
+    has_library_loss,
+    hold,
     library_activation,
+    release,
     twin_of,
 )
 from .recipes import FUNCTIONS, RECIPES
@@ -40,7 +43,16 @@ FAMILY = {"gelu_tanh": "gelu"}
 """Activations that go by another's name in `ops`."""
 NAMES: dict[type[nn.Module], str] = {twin._stock: name for name, twin in TWINS.items()}
 LAYER_NAMES: dict[type[nn.Module], str] = {twin._stock: name for name, twin in LAYERS.items()}
-OPS = (*TWINS, "quick_gelu", "relu_squared", *LAYERS, "batch_norm_act", "act_linear", "gated")
+OPS = (
+    *TWINS,
+    "quick_gelu",
+    "relu_squared",
+    *LAYERS,
+    "batch_norm_act",
+    "act_linear",
+    "gated",
+    "cross_entropy",
+)
 
 # Modules that keep their input for backward, give a new tensor, and change nothing; with a weight, where it is trained.
 WEIGHTED = {
@@ -188,8 +200,10 @@ class Found:
     batch_norms: list[nn.Module]
     sequences: list[nn.Module]
     """Those with a batch norm and an activation behind it."""
+    losses: list[nn.Module]
+    """Those that hold their loss as a function."""
     others: list[Row]
-    """Activations that are none of the above."""
+    """Activations that are none of the above, and losses."""
 
     @property
     def sites(self) -> list[Site | LayerSite]:
@@ -202,7 +216,7 @@ def find(model: nn.Module, names: frozenset[str], exact: bool) -> Found:
     for path, module in model.named_modules(remove_duplicate=False):
         paths.setdefault(module, []).append(path)
     sites: dict[nn.Module, Site] = {}
-    found = Found([], [], [], [], [])
+    found = Found([], [], [], [], [], [])
     verifier = Verifier()
     taken: set[nn.Module] = set()
     for module, places in paths.items():
@@ -211,6 +225,10 @@ def find(model: nn.Module, names: frozenset[str], exact: bool) -> Found:
             where = ", ".join(places)
             found.layers.append(LayerSite(module, match.op, where, twin, match.choice, match.method))
             taken.update(match.takes)
+        if "cross_entropy" in names and has_library_loss(module):
+            path = f"{places[0]}.loss_function".lstrip(".")
+            found.losses.append(module)
+            found.others.append(Row(path, "ForCausalLMLoss", "memkit", "logits", None, None, ""))
     for module, places in paths.items():
         if module in taken:
             continue
@@ -358,9 +376,11 @@ def apply(site: Site | LayerSite, proof: Any) -> None:
         vars(site.layer)[RECIPES[type(site.layer)].attribute] = module
 
 
-def apply_norms(found: Found, lean: bool) -> None:
-    """Batch norms with what is behind them, and where there is memkit.lean() by themselves."""
+def apply_others(found: Found, lean: bool) -> None:
+    """Losses, batch norms with what is behind them, and where there is memkit.lean() by themselves."""
     changed: Any
+    for changed in found.losses:
+        hold(changed)
     for changed in found.sequences:
         changed._swap = None
         changed.__class__ = Sequential
@@ -378,6 +398,8 @@ def undo(model: nn.Module) -> list[tuple[nn.Module, Any]]:
         if recipe is not None and isinstance(held := vars(module).get(recipe.attribute), Swapped):
             done.append((module, held))
             vars(module)[recipe.attribute] = held._swap.original
+        if release(module):
+            done.append((module, None))
         if isinstance(module, Changed):
             done.append((module, (type(module), vars(module).pop("_swap", None))))
             changed: Any = module
@@ -388,7 +410,9 @@ def undo(model: nn.Module) -> list[tuple[nn.Module, Any]]:
 
 def redo(done: list[tuple[nn.Module, Any]]) -> None:
     for module, what in done:
-        if isinstance(what, nn.Module):
+        if what is None:
+            hold(module)
+        elif isinstance(what, nn.Module):
             vars(module)[RECIPES[type(module)].attribute] = what
         else:
             module.__class__, vars(module)["_swap"] = what

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..layers import Choice
 from ..trial import untouched
 from .activations import CLASSES, activation_of, activation_twin, library_activation
+from .losses import has_library_loss, hold, release
 from .mlps import GATINGS, STEPS
 from .norms import norm_kinds, norm_probe
 from .residual import BLOCKS, OPTIONAL
@@ -28,7 +29,10 @@ __all__ = [
     "Verifier",
     "activation_twin",
     "candidates",
+    "has_library_loss",
+    "hold",
     "library_activation",
+    "release",
     "twin_of",
 ]
 
