@@ -17,6 +17,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMPS := $(VENV)/.memkit
 CORE := $(STAMPS)/torch-$(TORCH)
 EXTRAS := $(STAMPS)/extras
+MODELS := $(STAMPS)/models
 BUILT := $(STAMPS)/built
 INSTALLED := $(STAMPS)/installed
 LINTERS := $(STAMPS)/linters
@@ -25,7 +26,7 @@ CODE := -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh'
 SOURCES := setup.py setup_checks.py $(shell find csrc $(CODE))
 BINARY := $(or $(wildcard memkit/_build_info.py),FORCE) $(or $(wildcard memkit/_C.*.so),FORCE)
 
-.PHONY: setup build bench bench-ops test test-all lint format wheel gpu clean FORCE
+.PHONY: setup build bench bench-ops bench-models test test-all lint format wheel gpu clean FORCE
 .DELETE_ON_ERROR:
 
 setup: $(CORE) $(EXTRAS)
@@ -37,11 +38,14 @@ bench: build
 bench-ops: build
 	$(BIN)/python benchmarks/bench_activation.py $(ARGS)
 
+bench-models: build $(MODELS)
+	$(BIN)/python benchmarks/bench_models.py $(ARGS)
+
 test: build
 	@$(MAKE) --no-print-directory -C tests/cpp
 	$(BIN)/python -m pytest -q -m "not slow" $(ARGS)
 
-test-all: build
+test-all: build $(MODELS)
 	@$(MAKE) --no-print-directory -C tests/cpp run long
 	$(BIN)/python -m pytest -q $(ARGS)
 
@@ -87,6 +91,11 @@ $(CORE): | $(BIN)/python
 
 $(EXTRAS): $(CORE) pyproject.toml
 	$(PIP) install -q $$($(BIN)/python setup_checks.py extra test bench)
+	@touch $@
+
+# Model libraries whose models are tested and measured; torchvision goes with one torch.
+$(MODELS): $(CORE) pyproject.toml
+	$(PIP) install -q "torch==$(TORCH)" $$($(BIN)/python setup_checks.py extra models)
 	@touch $@
 
 $(LINTERS): $(CORE) pyproject.toml

@@ -8,6 +8,7 @@
     python benchmarks/bench_loss.py --json
     python benchmarks/bench_pool.py --json
     python benchmarks/bench_optim.py --json
+    python benchmarks/bench_models.py --json
     python benchmarks/report.py                 # fills README.md; --check only says whether it is up to date
 
 A table stands between `<!-- table:NAME -->` and `<!-- /table:NAME -->`; TABLES lists the names. The newest
@@ -25,6 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import bench_models
 import bench_pool
 
 from memkit.bench import report
@@ -296,6 +298,20 @@ def support_table(results: Results) -> str:
     return report.markdown_table(["", "CPU", "CUDA"], body)
 
 
+def models_table(results: Results) -> str:
+    """A row for each model."""
+    parts = []
+    for result in of_kind(results, bench_models.KIND):
+        libraries = ", ".join(
+            f"{name} {result['versions'][name]}"
+            for name in ("transformers", "timm", "torchvision")
+            if name in result["versions"]
+        )
+        table = report.markdown_table(bench_models.COLUMNS, bench_models.rows(result))
+        parts += [table, f"{libraries}; {report.origin(result)}"]
+    return "\n\n".join(parts)
+
+
 TABLES: dict[str, Callable[[Results], str]] = {
     "bench": bench_table,
     "losses": losses_text,
@@ -308,6 +324,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "pool": pool_table,
     "pool-core": core_table,
     "optim": optim_table,
+    "models": models_table,
     "support": support_table,
 }
 

@@ -47,12 +47,14 @@ class Layer(Changed):
         if not serves(input) or self._stays(input):
             return self._stock_forward(input)
         try:
-            out: Tensor = super().forward(input)
+            return self._memkit(input)
         except (RuntimeError, TypeError, ValueError) as error:
             if not str(error).startswith(f"{self._op}: expected"):  # how memkit refuses, before it writes
                 raise
             return self._stock_forward(input)
-        return out
+
+    def _memkit(self, input: Tensor) -> Tensor:
+        return cast(Tensor, super().forward(input))
 
     def _stays(self, input: Tensor) -> bool:
         return False
@@ -66,6 +68,10 @@ class Norm(Layer):
 
     def _stays(self, input: Tensor) -> bool:
         return self._swap.exact and torch.is_autocast_enabled(input.device.type)
+
+    def over_rows(self, input: Tensor) -> Tensor:
+        """Of an input whose last dimensions are those of the statistics."""
+        return self._memkit(input)
 
 
 def serves(input: Tensor) -> bool:
@@ -85,9 +91,14 @@ def keeps_output(twin: type[Layer], module: Any, dtype: torch.dtype) -> bool:
     vars(norm).update(vars(module))
     norm._swap = Choice("auto", hooked=True, exact=False)
     device = next((p.device for p in module.parameters()), None)
-    x = torch.zeros(1, *module.normalized_shape, dtype=dtype, device=device, requires_grad=True)
+    x = torch.zeros(1, *row_shape(module), dtype=dtype, device=device, requires_grad=True)
     with torch.enable_grad():
-        return norm_saves(norm.forward(x)) == "output"
+        return norm_saves(norm.over_rows(x)) == "output"
+
+
+def row_shape(norm: Any) -> tuple[int, ...]:
+    """What it takes statistics over."""
+    return tuple(norm.normalized_shape if hasattr(norm, "normalized_shape") else norm.weight.shape)
 
 
 class LayerNorm(Norm, memkit_nn.LayerNorm):  # type: ignore[override]

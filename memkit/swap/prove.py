@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..memory._saved import SavedStorages, storages
-from .layers import FUSED, Choice, Norm, keeps_output
+from .layers import FUSED, Choice, keeps_output, row_shape
+from .library import Twin
 from .recipes import RECIPES
-from .sites import LEAN, Decision, Decisions, LayerSite, Site, check, restriction
+from .sites import ALREADY, LEAN, Decision, Decisions, LayerSite, Site, check, restriction
 from .trial import Trial, explained, tensors, untouched
 from .types import ALONE, FLOATS, INEXACT, KEEPS_OUTPUT, NEEDS_BIT, Proof
 
@@ -44,6 +45,7 @@ class Call:
     """The key of its storage, as of the output's."""
     output: int = 0
     of_a_sum: bool = False
+    of_a_batch_norm: bool = False
     own: dict[int, int] = field(default_factory=dict)
     """Bytes of the storages that stock's activation itself saved."""
     read: str = ""
@@ -77,7 +79,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def begin(self, site: Site | LayerSite, input: Tensor, references: int) -> Call:
         self.current = call = Call(site, references, input.dtype, input.device.type)
-        call.of_a_sum = type(input.grad_fn).__name__ == "AddBackward0"
+        if _is_block(site):
+            self.saved_elsewhere.update(self.keys(input))  # memkit keeps it too
+        made_by = type(input.grad_fn).__name__
+        call.of_a_sum, call.of_a_batch_norm = made_by == "AddBackward0", "BatchNorm" in made_by
         self.calls.setdefault(site, []).append(call)
         if isinstance(site, LayerSite):  # never in place
             return call
@@ -88,7 +93,6 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return call
 
     def end(self, call: Call, input: Tensor, output: Tensor) -> None:
-        self.current = None
         self.nodes.setdefault(call.site, set()).add(output.grad_fn)
         inputs, outputs = self.keys(input), self.keys(output)
         if len(inputs) != 1 or len(outputs) != 1:
@@ -103,6 +107,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def saved(self, tensor: Tensor) -> None:
         """A tensor is saved for backward."""
         for key in self.keys(tensor):
+            if key in self.parameters:
+                continue
             if self.current is None:
                 self.saved_elsewhere.add(key)
             else:
@@ -151,7 +157,7 @@ def prove(
     trial: Trial, sites: Sequence[Site | LayerSite], exact: bool, lean: bool
 ) -> tuple[Decisions, set[torch.dtype]]:
     """What becomes of each site, and the dtypes that they were called with."""
-    refusals = {site: check(site) for site in sites}
+    refusals = {site: check(site, lean) for site in sites}
     watched = [site for site in sites if not refusals[site]]
     with untouched(trial.model), explained("watched"):
         inputs = trial.fresh()
@@ -165,33 +171,40 @@ def prove(
         finally:
             watch.restore_parameters()
             for site in watched:
-                del vars(site.module)["forward"]
+                del vars(site.module)[site.method if isinstance(site, LayerSite) else "forward"]
     decisions: Decisions = {site: Decision(None, reason) for site, reason in refusals.items()}
     for site in watched:
         if isinstance(site, LayerSite):
             decisions[site] = _decide_layer(site, watch, exact)
         else:
             decisions[site] = _decide(site, watch, exact)
-            if lean and not site.overwrites and _gains_from_lean(decisions[site], watch.calls.get(site, [])):
-                before = decisions[site].bytes_before
+            calls = watch.calls.get(site, [])
+            before = decisions[site].bytes_before
+            if lean and _gains_from_lean(site, decisions[site], calls):
                 decisions[site] = Decision(LEAN, decisions[site].reason, before, before)
+            elif site.overwrites and check(site) == ALREADY:
+                decisions[site] = Decision(
+                    None, ALREADY if calls else "not called on the sample", before, before
+                )
     return decisions, {call.dtype for calls in watch.calls.values() for call in calls}
 
 
 def _observe(site: Site | LayerSite, watch: Watch) -> None:
-    stock = site.twin._stock_forward
+    method = site.method if isinstance(site, LayerSite) else "forward"
+    stock: Any = getattr(type(site.module), method)
 
     def forward(self: nn.Module, input: Tensor) -> Tensor:
         references = getrefcount(input) - ALONE  # as in Swapped.forward
+        outer = watch.current
         call = watch.begin(site, input, references)
         try:
-            output = stock(self, input)
+            output: Tensor = stock(self, input)
         finally:
-            watch.current = None
+            watch.current = outer
         watch.end(call, input, output)
         return output
 
-    vars(site.module)["forward"] = MethodType(forward, site.module)
+    vars(site.module)[method] = MethodType(forward, site.module)
     if site.layer is not None:
         vars(site.layer)[RECIPES[type(site.layer)].attribute] = site.module
 
@@ -264,8 +277,13 @@ def _decide_layer(site: LayerSite, watch: Watch, exact: bool) -> Decision:
     before = _own(calls, watch)
     if not any(call.dtype in FLOATS for call in calls):
         return Decision(None, f"called on {calls[0].dtype}", before, before)
-    if not issubclass(site.twin, Norm):
-        return Decision(Choice(), "", before, 8 * sum(bool(call.own) for call in calls))
+    if _is_block(site):
+        after = sum(
+            call.dtype.itemsize * site.twin.kept(site.module, call.shape) for call in calls if call.own
+        )
+        return Decision(site.choice, "", before, after)
+    if not site.is_norm:
+        return Decision(site.choice, "", before, 8 * sum(bool(call.own) for call in calls))
     if exact and torch.is_autocast_enabled(calls[0].device):
         reason = "its result is float32 under autocast: exact=False allows autocast's dtype"
         return Decision(None, reason, before, before)
@@ -289,12 +307,17 @@ def _statistics(site: LayerSite, call: Call, from_output: bool) -> int:
     module: Any = site.module
     if site.name == "group_norm":
         return 16 * call.shape[0] * int(module.num_groups)
-    rows: int = call.shape.numel() // max(1, math.prod(module.normalized_shape))
+    rows: int = call.shape.numel() // max(1, math.prod(row_shape(module)))
     return (
         (2 if site.name == "layer_norm" and not from_output else 1)
         * rows
         * (8 if call.dtype == torch.float64 else 4)
     )
+
+
+def _is_block(site: Site | LayerSite) -> bool:
+    """Several layers that a recipe took over together."""
+    return isinstance(site, LayerSite) and issubclass(site.twin, Twin) and not site.is_norm
 
 
 def _own(calls: list[Call], watch: Watch) -> int:
@@ -309,8 +332,13 @@ def _beyond(kept: dict[int, int], watch: Watch) -> int:
     return sum(size for key, size in kept.items() if key not in watch.saved_elsewhere)
 
 
-def _gains_from_lean(decision: Decision, calls: list[Call]) -> bool:
-    """Called, and either not proven, or given a sum, which may be rebuilt as well."""
+def _gains_from_lean(site: Site, decision: Decision, calls: list[Call]) -> bool:
+    """Called, and either not proven, or given a sum, which may be rebuilt as well.
+
+    One that overwrites its input: where that is a batch norm's result, which is rebuilt only if nobody changes it.
+    """
+    if site.overwrites:
+        return any(call.of_a_batch_norm for call in calls)
     return bool(calls) and (decision.proof is None or all(call.of_a_sum for call in calls))
 
 

@@ -59,6 +59,17 @@ class SwapReport:
     def bytes_after(self) -> int | None:
         return _sum(row.bytes_after for row in self.rows)
 
+    def by_module(self) -> dict[str, tuple[int, int]]:
+        """Bytes before and after, added up over the sites in each module; "" is the model. A shared site counts once."""
+        found: dict[str, tuple[int, int]] = {}
+        for row in self.rows:
+            parts = row.path.split(", ")[0].split(".")
+            for depth in range(len(parts) + 1):
+                path = ".".join(parts[:depth])
+                before, after = found.get(path, (0, 0))
+                found[path] = before + (row.bytes_before or 0), after + (row.bytes_after or 0)
+        return found
+
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
 
@@ -75,9 +86,15 @@ class SwapReport:
             "saved_before": self.saved_before,
             "saved_after": self.saved_after,
             "note": self.note,
+            "modules": {path: list(counts) for path, counts in self.by_module().items()},
         }
 
     def __str__(self) -> str:
+        if not self.rows:
+            return (
+                "nothing to change: no activation, norm, dropout or feed-forward network that swap knows, and it does not "
+                "see what a forward calls as a function (torch.nn.functional.relu)"
+            )
         lines = [HEAD, *((r.path, r.before, r.after, r.saved, _change(r), r.reason) for r in self.rows)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         table = [

@@ -11,7 +11,18 @@ from torch import nn
 
 from .. import _C
 from ..nn.activation import _Variant
-from .layers import BATCH_NORMS, FUSED, LAYERS, Choice, Layer, Norm, Sequential, is_convolution
+from .layers import BATCH_NORMS, FUSED, LAYERS, Choice, Norm, Sequential, is_convolution
+from .library import (
+    Twin,
+    Verifier,
+    activation_twin,
+    candidates,
+    has_library_loss,
+    hold,
+    library_activation,
+    release,
+    twin_of,
+)
 from .recipes import FUNCTIONS, RECIPES
 from .report import Row
 from .types import (
@@ -25,11 +36,23 @@ from .types import (
     Proof,
     Swapped,
     has_hooks,
+    stock_of,
 )
 
+FAMILY = {"gelu_tanh": "gelu"}
+"""Activations that go by another's name in `ops`."""
 NAMES: dict[type[nn.Module], str] = {twin._stock: name for name, twin in TWINS.items()}
 LAYER_NAMES: dict[type[nn.Module], str] = {twin._stock: name for name, twin in LAYERS.items()}
-OPS = (*TWINS, *LAYERS, "batch_norm_act")
+OPS = (
+    *TWINS,
+    "quick_gelu",
+    "relu_squared",
+    *LAYERS,
+    "batch_norm_act",
+    "act_linear",
+    "gated",
+    "cross_entropy",
+)
 
 # Modules that keep their input for backward, give a new tensor, and change nothing; with a weight, where it is trained.
 WEIGHTED = {
@@ -46,6 +69,7 @@ DROPOUTS = {nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d}
 VIEWS = {nn.Identity, nn.Flatten, nn.Unflatten}
 
 UNPROVEN = "not proven: pass sample="
+ALREADY = "already in place"
 
 
 LEAN = Proof(False, save="input")
@@ -85,7 +109,7 @@ class Site:
 
     @property
     def twin(self) -> type[Swapped]:
-        return TWINS[self.name]
+        return TWINS[self.name] if type(self.module) in NAMES else activation_twin(self.name, self.module)
 
     @property
     def overwrites(self) -> bool:
@@ -132,26 +156,33 @@ class Decision:
 
 @dataclass(eq=False)
 class LayerSite:
-    """A norm or a dropout."""
+    """A norm, a dropout, or a module of a library's that a recipe knows."""
 
     module: nn.Module
     name: str
     path: str
+    twin: type[Any]
+    choice: Any = Choice()  # noqa: RUF009  never changed
+    """What `_swap` will hold; a norm's is decided from what is seen."""
+    method: str = "forward"
+    """What the twin has in place of stock's."""
     layer: None = None
 
     @property
-    def twin(self) -> type[Layer]:
-        return LAYERS[self.name]
+    def is_norm(self) -> bool:
+        return issubclass(self.twin, Norm)
 
     @property
     def may_keep_output(self) -> bool:
         return self.name in ("layer_norm", "rms_norm")
 
     def row(self, decision: Decision) -> Row:
-        before, after = ("input", "input") if issubclass(self.twin, Norm) else ("mask", "seed")
+        before, after = ("input", "input") if self.is_norm else ("mask", "seed")
+        if issubclass(self.twin, Twin) and not self.is_norm:
+            before, after = "all", self.twin.saved  # type: ignore[attr-defined]
         if decision.proof is None:
             after = before
-        elif decision.proof.save == "auto":
+        elif self.is_norm and decision.proof.save == "auto":
             after = "output"
         return Row(
             path=self.path,
@@ -174,23 +205,43 @@ class Found:
     batch_norms: list[nn.Module]
     sequences: list[nn.Module]
     """Those with a batch norm and an activation behind it."""
+    losses: list[nn.Module]
+    """Those that hold their loss as a function."""
     others: list[Row]
-    """Activations that are none of the above."""
+    """Activations that are none of the above, and losses."""
 
     @property
     def sites(self) -> list[Site | LayerSite]:
         return [*self.activations, *self.layers]
 
 
-def find(model: nn.Module, names: frozenset[str]) -> Found:
+def find(model: nn.Module, names: frozenset[str], exact: bool) -> Found:
     """Everything with these names."""
     paths: dict[nn.Module, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         paths.setdefault(module, []).append(path)
     sites: dict[nn.Module, Site] = {}
-    found = Found([], [], [], [], [])
+    found = Found([], [], [], [], [], [])
+    verifier = Verifier()
+    taken: set[nn.Module] = set()
     for module, places in paths.items():
+        if match := _match(module, names, exact, verifier, found, ", ".join(places)):
+            twin = twin_of(match.kind, type(module))
+            where = ", ".join(places)
+            found.layers.append(LayerSite(module, match.op, where, twin, match.choice, match.method))
+            taken.update(match.takes)
+        if "cross_entropy" in names and has_library_loss(module):
+            path = f"{places[0]}.loss_function".lstrip(".")
+            found.losses.append(module)
+            found.others.append(Row(path, "ForCausalLMLoss", "memkit", "logits", None, None, ""))
+    for module, places in paths.items():
+        if module in taken:
+            continue
         where = ", ".join(places)
+        name = library_activation(module)
+        if name is not None and FAMILY.get(name, name) in names:
+            sites[module] = Site(module, name, where)
+            continue
         stock = next((base for base in type(module).__mro__ if base in NAMES), None)
         if stock is not None and NAMES[stock] in names and not isinstance(module, _Variant):
             if type(module) is stock:
@@ -199,7 +250,8 @@ def find(model: nn.Module, names: frozenset[str]) -> Found:
                 reason = f"a subclass of torch.nn.{stock.__name__}"
                 found.others.append(_left(where, type(module).__name__, reason))
         if LAYER_NAMES.get(type(module)) in names:
-            found.layers.append(LayerSite(module, LAYER_NAMES[type(module)], where))
+            name = LAYER_NAMES[type(module)]
+            found.layers.append(LayerSite(module, name, where, LAYERS[name]))
         if type(module) in BATCH_NORMS and "batch_norm_act" in names:
             found.batch_norms.append(module)
         recipe = RECIPES.get(type(module))
@@ -233,6 +285,21 @@ def find(model: nn.Module, names: frozenset[str]) -> Found:
     return found
 
 
+def _match(
+    module: nn.Module, names: frozenset[str], exact: bool, verifier: Verifier, found: Found, where: str
+) -> Any:
+    """The recipe for a library's module; where one looks right and is not, a row says why."""
+    reason = ""
+    for match in candidates(module, names, exact):
+        why_not = "its forward is replaced" if "forward" in vars(module) else verifier.why_not(module, match)
+        if not why_not:
+            return match
+        reason = reason or why_not
+    if reason:
+        found.others.append(_left(where, type(module).__name__, reason))
+    return None
+
+
 def _is_pair(norm: nn.Module, act: nn.Module) -> bool:
     """What layers.is_pair will say when the activation has been changed."""
     return type(norm) in BATCH_NORMS and not has_hooks(norm) and not has_hooks(act)
@@ -242,6 +309,8 @@ def by_structure(site: Site | LayerSite, exact: bool, lean: bool) -> Decision:
     """What holds whatever the model does elsewhere, as calls from elsewhere are left to stock."""
     if refusal := check(site):
         return Decision(None, refusal)
+    if isinstance(site, LayerSite) and not site.is_norm:
+        return Decision(site.choice)
     if isinstance(site, LayerSite):
         return Decision(Choice(exact=exact), f"keeps its input: {UNPROVEN}" if site.may_keep_output else "")
     if site.fused:
@@ -268,15 +337,15 @@ def _by_structure(site: Site, exact: bool) -> Decision:
     return Decision(proof, restriction(site, exact))
 
 
-def check(site: Site | LayerSite) -> str:
+def check(site: Site | LayerSite, lean: bool = False) -> str:
     """Why no proof would help."""
     module = site.module
     if "forward" in vars(module):
         return "its forward is replaced"
     if isinstance(site, LayerSite):
         return ""
-    if site.overwrites and site.name not in COPIES_INPUT and not site.fused:
-        return "already in place"
+    if site.overwrites and site.name not in COPIES_INPUT and not site.fused and not lean:
+        return ALREADY
     as_twin = site.twin.__new__(site.twin)
     vars(as_twin).update(vars(module))
     try:
@@ -312,9 +381,11 @@ def apply(site: Site | LayerSite, proof: Any) -> None:
         vars(site.layer)[RECIPES[type(site.layer)].attribute] = module
 
 
-def apply_norms(found: Found, lean: bool) -> None:
-    """Batch norms with what is behind them, and where there is memkit.lean() by themselves."""
+def apply_others(found: Found, lean: bool) -> None:
+    """Losses, batch norms with what is behind them, and where there is memkit.lean() by themselves."""
     changed: Any
+    for changed in found.losses:
+        hold(changed)
     for changed in found.sequences:
         changed._swap = None
         changed.__class__ = Sequential
@@ -332,16 +403,21 @@ def undo(model: nn.Module) -> list[tuple[nn.Module, Any]]:
         if recipe is not None and isinstance(held := vars(module).get(recipe.attribute), Swapped):
             done.append((module, held))
             vars(module)[recipe.attribute] = held._swap.original
+        if release(module):
+            done.append((module, None))
         if isinstance(module, Changed):
             done.append((module, (type(module), vars(module).pop("_swap", None))))
-            stock: Any = module._stock
-            module.__class__ = stock
+            changed: Any = module
+            while "_stock" in dir(type(changed)):  # a root may be changed twice
+                changed.__class__ = stock_of(type(changed))
     return done
 
 
 def redo(done: list[tuple[nn.Module, Any]]) -> None:
     for module, what in done:
-        if isinstance(what, nn.Module):
+        if what is None:
+            hold(module)
+        elif isinstance(what, nn.Module):
             vars(module)[RECIPES[type(module)].attribute] = what
         else:
             module.__class__, vars(module)["_swap"] = what

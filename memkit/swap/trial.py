@@ -40,12 +40,20 @@ class Trial:
         self.model = model
         self.sample = sample
 
-    def run(self, phase: str, in_evaluation: Sequence[nn.Module] = ()) -> Outcome:
-        """Counts what is saved on the way. Some modules may be told that this is no training."""
+    def run(self, phase: str, in_evaluation: Sequence[nn.Module] = (), noise: float = 0.0) -> Outcome:
+        """Counts what is saved on the way. Some modules may be told that this is no training.
+
+        ``noise``: how far, relatively, numbers in the sample may be from what they are.
+        """
         with untouched(self.model), explained(phase):
             for module in in_evaluation:
                 module.training = False
             inputs = self.fresh()
+            if noise:
+                with torch.no_grad():
+                    for given in tensors(inputs):
+                        if given.is_floating_point():
+                            given.mul_(1 + noise * torch.empty_like(given).uniform_(-1, 1))
             measured = measure(lambda: self.step(inputs), device=self.device())
             leaves = [*self.model.parameters(), *tensors(inputs)]
             return Outcome(

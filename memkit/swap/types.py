@@ -52,6 +52,16 @@ class Proof(NamedTuple):
     """What the slope comes from. "input": as in stock, so that there is nothing to prove; for `memkit.lean`."""
 
 
+def stock_of(cls: type[nn.Module]) -> type[nn.Module]:
+    """What a changed module's class was before; of one that was parametrized since, the same around that."""
+    changed: Any = cls
+    if "_stock" in vars(cls):
+        return cast("type[nn.Module]", changed._stock)
+    own = {name: held for name, held in vars(cls).items() if name not in ("__dict__", "__weakref__")}
+    bases = tuple(stock_of(base) if issubclass(base, Changed) else base for base in cls.__bases__)
+    return type(f"Parametrized{bases[0].__name__}", bases, own)
+
+
 def has_hooks(module: nn.Module) -> bool:
     return bool(
         module._forward_hooks
@@ -70,9 +80,12 @@ class Changed(nn.Module):
     _stock: ClassVar[type[nn.Module]]
     _stock_forward: ClassVar[Callable[[Any, Tensor], Tensor]]
 
-    def __init_subclass__(cls) -> None:
-        cls._stock = next(base for base in cls.__mro__ if base.__module__.startswith("torch.nn."))
-        cls._stock_forward = cast(Any, cls._stock).forward
+    def __init_subclass__(cls, stock: type[nn.Module] | None = None) -> None:
+        concrete = any(getattr(base, "_stock", nn.Module) is not nn.Module for base in cls.__bases__)
+        if stock is not None or not concrete:  # else it was parametrized
+            torchs = (base for base in cls.__mro__ if base.__module__.startswith("torch.nn."))
+            cls._stock = stock or next(torchs)
+            cls._stock_forward = cast(Any, cls._stock).forward
 
     def __prepare_scriptable__(self) -> nn.Module:
         stock = self._stock.__new__(self._stock)
@@ -257,7 +270,7 @@ TWINS: dict[str, type[Swapped]] = {
 KEEPS_OUTPUT = frozenset({"relu", "sigmoid", "tanh"})
 """Stock keeps the output too: whatever is done to it later does as much harm to stock."""
 
-NEEDS_BIT = frozenset({"gelu", "silu", "mish", "hardswish"})
+NEEDS_BIT = frozenset({"gelu", "gelu_tanh", "quick_gelu", "silu", "mish", "hardswish"})
 """A bit an element beside the output says on which side of the minimum the input was."""
 
 COPIES_INPUT = frozenset({"silu", "mish", "hardswish", "hardsigmoid"})
@@ -269,6 +282,9 @@ INEXACT = {
     "celu": (2.5e-4, 2e-3),
     "softplus": (1.2e-4, 6e-4),
     "gelu": (8e-3, 1.6e-2),
+    "gelu_tanh": (8e-3, 1.6e-2),
+    "quick_gelu": (9e-3, 2.4e-2),
+    "relu_squared": (5e-4, 5e-4),
     "silu": (8e-3, 1.5e-2),
     "mish": (7e-3, 1.5e-2),
     "hardswish": (9e-3, 2.4e-2),

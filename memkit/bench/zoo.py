@@ -1,0 +1,219 @@
+"""Models of transformers, timm and torchvision with random weights, small, in the proportions of the real ones.
+
+`ZOO[name]()` gives a model in training mode without dropout, what to call it with, and what to take from the output as the
+loss. The libraries are imported when a model of theirs is made; `LIBRARY[name]` names them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+WIDTH, LAYERS, HEADS, VOCABULARY = 256, 4, 8, 1024
+TOKENS, BATCH = 128, 2
+
+
+@dataclass
+class Subject:
+    model: nn.Module
+    sample: dict[str, Any] | tuple[Tensor, ...]
+    """Keyword arguments, or positional ones."""
+
+    def loss(self) -> Tensor:
+        """Of one training step on the sample."""
+        if isinstance(self.sample, dict):
+            out = self.model(**self.sample)
+            if out.loss is not None:
+                return out.loss  # type: ignore[no-any-return]
+            out = next(value for value in out.values() if isinstance(value, Tensor))
+        else:
+            out = self.model(*self.sample)
+        outs = out if isinstance(out, tuple) else (out,)  # inception's auxiliary head comes second
+        return torch.stack([_cross_entropy(each) for each in outs]).sum()
+
+
+def _cross_entropy(logits: Tensor) -> Tensor:
+    flat = logits.flatten(0, -2)
+    target = torch.arange(len(flat), device=flat.device) % flat.shape[-1]
+    return nn.functional.cross_entropy(flat, target)
+
+
+def _text(cls: str, config: str, **options: Any) -> Callable[[], Subject]:
+    def make() -> Subject:
+        transformers: Any = importlib.import_module("transformers")
+        model = getattr(transformers, cls)(getattr(transformers, config)(**options))
+        ids = torch.randint(2, VOCABULARY, (BATCH, TOKENS))
+        return Subject(model.train(), {"input_ids": ids, "labels": ids})
+
+    return make
+
+
+_COMMON: dict[str, Any] = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
+_DECODER: dict[str, Any] = {
+    **_COMMON,
+    "hidden_size": WIDTH,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "max_position_embeddings": 512,
+}
+_GROUPED: dict[str, Any] = {
+    **_DECODER,
+    "num_key_value_heads": HEADS // 2,
+    "intermediate_size": 704,
+    "use_cache": False,
+}
+_GEMMA: dict[str, Any] = {**_GROUPED, "head_dim": 32, "sliding_window": 64}
+_ENCODER: dict[str, Any] = {
+    **_DECODER,
+    "intermediate_size": 4 * WIDTH,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+_T5: dict[str, Any] = {
+    **_COMMON,
+    "d_model": WIDTH,
+    "d_kv": 32,
+    "num_layers": LAYERS,
+    "num_heads": HEADS,
+    "dropout_rate": 0.0,
+    "decoder_start_token_id": 0,
+    "use_cache": False,
+}
+
+
+def _vit() -> Subject:
+    transformers: Any = importlib.import_module("transformers")
+    config = transformers.ViTConfig(
+        hidden_size=WIDTH,
+        intermediate_size=4 * WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        image_size=96,
+        patch_size=8,
+        num_labels=100,
+    )
+    labels = torch.arange(4) % 100
+    model = transformers.ViTForImageClassification(config).train()
+    return Subject(model, {"pixel_values": torch.randn(4, 3, 96, 96), "labels": labels})
+
+
+def _whisper() -> Subject:
+    transformers: Any = importlib.import_module("transformers")
+    config = transformers.WhisperConfig(
+        **_COMMON,
+        d_model=WIDTH,
+        encoder_layers=LAYERS,
+        decoder_layers=LAYERS,
+        encoder_attention_heads=HEADS,
+        decoder_attention_heads=HEADS,
+        encoder_ffn_dim=4 * WIDTH,
+        decoder_ffn_dim=4 * WIDTH,
+        num_mel_bins=80,
+        max_source_positions=TOKENS,
+        max_target_positions=TOKENS,
+        dropout=0.0,
+        decoder_start_token_id=1,
+        use_cache=False,
+    )
+    features = torch.randn(BATCH, 80, 2 * TOKENS)
+    labels = torch.randint(2, VOCABULARY, (BATCH, TOKENS))
+    model = transformers.WhisperForConditionalGeneration(config).train()
+    return Subject(model, {"input_features": features, "labels": labels})
+
+
+def _timm(name: str, side: int, batch: int = 4, **options: Any) -> Callable[[], Subject]:
+    def make() -> Subject:
+        timm: Any = importlib.import_module("timm")
+        model = timm.create_model(name, num_classes=100, **options)
+        return Subject(model.train(), (torch.randn(batch, 3, side, side),))
+
+    return make
+
+
+def _torchvision(name: str, side: int, batch: int = 4, **options: Any) -> Callable[[], Subject]:
+    def make() -> Subject:
+        models: Any = importlib.import_module("torchvision.models")
+        model = getattr(models, name)(weights=None, num_classes=100, **options)
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        return Subject(model.train(), (torch.randn(batch, 3, side, side),))
+
+    return make
+
+
+def _encoder() -> Subject:
+    layer = nn.TransformerEncoderLayer(
+        WIDTH, HEADS, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True
+    )
+    model = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
+    return Subject(model.train(), (torch.randn(BATCH, TOKENS, WIDTH),))
+
+
+ZOO: dict[str, Callable[[], Subject]] = {
+    "llama": _text("LlamaForCausalLM", "LlamaConfig", **_GROUPED),
+    "mistral": _text("MistralForCausalLM", "MistralConfig", **_GROUPED, sliding_window=64),
+    "qwen2": _text("Qwen2ForCausalLM", "Qwen2Config", **_GROUPED),
+    "qwen3": _text("Qwen3ForCausalLM", "Qwen3Config", **_GROUPED, head_dim=32),
+    "gemma2": _text("Gemma2ForCausalLM", "Gemma2Config", **_GEMMA),
+    "gemma3": _text("Gemma3ForCausalLM", "Gemma3TextConfig", **_GEMMA),
+    "phi3": _text("Phi3ForCausalLM", "Phi3Config", **_GROUPED),
+    "mixtral": _text("MixtralForCausalLM", "MixtralConfig", **_GROUPED, num_local_experts=4),
+    "gpt2": _text(
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        **_COMMON,
+        n_embd=WIDTH,
+        n_layer=LAYERS,
+        n_head=HEADS,
+        n_positions=512,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        use_cache=False,
+    ),
+    "gpt_neox": _text(
+        "GPTNeoXForCausalLM", "GPTNeoXConfig", **_DECODER, intermediate_size=4 * WIDTH, use_cache=False
+    ),
+    "opt": _text(
+        "OPTForCausalLM",
+        "OPTConfig",
+        **_DECODER,
+        ffn_dim=4 * WIDTH,
+        word_embed_proj_dim=WIDTH,
+        dropout=0.0,
+        use_cache=False,
+    ),
+    "bert": _text("BertForMaskedLM", "BertConfig", **_ENCODER),
+    "roberta": _text("RobertaForMaskedLM", "RobertaConfig", **_ENCODER),
+    "t5": _text("T5ForConditionalGeneration", "T5Config", **_T5, d_ff=4 * WIDTH),
+    "t5_gated": _text(
+        "T5ForConditionalGeneration", "T5Config", **_T5, d_ff=704, feed_forward_proj="gated-gelu"
+    ),
+    "vit": _vit,
+    "whisper": _whisper,
+    "timm resnet50": _timm("resnet50", 96),
+    "timm efficientnet_b0": _timm("efficientnet_b0", 96),
+    "timm convnext_atto": _timm("convnext_atto", 96),
+    "timm vit_tiny": _timm("vit_tiny_patch16_224", 96, img_size=96, depth=4),
+    "timm swin_tiny": _timm("swin_tiny_patch4_window7_224", 112, 2, img_size=112, drop_path_rate=0.0),
+    "timm mobilenetv3": _timm("mobilenetv3_large_100", 96),
+    "torchvision resnet18": _torchvision("resnet18", 96),
+    "torchvision densenet121": _torchvision("densenet121", 64),
+    "torchvision inception_v3": _torchvision("inception_v3", 128, aux_logits=False, init_weights=False),
+    "nn.TransformerEncoder": _encoder,
+}
+"""Without dropout, as attention's own dropout takes PyTorch off its fused attention on the CPU."""
+
+LIBRARY: dict[str, str | None] = {
+    name: None if name.startswith("nn.") else name.split()[0] if " " in name else "transformers"
+    for name in ZOO
+}

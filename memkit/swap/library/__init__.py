@@ -1,0 +1,197 @@
+"""Recipes for the modules of model libraries.
+
+A module's class name, or the names of its children, say what it may be; its values and the gradient of its input on a few
+random numbers say whether it is that. So another version of a library, or a class of another library that is written alike,
+is either the same function or left alone, with the reason in the report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..layers import Choice
+from ..trial import untouched
+from .activations import CLASSES, activation_of, activation_twin, library_activation
+from .losses import has_library_loss, hold, release
+from .mlps import GATINGS, STEPS
+from .norms import norm_kinds, norm_probe
+from .residual import BLOCKS, OPTIONAL
+from .twin import Twin, twin_of
+
+__all__ = [
+    "CLASSES",
+    "Match",
+    "Twin",
+    "Verifier",
+    "activation_twin",
+    "candidates",
+    "has_library_loss",
+    "hold",
+    "library_activation",
+    "release",
+    "twin_of",
+]
+
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+
+
+class Match(NamedTuple):
+    """What a module may be."""
+
+    kind: str
+    op: str
+    """Its name in `ops`."""
+    choice: Any
+    """What `_swap` will hold."""
+    probe: tuple[Tensor, ...]
+    method: str = "forward"
+    takes: tuple[nn.Module, ...] = ()
+    """Activations that it calls as part of itself."""
+
+
+def candidates(module: nn.Module, names: frozenset[str], exact: bool) -> list[Match]:
+    """Of one module, the likeliest first. Cheap: all modules of a model are asked."""
+    found = []
+    for kind in norm_kinds(module):
+        op = kind.removesuffix("_2d").removesuffix("+1")
+        if op in names:
+            acts = _acts(module, ("act",)) if op == "batch_norm_act" else ()
+            found.append(Match(kind, op, Choice(exact=exact), norm_probe(module, kind), "forward", acts))
+    children = module._modules.keys()
+    held = children | vars(module).keys()
+    for row in (*STEPS, *GATINGS):
+        own = [name for name in row.names if name[0] != "="]
+        if row.op in names and held >= set(own) and children <= set(own):
+            kind = "gated" if row.op == "gated" else "steps"
+            choice = row._replace(dropout="dropout" in names)
+            found.append(
+                Match(kind, row.op, choice, _probe(getattr(module, own[0])), "forward", _acts(module, own))
+            )
+    for block in BLOCKS if "batch_norm_act" in names else ():
+        needed = set(block.names) | {"downsample"}
+        if children <= needed and held >= needed and children >= needed - OPTIONAL:
+            probe = _probe(module._modules["conv1"])
+            found.append(
+                Match("residual", block.op, block, probe, "forward", _acts(module, set(block.names)))
+            )
+    if "act_linear" in names and _is_bert_layer(module):
+        layer: Any = module
+        acts = (layer.intermediate.intermediate_act_fn,)
+        probe = _probe(layer.intermediate.dense)
+        found.append(Match("bert_layer", "act_linear", Choice(), probe, "feed_forward_chunk", _modules(acts)))
+    if "gated" in names and hasattr(type(module), "_apply_gate") and "act_fn" in held:
+        experts: Any = module
+        weight = getattr(experts, "gate_up_proj", None)
+        if isinstance(weight, Tensor):
+            width = weight.shape[2 if getattr(experts, "is_transposed", False) else 1]
+            probe = (torch.randn(3, width, dtype=weight.dtype, device=weight.device),)
+            found.append(
+                Match("experts", "gated", Choice(), probe, "_apply_gate", _modules((experts.act_fn,)))
+            )
+    return found
+
+
+class Verifier:
+    """Remembers, for one model, which kinds of modules compute what their twins compute."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, str] = {}
+
+    def why_not(self, module: nn.Module, match: Match) -> str:
+        """Why a module does not get this twin; nothing if it does."""
+        key = (match.kind, match.choice, _signature(module))
+        if key not in self._known:
+            self._known[key] = self._verify(module, match)
+        return self._known[key]
+
+    @staticmethod
+    def _verify(module: nn.Module, match: Match) -> str:
+        if any(tensor.is_meta for tensor in match.probe):
+            return "its parameters have no values yet"
+        stock = type(module)
+        twin = twin_of(match.kind, stock)
+        name = stock.__name__
+        changed: Any = module
+        with untouched(module), torch.enable_grad():
+            for part in module.modules():
+                if "dropout" in type(part).__name__.lower():
+                    part.training = False
+            try:
+                theirs = _values(getattr(module, match.method), match.probe)
+            except Exception as error:
+                return f"{name} takes other arguments: {type(error).__name__}"
+            changed._swap, changed.__class__ = match.choice, twin
+            try:
+                ours = _values(getattr(module, match.method), match.probe)
+            finally:
+                changed.__class__ = stock
+        tolerance = TOLERANCE.get(match.probe[0].dtype, 0.0)
+        same = len(theirs) == len(ours) and all(
+            a.dtype == b.dtype and a.shape == b.shape and _distance(a, b) <= tolerance
+            for a, b in zip(ours, theirs, strict=True)
+        )
+        return "" if same else f"this version of {name} computes something else"
+
+
+def _values(function: Any, probe: tuple[Tensor, ...]) -> list[Tensor]:
+    """What it gives, and the gradient of what it was given."""
+    torch.manual_seed(0)
+    inputs = [tensor.clone().requires_grad_() for tensor in probe]
+    output = function(*inputs)
+    weights = torch.linspace(-1, 1, output.numel(), device=output.device).view(output.shape).to(output.dtype)
+    return [output.detach(), *torch.autograd.grad(output, inputs, weights)]
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    a, b = a.double(), b.double()
+    return float((a - b).norm() / b.norm().clamp_min(1e-30))
+
+
+def _signature(module: nn.Module) -> Hashable:
+    """What a forward may depend on: classes, numbers and words, shapes; not the values of parameters, nor an index."""
+    plain = tuple(
+        (name, held)
+        for name, held in vars(module).items()
+        if isinstance(held, int | float | str) and not name.endswith(("idx", "index")) and name != "training"
+    )
+    shapes = tuple((name, p.shape, p.dtype) for name, p in module._parameters.items() if p is not None)
+    parts = tuple((name, _signature(child)) for name, child in module._modules.items() if child is not None)
+    return type(module), plain, shapes, parts
+
+
+def _probe(layer: Any) -> tuple[Tensor, ...]:
+    """Input for a module whose first layer this is."""
+    weight = getattr(layer, "weight", None)
+    if not isinstance(weight, Tensor) or weight.dim() not in (2, 4):
+        return ()
+    if weight.dim() == 4:
+        side = 2 * max(weight.shape[2:]) + 1
+        shape: tuple[int, ...] = (2, layer.in_channels, side, side)
+    else:
+        features = weight.shape[0] if type(layer).__name__ == "Conv1D" else weight.shape[1]
+        shape = (2, 3, features)
+    return (torch.randn(shape, device=weight.device).to(weight.dtype),)
+
+
+def _acts(module: nn.Module, names: Iterable[str]) -> tuple[nn.Module, ...]:
+    return _modules(held for name in names if activation_of(held := getattr(module, name)) is not None)
+
+
+def _modules(held: Iterable[Any]) -> tuple[nn.Module, ...]:
+    return tuple(each for each in held if isinstance(each, nn.Module))
+
+
+def _is_bert_layer(module: Any) -> bool:
+    parts = module._modules
+    return (
+        hasattr(type(module), "feed_forward_chunk")
+        and parts.get("intermediate") is not None
+        and parts.get("output") is not None
+        and {"dense"} == parts["intermediate"]._modules.keys() - {"intermediate_act_fn"}
+        and hasattr(parts["intermediate"], "intermediate_act_fn")
+        and {"dense", "dropout", "LayerNorm"} == parts["output"]._modules.keys()
+    )

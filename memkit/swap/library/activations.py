@@ -1,0 +1,100 @@
+"""Activations as model libraries write them: modules of their own, without parameters, known by their classes' names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ... import functional as F
+from ...functional._activation import _PARAMETERS
+from ..recipes import FUNCTIONS
+from ..types import TWINS, Swapped
+from .twin import Twin, is_plain, twin_of
+
+CLASSES = {
+    "AccurateGELUActivation": "gelu_tanh",
+    "FastGELUActivation": "gelu_tanh",
+    "GELU": "gelu",
+    "GELUActivation": "gelu",
+    "GELUTanh": "gelu_tanh",
+    "HardSigmoid": "hardsigmoid",
+    "HardSwish": "hardswish",
+    "Mish": "mish",
+    "MishActivation": "mish",
+    "NewGELU": "gelu_tanh",
+    "NewGELUActivation": "gelu_tanh",
+    "PytorchGELUTanh": "gelu_tanh",
+    "QuickGELU": "quick_gelu",
+    "QuickGELUActivation": "quick_gelu",
+    "ReLUSquaredActivation": "relu_squared",
+    "SiLUActivation": "silu",
+    "Sigmoid": "sigmoid",
+    "Swish": "silu",
+    "Tanh": "tanh",
+}
+"""Class names, and which activation they stand for wherever a few values and slopes agree."""
+
+_PROBE = torch.linspace(-8, 8, 161, dtype=torch.float64)
+_checked: dict[type[nn.Module], str | None] = {}
+
+
+class Activation(Swapped, Twin):
+    pass
+
+
+for _op in sorted(set(CLASSES.values())):
+    type(f"Activation_{_op}", (Activation,), {"_op": _op, "__module__": __name__}, kind=f"activation:{_op}")
+
+
+def library_activation(module: nn.Module) -> str | None:
+    """Which activation a module of a library's class is."""
+    cls = type(module)
+    if cls not in _checked:
+        candidate = None if cls.__module__.startswith(("torch.nn.", "memkit.")) else CLASSES.get(cls.__name__)
+        if candidate and not (module._parameters or module._buffers or module._modules):
+            _checked[cls] = candidate if _is(module, candidate) else None
+        else:
+            _checked[cls] = None
+    return _checked[cls]
+
+
+def _is(module: nn.Module, op: str) -> bool:
+    def of(function: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        x = _PROBE.clone().requires_grad_()
+        y = function(x * 1.0)  # not a leaf, which it may not overwrite
+        return y.detach(), torch.autograd.grad(y.sum(), x)[0]
+
+    try:
+        with torch.enable_grad():
+            theirs, ours = of(module.forward), of(lambda x: F.act_dropout(x, op, 0.0))
+    except Exception:  # whatever it wants, it is not a function of one tensor
+        return False
+    return all(torch.allclose(a, b, rtol=1e-8, atol=1e-9) for a, b in zip(theirs, ours, strict=True))
+
+
+def activation_twin(name: str, module: nn.Module) -> type[Any]:
+    return twin_of(f"activation:{name}", type(module))
+
+
+def activation_of(act: Any) -> tuple[str, dict[str, float]] | None:
+    """Name and parameters of what a layer calls as its activation, where that is one of memkit's and nothing else."""
+    if not isinstance(act, nn.Module):
+        name = FUNCTIONS.get(act)
+        return None if name is None else (name, {})
+    if not is_plain(act):
+        return None
+    view: Any = act
+    if not isinstance(act, Swapped):
+        if (op := library_activation(act)) is not None:
+            return op, {}
+        twin = _STOCK.get(type(act))
+        if twin is None:
+            return None
+        view = twin.__new__(twin)
+        view.__dict__ = vars(act)
+    return view._op, dict(zip(_PARAMETERS.get(view._op, ()), view._params, strict=True))
+
+
+_STOCK: dict[type[nn.Module], type[Swapped]] = {twin._stock: twin for twin in TWINS.values()}

@@ -1,0 +1,86 @@
+"""The loss of transformers' language models: the logits are kept and no softmax, and not a float32 copy of them.
+
+A model holds its loss as a function, in `_loss_function` if it is not the library's own; so nothing but that is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ... import functional as F
+
+_HOLDER = "_loss_function"
+
+
+def causal_lm_loss(
+    logits: Tensor,
+    labels: Tensor | None,
+    vocab_size: int,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """As transformers' ForCausalLMLoss: of tokens < n against n."""
+    """As transformers' ForCausalLMLoss: of tokens < n against n, float32 at least."""
+    if shift_labels is None:
+        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]  # type: ignore[arg-type]
+    half = logits.dtype in (torch.float16, torch.bfloat16)
+    with torch.autocast(logits.device.type, logits.dtype if half else None, enabled=half):
+        loss = F.cross_entropy(
+            logits.view(-1, vocab_size),
+            shift_labels.reshape(-1).to(logits.device),
+            ignore_index=ignore_index,
+            reduction="mean" if num_items_in_batch is None else "sum",
+        )
+    if isinstance(num_items_in_batch, Tensor):
+        num_items_in_batch = num_items_in_batch.to(loss.device)
+    return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+def has_library_loss(module: Any) -> bool:
+    """Whether a model's loss is transformers' for causal language models, and computes what ours does."""
+    if getattr(module, "loss_type", None) != "ForCausalLM" or _HOLDER in vars(module):
+        return False
+    theirs: Any = getattr(module, "loss_function", None)
+    return getattr(theirs, "__module__", "") == "transformers.loss.loss_utils" and _same(
+        theirs, causal_lm_loss
+    )
+
+
+def hold(module: nn.Module) -> None:
+    vars(module)[_HOLDER] = causal_lm_loss
+
+
+def release(module: nn.Module) -> bool:
+    """Gives the library's loss back, if the module held ours."""
+    if vars(module).get(_HOLDER) is not causal_lm_loss:
+        return False
+    del vars(module)[_HOLDER]
+    return True
+
+
+def _same(theirs: Callable[..., Tensor], ours: Callable[..., Tensor]) -> bool:
+    """On a few numbers, in the ways that a trainer calls it."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(5, (2, 4), generator=generator)
+    for dtype in (torch.float32, torch.bfloat16):
+        for options in ({}, {"num_items_in_batch": 7}, {"ignore_index": -1}):
+            labels[0, 1] = options.get("ignore_index", -100)
+            found = []
+            for loss in (theirs, ours):
+                logits = torch.randn(2, 4, 5, generator=generator.manual_seed(1)).to(dtype).requires_grad_()
+                with torch.enable_grad():
+                    value = loss(logits, labels.clone(), 5, **options)
+                    found.append((value, *torch.autograd.grad(value, logits)))
+            tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+            pairs = zip(*found, strict=True)
+            if not all(
+                a.dtype == b.dtype and torch.allclose(a, b, rtol=tolerance, atol=tolerance) for a, b in pairs
+            ):
+                return False
+    return True

@@ -1,0 +1,243 @@
+"""Feed-forward networks of model libraries, told by the names of their layers and verified by their values.
+
+A row says in which order a module calls its children. `Steps`: one after the other, where an activation and the Linear
+behind it become `act_linear`, which keeps the activation's input alone, and a batch norm runs with the activation behind
+it. `Gating`: act(gate) * up before a Linear, as `glu_linear`, which keeps gate and up. What stands for a layer at the
+time of the call decides: an adapter around it, a hook or a quantised layer is called as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ... import functional as F
+from ..._lean import lean
+from ...functional._activation import _apply
+from ...functional._glu import Packing
+from ...functional._norm import output_dtype
+from ...nn.norm import batch_norm_of
+from ..layers import BATCH_NORMS, BatchNorm, Dropout, serves
+from .activations import activation_of
+from .twin import Twin, computes_in, is_plain, linear_weights
+
+
+class Steps(NamedTuple):
+    """Children in the order of their calls; "=relu" stands for a function."""
+
+    names: tuple[str, ...]
+    dropout: bool = True
+    """Whether memkit's dropout may take the place of stock's."""
+
+    @property
+    def op(self) -> str:
+        return "batch_norm_act" if "=relu" in self.names else "act_linear"
+
+
+STEPS = (
+    Steps(("c_fc", "act", "c_proj", "dropout")),  # GPT-2
+    Steps(("c_fc", "act", "c_proj")),
+    Steps(("dense_h_to_4h", "act", "dense_4h_to_h")),  # GPT-NeoX
+    Steps(("fc_in", "act", "fc_out", "dropout")),  # GPT-J, CodeGen
+    Steps(("fc1", "activation_fn", "fc2")),  # ViT, CLIP, SigLIP, Phi
+    Steps(("fc1", "act", "fc2")),
+    Steps(("up_proj", "act_fn", "down_proj")),  # Nemotron
+    Steps(("c_fc", "act", "c_proj", "residual_dropout")),  # Starcoder 2
+    Steps(("wi", "act", "dropout", "wo")),  # T5
+    Steps(("fc1", "act", "drop1", "norm", "fc2", "drop2")),  # timm
+    Steps(("fc1", "act", "fc2", "drop")),
+    Steps(("conv", "bn", "=relu")),  # Inception, GoogLeNet
+)
+
+
+class Gating(NamedTuple):
+    gate: str
+    up: str | None
+    """None: `gate` gives both in one tensor."""
+    down: str
+    act: str
+    between: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    packing: Packing = "gate_up"
+    dropout: bool = True
+
+    @property
+    def op(self) -> str:
+        return "gated"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        found = (self.gate, self.up, self.act, *self.between, self.down, *self.after)
+        return tuple(name for name in found if name is not None)
+
+
+GATINGS = (
+    Gating("gate_proj", "up_proj", "down_proj", "act_fn"),  # Llama, Mistral, Qwen, Gemma
+    Gating("w1", "w3", "w2", "act_fn"),
+    Gating("wi_0", "wi_1", "wo", "act", ("dropout",)),  # T5 1.1
+    Gating("gate_up_proj", None, "down_proj", "activation_fn"),  # Phi-3, GLM
+    Gating("fc1_g", "fc1_x", "fc2", "act", ("drop1", "norm"), ("drop2",)),  # timm
+    Gating("fc1", None, "fc2", "act", ("drop1", "norm"), ("drop2",)),
+    Gating("fc1", None, "fc2", "act", ("drop1", "norm"), ("drop2",), "up_gate"),
+)
+
+GATES = frozenset({"silu", "gelu", "gelu_tanh", "relu", "sigmoid"})
+"""What `glu_linear` takes."""
+
+
+class FeedForward(Twin, kind="steps"):
+    _swap: Steps
+    saved = "h"
+
+    def forward(self, input: Tensor) -> Tensor:
+        steps = [name[1:] if name[0] == "=" else getattr(self, name) for name in self._swap.names]
+        if not computes_in(input, *(step for step in steps if isinstance(step, nn.Linear))):
+            return self._stock_forward(input)
+        return run(steps, input, self._swap.dropout)
+
+    @staticmethod
+    def kept(module: Any, shape: torch.Size) -> int:
+        """Elements of what lies between the layers, beside the input, where the result has this shape."""
+        linears = [layer for layer in module._modules.values() if linear_weights(layer) is not None]
+        return shape.numel() if len(linears) < 2 else _hidden(linears[-1], shape)
+
+
+class GatedFeedForward(Twin, kind="gated"):
+    _swap: Gating
+    saved = "gate, up"
+
+    def forward(self, input: Tensor) -> Tensor:
+        how = self._swap
+        down: Any = getattr(self, how.down)
+        act = activation_of(getattr(self, how.act))
+        if act is None or act[0] not in GATES or not computes_in(input, getattr(self, how.gate), down):
+            return self._stock_forward(input)
+        gate = getattr(self, how.gate)(input)
+        up = None if how.up is None else getattr(self, how.up)(input)
+        between = [step for name in how.between if not _is_idle(step := getattr(self, name))]
+        weights = linear_weights(down)
+        kind: Any = act[0]
+        if weights is not None and not between:
+            out = F.glu_linear(gate, up, *weights, kind, packing=how.packing)
+        elif weights is not None and how.dropout and len(between) == 1 and _is_dropout(between[0]):
+            with lean():  # the product, which dropout's node would keep
+                product = F.gated(gate, up, kind, packing=how.packing)
+                out = F.dropout_linear(product, *weights, between[0].p)
+        else:
+            out = F.gated(gate, up, kind, packing=how.packing)
+            for step in (*between, down):
+                out = step(out)
+        for name in how.after:
+            out = getattr(self, name)(out)
+        return out
+
+    @staticmethod
+    def kept(module: Any, shape: torch.Size) -> int:
+        row = next(row for row in GATINGS if all(hasattr(module, name) for name in row.names))
+        return 2 * _hidden(getattr(module, row.down), shape)
+
+
+class BertLayer(Twin, kind="bert_layer"):
+    """The activation and the Linear behind it, which are two modules' there."""
+
+    _swap: Any
+    saved = "h"
+
+    def feed_forward_chunk(self, attention_output: Tensor) -> Tensor:
+        module: Any = self
+        first, last = module.intermediate, module.output
+        layers = first.dense, last.dense
+        if not (is_plain(first) and is_plain(last) and computes_in(attention_output, *layers)):
+            return super().feed_forward_chunk(attention_output)  # type: ignore[misc,no-any-return]
+        steps = (first.dense, first.intermediate_act_fn, last.dense, last.dropout)
+        out = run(steps, attention_output, dropout=False)
+        return last.LayerNorm(out + attention_output)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def kept(module: Any, shape: torch.Size) -> int:
+        return _hidden(module.output.dense, shape)
+
+
+class Experts(Twin, kind="experts"):
+    """A mixture's experts, whose products lie in one tensor."""
+
+    _swap: Any
+    saved = "gate, up, product"
+
+    def _apply_gate(self, gate_up_out: Tensor) -> Tensor:
+        module: Any = self
+        act = activation_of(module.act_fn)
+        if act is None or act[0] not in GATES or not serves(gate_up_out):
+            return super()._apply_gate(gate_up_out)  # type: ignore[misc,no-any-return]
+        return F.gated(gate_up_out, None, act[0])  # type: ignore[arg-type]
+
+    @staticmethod
+    def kept(module: Any, shape: torch.Size) -> int:
+        return shape.numel()
+
+
+def _hidden(down: Any, shape: torch.Size) -> int:
+    """Elements of what this layer was given, where its result has this shape."""
+    return shape.numel() // shape[-1] * int(getattr(down, "in_features", 0) or down.weight.shape[0])
+
+
+def run(steps: Sequence[Any], input: Tensor, dropout: bool) -> Tensor:
+    """Calls one after the other, and pairs that memkit has an operator for as one."""
+    at = 0
+    while at < len(steps):
+        input, at = _next(steps, at, input, dropout)
+    return input
+
+
+def _next(steps: Sequence[Any], at: int, input: Tensor, dropout: bool) -> tuple[Tensor, int]:
+    step = steps[at]
+    if _is_batch_norm(step) and serves(input) and output_dtype(input) == input.dtype:
+        after = at + 1
+        while after < len(steps) and _is_idle(steps[after]):
+            after += 1
+        behind = steps[after] if after < len(steps) else None
+        act = (behind, {}) if isinstance(behind, str) else behind and activation_of(behind)
+        if act:
+            return batch_norm_of(step, input, *act), after + 1
+    act = None if isinstance(step, str) else activation_of(step)
+    if act is not None:
+        params: Any = act[1]
+        after, p = at + 1, 0.0
+        while after < len(steps) and (
+            _is_idle(steps[after]) or (dropout and not p and _is_dropout(steps[after]))
+        ):
+            p = p or (0.0 if _is_idle(steps[after]) else steps[after].p)
+            after += 1
+        weights = linear_weights(steps[after]) if after < len(steps) else None
+        if weights is not None and p:
+            # The hidden features of a dropout_linear are the ones that act_dropout would drop.
+            return F.dropout_linear(input, *weights, p, act=act[0], **params), after + 1
+        if weights is not None:
+            return F.act_linear(input, *weights, act[0], **params), after + 1
+    if isinstance(step, str):
+        return getattr(torch, step)(input), at + 1
+    return step(input), at + 1
+
+
+def act_alone(input: Tensor, name: str, params: dict[str, float]) -> Tensor:
+    """Out of place, from the input."""
+    values = tuple(params.values())
+    return _apply(name, input, values, False, "input")
+
+
+def _is_batch_norm(step: Any) -> bool:
+    return (type(step) in BATCH_NORMS or isinstance(step, BatchNorm)) and is_plain(step)
+
+
+def _is_dropout(step: Any) -> bool:
+    return (type(step) is nn.Dropout or isinstance(step, Dropout)) and is_plain(step) and not step.inplace
+
+
+def _is_idle(step: Any) -> bool:
+    """Gives what it is given."""
+    if type(step) is nn.Identity:
+        return is_plain(step)
+    return _is_dropout(step) and not (step.training and step.p > 0)

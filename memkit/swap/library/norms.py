@@ -1,0 +1,119 @@
+"""Norms over rows as model libraries write them. All are computed in float32 at least, and rounded once at the end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ... import functional as F
+from ...functional._norm import output_dtype
+from ...nn.norm import batch_norm_of
+from ..layers import Norm, row_shape, serves
+from .activations import activation_of
+from .twin import Twin, is_plain
+
+
+class _RMSNorm(Norm, Twin):
+    _op = "rms_norm"
+
+    def _memkit(self, input: Tensor) -> Tensor:
+        weight = self._gain(input)
+        return F.rms_norm(input, weight.shape, weight, _eps(self), save=self.save)
+
+    def _gain(self, input: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class RMSNorm(_RMSNorm, kind="rms_norm"):
+    """weight * norm(x), as in Llama and T5. Weights of another dtype would decide the result's, and are left to stock."""
+
+    def _stays(self, input: Tensor) -> bool:
+        weight: Any = self.weight
+        return weight.dtype != input.dtype or super()._stays(input)
+
+    def _gain(self, input: Tensor) -> Tensor:
+        weight: Any = self.weight
+        return weight  # type: ignore[no-any-return]
+
+
+class OffsetRMSNorm(_RMSNorm, kind="rms_norm+1"):
+    """(1 + weight) * norm(x), as in Gemma, in float32 and of the input's dtype."""
+
+    def _gain(self, input: Tensor) -> Tensor:
+        weight: Any = self.weight
+        return 1.0 + (weight if input.dtype == torch.float64 else weight.float())  # type: ignore[no-any-return]
+
+
+class LayerNorm(Norm, Twin, kind="layer_norm"):
+    """A subclass of torch.nn.LayerNorm that computes the same."""
+
+    _op = "layer_norm"
+
+    def _memkit(self, input: Tensor) -> Tensor:
+        module: Any = self
+        return F.layer_norm(
+            input, module.normalized_shape, module.weight, module.bias, module.eps, save=self.save
+        )
+
+
+class LayerNorm2d(LayerNorm, kind="layer_norm_2d"):
+    """Over the channels of [N, C, H, W]."""
+
+    def over_rows(self, input: Tensor) -> Tensor:
+        return super()._memkit(input)
+
+    def _memkit(self, input: Tensor) -> Tensor:
+        return self.over_rows(input.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+class BatchNormAct(Twin, kind="batch_norm_act"):
+    """timm's batch norm, which calls the activation behind it itself."""
+
+    _swap: Any
+    saved = "input"
+
+    def forward(self, input: Tensor) -> Tensor:
+        module: Any = self
+        idle = type(module.act) is nn.Identity and is_plain(module.act)
+        act = (None, {}) if idle else activation_of(module.act)
+        alone = type(module.drop) is nn.Identity and is_plain(module.drop)
+        if act is None or not alone or not serves(input) or output_dtype(input) != input.dtype:
+            return self._stock_forward(input)
+        return batch_norm_of(self, input, *act)
+
+    @staticmethod
+    def kept(module: Any, shape: torch.Size) -> int:
+        return 0
+
+
+def norm_kinds(module: nn.Module) -> tuple[str, ...]:
+    """Which twins may be it, by its looks."""
+    cls = type(module)
+    if isinstance(module, nn.BatchNorm2d):
+        return ("batch_norm_act",) if module._modules.keys() == {"drop", "act"} else ()
+    if isinstance(module, nn.LayerNorm):
+        two = "2d" in cls.__name__ and len(module.normalized_shape) == 1
+        return () if cls is nn.LayerNorm else (("layer_norm_2d",) if two else ("layer_norm",))
+    rms = cls.__name__.lower().endswith("rmsnorm") or cls.__name__ == "T5LayerNorm"
+    names = [name for name, held in module._parameters.items() if held is not None]
+    if not rms or isinstance(module, nn.RMSNorm) or names != ["weight"] or module._modules:
+        return ()
+    weight: Any = module.weight
+    return ("rms_norm", "rms_norm+1") if weight.dim() == 1 and _eps(module) is not None else ()
+
+
+def norm_probe(module: nn.Module, kind: str) -> tuple[Tensor, ...]:
+    weight: Any = module.weight
+    row = (module.num_features,) if isinstance(module, nn.BatchNorm2d) else row_shape(module)
+    shape = (2, *row, 3, 2) if kind in ("layer_norm_2d", "batch_norm_act") else (2, 3, *row)
+    x = torch.randn(shape)
+    return (x if weight is None else x.to(weight),)
+
+
+def _eps(module: nn.Module) -> Any:
+    for name in ("variance_epsilon", "eps", "epsilon"):
+        if isinstance(value := vars(module).get(name), float):
+            return value
+    return None

@@ -1,0 +1,64 @@
+"""Residual blocks of convolutional networks: two or three convolutions, then the sum with the input, then an activation.
+
+Each batch norm runs with the activation behind it. Inside `memkit.lean` the sum is a tensor of its own, as what was changed
+in place afterwards could not be rebuilt; outside it is written into the last batch norm's result, as stock does.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..._lean import is_lean
+from ..layers import serves
+from .activations import activation_of
+from .mlps import act_alone, run
+from .twin import Twin
+
+
+class Block(NamedTuple):
+    """Children in the order of their calls, the last one after the sum. Those that are None are left out."""
+
+    names: tuple[str, ...]
+
+    @property
+    def op(self) -> str:
+        return "batch_norm_act"
+
+
+BLOCKS = (
+    Block(("conv1", "bn1", "relu", "conv2", "bn2", "relu")),  # torchvision
+    Block(("conv1", "bn1", "relu", "conv2", "bn2", "relu", "conv3", "bn3", "relu")),
+    Block(("conv1", "bn1", "drop_block", "act1", "aa", "conv2", "bn2", "se", "drop_path", "act2")),  # timm
+    Block(
+        (
+            *("conv1", "bn1", "act1", "conv2", "bn2", "drop_block", "act2", "aa"),
+            *("conv3", "bn3", "se", "drop_path", "act3"),
+        )
+    ),
+)
+OPTIONAL = frozenset({"se", "drop_path", "downsample", "drop_block", "aa"})
+
+
+class ResidualBlock(Twin, kind="residual"):
+    _swap: Block
+    saved = "input of each norm"
+
+    def forward(self, x: Tensor) -> Tensor:
+        module: Any = self
+        steps = [step for name in self._swap.names if (step := getattr(module, name)) is not None]
+        act = activation_of(steps[-1])
+        if act is None or not serves(x):
+            return self._stock_forward(x)
+        out = run(steps[:-1], x, dropout=False)
+        shortcut = x if module.downsample is None else module.downsample(x)
+        if is_lean():
+            return act_alone(out + shortcut, *act)
+        out += shortcut
+        return steps[-1](out)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def kept(module: Any, shape: torch.Size) -> int:
+        return 2 * shape.numel()

@@ -1,0 +1,93 @@
+"""Twins of classes that are not torch.nn's: each a subclass of the library's own class, made when it is first needed.
+
+What memkit adds is a mixin before that class, known by a name. So `isinstance` holds, parameters and `state_dict` stay as
+they are, and a pickle or a copy says: this mixin before that class.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+
+from ..._lean import lean
+from ..layers import serves
+from ..types import Changed, has_hooks
+
+MIXINS: dict[str, type[Twin]] = {}
+"""By the names that pickles hold."""
+
+_made: dict[tuple[str, type[nn.Module]], type[Any]] = {}
+
+
+class Twin(Changed):
+    kind: ClassVar[str]
+    """The mixin's name."""
+
+    def __init_subclass__(cls, kind: str = "", **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if kind:
+            cls.kind = kind
+            MIXINS[kind] = cls
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(max(int(protocol), 2))
+        _, _, *state = reduced
+        kinds: list[str] = []
+        cls: type[Any] = type(self)
+        while issubclass(cls, Twin):
+            kinds.append(cls.kind)
+            cls = cls._stock
+        return (_make, (tuple(reversed(kinds)), cls), *state)
+
+
+def twin_of(kind: str, stock: type[nn.Module]) -> type[Any]:
+    """The mixin of this name before that class, under the class's own name."""
+    if (kind, stock) not in _made:
+        _made[kind, stock] = _new(kind, stock)
+    return _made[kind, stock]
+
+
+def _new(kind: str, stock: type[nn.Module]) -> type[Any]:
+    names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
+    mixin: Any = MIXINS[kind]
+    made: type[Any] = type(mixin)(stock.__name__, (mixin, stock), names, stock=stock)
+    return made
+
+
+def _make(kinds: tuple[str, ...], cls: Any) -> Any:
+    for kind in kinds:
+        cls = twin_of(kind, cls)
+    return cls.__new__(cls)
+
+
+class InLean(Twin, kind="lean"):
+    """Each call runs inside :class:`memkit.lean`. May stand before another twin."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with lean():
+            return super().__call__(*args, **kwargs)
+
+
+def is_plain(module: Any) -> bool:
+    """Whether a call of it is its class's forward and nothing else."""
+    return not (has_hooks(module) or _global_forward_hooks or _global_forward_pre_hooks)
+
+
+def linear_weights(module: Any) -> tuple[Tensor, Tensor | None] | None:
+    """Weight and bias of a layer that is a Linear and nothing else; transformers' Conv1D is one transposed."""
+    transposed = type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+    if (type(module) is nn.Linear or transposed) and is_plain(module):
+        return (module.weight.t() if transposed else module.weight), module.bias
+    return None
+
+
+def computes_in(input: Any, *layers: Any) -> bool:
+    """Whether memkit's operators give what stock gives: no dtypes that promote each other, but under autocast."""
+    if not serves(input):
+        return False
+    if torch.is_autocast_enabled(input.device.type):
+        return True
+    return all(layer.weight.dtype == input.dtype for layer in layers if hasattr(layer, "weight"))
