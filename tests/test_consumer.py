@@ -224,7 +224,8 @@ def test_autocast_is_what_the_parts_are() -> None:
         "batch_norm",
     ):
         case, leaves = CASES[name], tensors(CASES[name], torch.float32)
-        chosen = linear(lambda x, w: M.rms_norm(x, (IN,), w, 1e-6), 1)  # the consumer chooses what to keep, as it does
+        # What to keep is the norm's own choice, as it is the consumer's.
+        chosen = linear(lambda x, w: M.rms_norm(x, (IN,), w, 1e-6), 1)
         with torch.autocast("cpu", torch.bfloat16):
             mine, parts = (f(*leaves) for f in (case.ours, chosen if name == "rms_norm" else case.parts))
         assert torch.equal(mine, parts), name
@@ -270,7 +271,9 @@ def test_a_norm_of_a_wide_stream_keeps_its_result(name: str) -> None:
     grad = torch.randn_like(out)
     first, again, want = (torch.autograd.grad(y, leaves, grad, retain_graph=True) for y in (out, out, parts))
     for a, b, c in zip(first, again, want, strict=True):
-        assert torch.equal(a, b) and torch.equal(a, c) and a.dtype == torch.float32
+        assert a.dtype == torch.float32
+        assert torch.equal(a, b)
+        assert torch.equal(a, c)
     with torch.autocast("cpu", torch.bfloat16), save_on_cpu():
         hooked = case.ours(*leaves)
     assert all(map(torch.equal, torch.autograd.grad(hooked, leaves, grad), first))

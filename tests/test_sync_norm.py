@@ -147,7 +147,9 @@ def test_as_one_batch(name: str, processes: tuple[Found, Found]) -> None:
             mine = torch.cat([first[key], second[key]])
         else:  # each has its share of a parameter's gradient
             mine = first[key] + second[key]
-        torch.testing.assert_close(mine, value, rtol=1e-8, atol=1e-8, msg=lambda text, key=key: f"{key}: {text}")
+        torch.testing.assert_close(
+            mine, value, rtol=1e-8, atol=1e-8, msg=lambda text, key=key: f"{key}: {text}"
+        )
 
 
 def test_evaluation_asks_nobody(processes: tuple[Found, Found]) -> None:
