@@ -1,15 +1,12 @@
-"""Batch norm with an activation, and group norm: exactness, what is kept, running statistics, layouts, processes."""
+"""Batch norm with an activation, and group norm: exactness, what is kept, running statistics, layouts."""
 
 from __future__ import annotations
 
-import multiprocessing
-import socket
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from norm_cases import KINDS, LOW, assert_as_good_as_stock, inputs, normal, uniform
 from torch import Tensor, nn
@@ -211,57 +208,6 @@ def test_modules_are_their_twins() -> None:
     norm = memkit.nn.BatchNorm1d(3, act="leaky_relu", negative_slope=0.2)
     assert repr(norm).endswith("act='leaky_relu', negative_slope=0.2)")
     assert memkit.nn.LayerNorm(3, inplace="auto", save="input").save == "input"
-
-
-# -- processes -------------------------------------------------------------------------------------------------------------
-
-
-def worker(rank: int, port: int, results: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    whole = (normal((9, 4, 5, 5), torch.float64, 0) + 100, normal((9, 4, 5, 5), torch.float64, 1))
-    own = slice(0, 3) if rank == 0 else slice(3, 9)  # of different sizes
-    torch.manual_seed(0)
-    norm = memkit.nn.BatchNorm2d(4, act="silu", dtype=torch.float64, process_group=dist.group.WORLD)
-    with torch.no_grad():
-        norm.weight.copy_(torch.tensor([1.0, -0.5, 2.0, 0.1]))
-    x = whole[0][own].requires_grad_()
-    out = norm(x)
-    out.backward(whole[1][own])
-    found = [t.clone() for t in (out.detach(), x.grad, norm.weight.grad, norm.bias.grad)]
-    (
-        norm(x) if rank == 0 else norm(x[:0])
-    ).sum().backward()  # a process whose batch has run out still takes part
-    results.put((rank, [t.numpy() for t in found], [t.numpy() for t in norm.state_dict().values()]))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def test_two_processes_have_the_statistics_of_both() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    processes = [context.Process(target=worker, args=(rank, port, results)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    got = sorted(results.get(timeout=120) for _ in processes)
-    for process in processes:
-        process.join(60)
-        assert process.exitcode == 0
-    x = (normal((9, 4, 5, 5), torch.float64, 0) + 100).requires_grad_()
-    twin = nn.BatchNorm2d(4, dtype=torch.float64)
-    with torch.no_grad():
-        twin.weight.copy_(torch.tensor([1.0, -0.5, 2.0, 0.1]))
-    out = F.silu(twin(x))
-    out.backward(normal((9, 4, 5, 5), torch.float64, 1))
-    tensors = [[torch.from_numpy(t) for t in found] for _, found, _ in got]
-    torch.testing.assert_close(torch.cat([tensors[0][0], tensors[1][0]]), out.detach(), rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(torch.cat([tensors[0][1], tensors[1][1]]), x.grad, rtol=1e-8, atol=1e-9)
-    torch.testing.assert_close(tensors[0][2] + tensors[1][2], twin.weight.grad, rtol=1e-8, atol=1e-8)
-    torch.testing.assert_close(tensors[0][3] + tensors[1][3], twin.bias.grad, rtol=1e-8, atol=1e-8)
-    assert all((a == b).all() for a, b in zip(got[0][2], got[1][2], strict=True))
 
 
 # -- errors ----------------------------------------------------------------------------------------------------------------

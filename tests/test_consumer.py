@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from consumer_cases import CASES, IN, KINDS, OUT, ROWS, seeded, tensors, with_gradients
+from consumer_cases import CASES, IN, KINDS, OUT, ROWS, linear, seeded, tensors, with_gradients
 from norm_cases import assert_as_good_as_stock
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
@@ -187,7 +187,7 @@ def test_running_statistics() -> None:
 @pytest.mark.parametrize("stream", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["gelu", "gelu dropout", "swiglu", "layer_norm", "rms_norm", "batch_norm"])
 def test_bytes_under_autocast(name: str, stream: torch.dtype) -> None:
-    """The inputs as they arrive, and no cast of them; the layer computes in bfloat16."""
+    """The inputs as they arrive, and no cast of them, or a norm's result; the layer computes in bfloat16."""
     case = CASES[name]
     leaves = tensors(case, torch.float32)
     inputs = 2 if name == "swiglu" else 1
@@ -205,7 +205,8 @@ def test_bytes_under_autocast(name: str, stream: torch.dtype) -> None:
         name, 0
     )
     assert out.dtype == torch.bfloat16
-    assert saved == sum(t.numel() * t.itemsize for t in made) + beside
+    from_result = name == "rms_norm" and stream == torch.float32  # layer_norm's bias is too large here
+    assert saved == sum(t.numel() * (2 if from_result else t.itemsize) for t in made) + beside
     wanted = [*made, *leaves[inputs:]]
     for t, grad in zip(wanted, torch.autograd.grad(out.float().square().sum(), wanted), strict=True):
         assert (grad.dtype, grad.shape) == (t.dtype, t.shape)
@@ -223,8 +224,10 @@ def test_autocast_is_what_the_parts_are() -> None:
         "batch_norm",
     ):
         case, leaves = CASES[name], tensors(CASES[name], torch.float32)
+        # What to keep is the norm's own choice, as it is the consumer's.
+        chosen = linear(lambda x, w: M.rms_norm(x, (IN,), w, 1e-6), 1)
         with torch.autocast("cpu", torch.bfloat16):
-            mine, parts = (f(*leaves) for f in (case.ours, case.parts))
+            mine, parts = (f(*leaves) for f in (case.ours, chosen if name == "rms_norm" else case.parts))
         assert torch.equal(mine, parts), name
         for a, b in zip(
             *(torch.autograd.grad(y.float().square().sum(), leaves) for y in (mine, parts)), strict=True
@@ -233,6 +236,79 @@ def test_autocast_is_what_the_parts_are() -> None:
     with torch.autocast("cpu", torch.bfloat16):  # backward inside, float64 as it is
         M.act_linear(*tensors(CASES["gelu"], torch.float32)).float().sum().backward()
         assert M.act_linear(*tensors(CASES["gelu"], torch.float64)).dtype == torch.float64
+
+
+NORMS = pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+
+
+def norm_leaves(name: str, bias: float = 0.5) -> list[Tensor]:
+    """A float32 stream, a layer, and norm weights of both signs, the biases up to ``bias`` times as large."""
+    leaves = [t.detach() for t in tensors(CASES[name], torch.float32)]
+    weight = torch.sign(leaves[3]) * (0.5 + leaves[3].abs())
+    scaled = [weight, *(bias * weight * torch.tanh(t) for t in leaves[4:])]
+    return [t.requires_grad_() for t in (leaves[0] * 1.0, *leaves[1:3], *scaled)]
+
+
+@NORMS
+def test_a_norm_of_a_wide_stream_keeps_its_result(name: str) -> None:
+    """Half as large as the input, where the weights allow the gradient from it; often and by any hook."""
+    case, leaves = CASES[name], norm_leaves(name)
+    numel, rows = leaves[0].numel(), leaves[0].numel() // IN
+    before = linear(lambda x, *p: getattr(M, name)(x, (IN,), *p, eps=1e-5 if len(p) > 1 else 1e-6), 1)
+
+    def saved(leaves: list[Tensor]) -> int:
+        return measure(lambda: case.ours(leaves[0] * 1, *leaves[1:])).saved
+
+    with torch.autocast("cpu", torch.bfloat16):
+        saved(leaves)  # the weights' casts are autocast's from now on
+        assert saved(leaves) == 2 * numel + 4 * rows
+        if name == "layer_norm":
+            large = norm_leaves(name, 4)
+            saved(large)
+            assert saved(large) == 4 * numel + 8 * rows
+        out, parts = case.ours(*leaves), before(*leaves)
+    assert torch.equal(out, parts)
+    grad = torch.randn_like(out)
+    first, again, want = (torch.autograd.grad(y, leaves, grad, retain_graph=True) for y in (out, out, parts))
+    for a, b, c in zip(first, again, want, strict=True):
+        assert a.dtype == torch.float32
+        assert torch.equal(a, b)
+        assert torch.equal(a, c)
+    with torch.autocast("cpu", torch.bfloat16), save_on_cpu():
+        hooked = case.ours(*leaves)
+    assert all(map(torch.equal, torch.autograd.grad(hooked, leaves, grad), first))
+    for i, each in enumerate(first):  # one alone
+        assert torch.equal(torch.autograd.grad(out, leaves[i], grad, retain_graph=True)[0], each)
+
+
+@NORMS
+def test_a_kept_result_is_as_exact_as_stock(name: str) -> None:
+    case, leaves = CASES[name], norm_leaves(name, 1)
+
+    def found(function: Any) -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            out = function(*leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    grad = torch.randn(3, ROWS, OUT).bfloat16()
+    want = with_gradients(case.stock, exact, grad.double())
+    names = " ".join(f"t{i}" for i in range(len(want)))
+    assert_as_good_as_stock(names, found(case.ours), found(case.stock), want, units=1)
+
+
+@NORMS
+def test_a_kept_result_has_second_derivatives(name: str) -> None:
+    case, leaves = CASES[name], norm_leaves(name)
+    seconds = []
+    for function, x in ((case.ours, leaves[0]), (case.ours, leaves[0] * 1), (case.parts, leaves[0])):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = function(x, *leaves[1:]).float()
+        slope = torch.autograd.grad(out.square().sum(), [x, leaves[3]], create_graph=True)
+        seconds.append(torch.autograd.grad(sum(s.square().sum() for s in slope), leaves))
+    for mine in seconds[:2]:
+        for a, b in zip(mine, seconds[2], strict=True):
+            assert (a - b).norm() < 0.03 * b.norm()
 
 
 def test_peak_of_backward() -> None:

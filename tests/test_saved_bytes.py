@@ -124,7 +124,7 @@ def norms() -> Iterator[Line]:
             "consumer",
             lambda b, name=name: M.norm_linear(b.stream(), *b.layer, norm=name, norm_weight=b.scale),
             2 + rest,
-            4 + rest,
+            2 + ROW,
         )
 
 

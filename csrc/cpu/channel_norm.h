@@ -10,6 +10,9 @@ namespace memkit::cpu {
 // over these rows, into means[channel] and m2[channel].
 void channel_moments(const ChannelArgs& args, int64_t begin, int64_t end, double* means, double* m2);
 
+// 1 / sqrt(variance + eps).
+void channel_roots(const double* variance, double eps, int64_t n, double* roots);
+
 // Of elements.
 void channel_forward(const ChannelArgs& args, int64_t begin, int64_t end);
 void channel_backward(const ChannelArgs& args, int64_t begin, int64_t end);

@@ -3,13 +3,12 @@
 
 #include <cmath>
 
-#include "compiled.h"
+#include "reductions.h"
 
 namespace memkit::cpu {
 namespace {
 
-constexpr int kSums = 32;  // partial sums: GCC does not reorder floating-point additions, so the order is vectorisable
-constexpr int64_t kBeside = 256;  // rows worked on side by side
+constexpr int64_t kBeside = kBlock;  // rows worked on side by side: runs of memory long enough to be fetched ahead
 
 // What rows and columns share: reading logits and targets.
 template <class Lanes, class S>
@@ -64,9 +63,30 @@ struct Reader {
   }
   MEMKIT_FN T slope(T x) const { return args.cap != 0 ? op.cap_slope(x) : T(1); }
 
-  // grad (factor e^(x - largest) - b) slope, of a class whose x is at hand.
-  MEMKIT_FN T gradient(T x, T largest, T factor, T b, T grad) const {
-    return (exp_falling(x - largest) * factor - b) * grad * slope(x);
+  // Writes down what the sums over a row's classes come to; class c lies at first + c step.
+  MEMKIT_FN void finish(int64_t row, int64_t first, int64_t step, T largest, T sum, T mass, T dot) const {
+    const bool counts = !ignored(row);
+    if (args.index && counts) {
+      const int64_t t = args.index[row];
+      mass = hot(t) + smooth_mass();
+      dot += hot(t) * (read(first + t * step) - largest);
+    }
+    const T log_sum = std::log(sum);
+    *stored(args.loss, row) = counts ? op.loss(mass, dot, largest, log_sum) : T(0);
+    *stored(args.largest, row) = largest;
+    *stored(args.factor, row) = counts ? op.factor(mass, sum, largest, log_sum) : T(0);
+  }
+
+  // A row's gradient where it depends on the target index, beyond what that of every class is.
+  MEMKIT_FN void finish_gradient(int64_t row, int64_t first, int64_t step, T at_target) const {
+    const int64_t t = args.index[row];
+    if (t == args.ignore_index) {
+      for (int64_t c = 0; c < args.classes; ++c) *out(first + c * step) = S{};  // a NaN times 0 is none
+      return;
+    }
+    const T below = at_target - *stored(args.largest, row), factor = *stored(args.factor, row);
+    const T share = hot(t) + op.smooth * weight(t);
+    from_compute((exp_falling(below) * factor - share) * grad(row) * slope(at_target), *out(first + t * step));
   }
 };
 
@@ -92,111 +112,94 @@ struct Rows : Reader<Lanes, S> {
     }
   }
 
-  MEMKIT_FN static T largest_of(const T* x, int64_t n, T so_far) {
-    T most[kSums];
-    std::fill_n(most, kSums, so_far);
-    int64_t i = 0;
-    for (; i + kSums <= n; i += kSums) {
-      MEMKIT_LOOP
-      for (int k = 0; k < kSums; ++k) most[k] = select(x[i + k] > most[k], x[i + k], most[k]);
-    }
-    for (; i < n; ++i) most[0] = select(x[i] > most[0], x[i], most[0]);
-    for (T each : most) so_far = select(each > so_far, each, so_far);
-    return so_far;
-  }
-
-  // Adds f(k) for k < n up.
-  template <class F>
-  MEMKIT_FN static void accumulate(T (&sums)[kSums], int64_t n, const F& f) {
-    int64_t i = 0;
-    for (; i + kSums <= n; i += kSums) {
-      MEMKIT_LOOP
-      for (int k = 0; k < kSums; ++k) sums[k] += f(i + k);
-    }
-    for (; i < n; ++i) sums[i % kSums] += f(i);
-  }
-  MEMKIT_FN static T total_of(T (&sums)[kSums]) {
-    for (int half = kSums / 2; half > 0; half /= 2)
-      for (int k = 0; k < half; ++k) sums[k] += sums[k + half];
-    return sums[0];
-  }
-
-  MEMKIT_FN void forward(int64_t row) const {
-    if (this->ignored(row)) {
-      *this->stored(args.loss, row) = *this->stored(args.factor, row) = *this->stored(args.largest, row) = 0;
-      return;
-    }
+  // Neighbouring rows that fit a block together, or one longer row: one step for all of them, then the next, so that the
+  // reductions of short rows overlap.
+  MEMKIT_FN void forward(int64_t row, int64_t count) const {
     const int64_t first = row * args.classes;
-    T block[kBlock], b[kBlock];
-    T largest = -std::numeric_limits<T>::infinity();
+    T block[kBlock], b[kBlock], largest[kBlock], sum[kBlock], mass[kBlock], dot[kBlock];
+    std::fill_n(largest, count, -std::numeric_limits<T>::infinity());
+    for (T* each : {sum, mass, dot}) std::fill_n(each, count, T(0));
+    const T* x = nullptr;
     for (int64_t c = 0; c < args.classes; c += kBlock) {
-      const int64_t n = std::min(kBlock, args.classes - c);
-      largest = largest_of(this->read(this->x(first + c), block, n), n, largest);
+      const int64_t n = part(c);
+      x = this->read(this->x(first + c), block, count * n);
+      for (int64_t r = 0; r < count; ++r) largest[r] = largest_of<Lanes>(x + r * n, n, largest[r]);
     }
-    largest = op.pivot(largest);
-    T sums[kSums] = {}, masses[kSums] = {}, dots[kSums] = {};
+    for (int64_t r = 0; r < count; ++r) largest[r] = op.pivot(largest[r]);
     for (int64_t c = 0; c < args.classes; c += kBlock) {
-      const int64_t n = std::min(kBlock, args.classes - c);
-      const T* x = this->read(this->x(first + c), block, n);
-      accumulate(sums, n, [&](int64_t k) __attribute__((always_inline)) { return exp_falling(x[k] - largest); });
+      const int64_t n = part(c);
+      if (args.classes > kBlock) x = this->read(this->x(first + c), block, n);
+      for (int64_t r = 0; r < count; ++r) {
+        const T *own = x + r * n, most = largest[r];
+        sum[r] += sum_of<Lanes, T>(n, [&](int64_t k) MEMKIT_INLINE { return exp_falling(own[k] - most); });
+      }
       if (this->one_class()) continue;
-      shares(c, first + c, b, n);
-      accumulate(dots, n, [&](int64_t k) __attribute__((always_inline)) { return b[k] * (x[k] - largest); });
-      if (args.probabilities) accumulate(masses, n, [&](int64_t k) __attribute__((always_inline)) { return b[k]; });
+      for (int64_t r = 0; r < count; ++r) {
+        const T *own = x + r * n, most = largest[r];
+        shares(c, first + r * n + c, b, n);
+        dot[r] += sum_of<Lanes, T>(n, [&](int64_t k) MEMKIT_INLINE { return b[k] * (own[k] - most); });
+        if (args.probabilities) mass[r] += sum_of<Lanes, T>(n, [&](int64_t k) MEMKIT_INLINE { return b[k]; });
+      }
     }
-    const T sum = total_of(sums), log_sum = std::log(sum);
-    T mass = total_of(masses), dot = total_of(dots);
-    if (args.index) {
-      const int64_t t = args.index[row];
-      mass = this->hot(t) + this->smooth_mass();
-      dot += this->hot(t) * (this->read(first + t) - largest);
-    }
-    *this->stored(args.loss, row) = op.loss(mass, dot, largest, log_sum);
-    *this->stored(args.largest, row) = largest;
-    *this->stored(args.factor, row) = op.factor(mass, sum, largest, log_sum);
+    for (int64_t r = 0; r < count; ++r)
+      this->finish(row + r, first + r * args.classes, 1, largest[r], sum[r], mass[r], dot[r]);
   }
 
-  MEMKIT_FN void backward(int64_t row) const {
+  MEMKIT_FN void backward(int64_t row, int64_t count) const {
     const int64_t first = row * args.classes;
-    if (this->ignored(row)) {
-      std::memset(static_cast<void*>(this->out(first)), 0, size_t(args.classes) * sizeof(S));
-      return;
-    }
-    const T largest = *this->stored(args.largest, row), factor = *this->stored(args.factor, row);
-    const T grad = this->grad(row), product = factor * grad;
-    const int64_t t = args.index ? args.index[row] : 0;
-    const T at_target = args.index ? this->read(first + t) : T(0);  // before it is overwritten
-    T block[kBlock], b[kBlock], wide[kBlock];
+    T block[kBlock], b[kBlock], wide[kBlock], at_target[kBlock];
+    for (int64_t r = 0; args.index && r < count; ++r)  // before it is overwritten
+      at_target[r] = this->ignored(row + r) ? T(0) : this->read(first + r * args.classes + args.index[row + r]);
     for (int64_t c = 0; c < args.classes; c += kBlock) {
-      const int64_t n = std::min(kBlock, args.classes - c);
-      const T* x = this->read(this->x(first + c), block, n);
+      const int64_t n = part(c);
+      const T* x = this->read(this->x(first + c), block, count * n);
       T* y = wide;
       if constexpr (std::is_same_v<S, T>) y = this->out(first + c);
-      if (this->one_class() && args.cap == 0) {
-        MEMKIT_LOOP
-        for (int64_t k = 0; k < n; ++k) y[k] = exp_falling(x[k] - largest) * product;
-      } else {
-        shares(c, first + c, b, n);
-        const bool capped = args.cap != 0;
-        MEMKIT_LOOP
-        for (int64_t k = 0; k < n; ++k) {
-          const T g = (exp_falling(x[k] - largest) * factor - b[k]) * grad;
-          y[k] = g * select(capped, op.cap_slope(x[k]), T(1));
+      for (int64_t r = 0; r < count; ++r) {
+        const T largest = *this->stored(args.largest, row + r), factor = *this->stored(args.factor, row + r);
+        const T grad = this->grad(row + r), product = factor * grad;
+        const T* const from = x + r * n;
+        T* const to = y + r * n;
+        if (this->one_class() && args.cap == 0) {
+          MEMKIT_LOOP
+          for (int64_t k = 0; k < n; ++k) to[k] = exp_falling(from[k] - largest) * product;
+        } else {
+          shares(c, first + r * n + c, b, n);
+          const bool capped = args.cap != 0;
+          MEMKIT_LOOP
+          for (int64_t k = 0; k < n; ++k) {
+            const T g = (exp_falling(from[k] - largest) * factor - b[k]) * grad;
+            to[k] = g * select(capped, op.cap_slope(from[k]), T(1));
+          }
         }
       }
-      if constexpr (!std::is_same_v<S, T>) Lanes::narrow(wide, this->out(first + c), n);
+      if constexpr (!std::is_same_v<S, T>) Lanes::narrow(wide, this->out(first + c), count * n);
     }
-    if (args.index) {
-      const T share = this->hot(t) + op.smooth * this->weight(t);
-      from_compute(this->gradient(at_target, largest, factor, share, grad), *this->out(first + t));
-    }
+    for (int64_t r = 0; args.index && r < count; ++r)
+      this->finish_gradient(row + r, first + r * args.classes, 1, at_target[r]);
   }
+
+  // An ignored row.
+  MEMKIT_FN void skip(LossPass pass, int64_t row) const {
+    if (pass != LossPass::backward)
+      *this->stored(args.loss, row) = *this->stored(args.factor, row) = *this->stored(args.largest, row) = 0;
+    if (pass != LossPass::forward) std::fill_n(this->out(row * args.classes), args.classes, S{});
+  }
+
+  // The classes from c on that a block takes.
+  MEMKIT_FN int64_t part(int64_t c) const { return std::min(kBlock, args.classes - c); }
 
   MEMKIT_FN static void run(LossPass pass, const LossArgs& args, int64_t begin, int64_t end) {
     const Rows rows{{args}};
-    for (int64_t row = begin; row < end; ++row) {
-      if (pass != LossPass::backward) rows.forward(row);
-      if (pass != LossPass::forward) rows.backward(row);
+    const int64_t together = std::max<int64_t>(1, kBlock / args.classes);
+    for (int64_t row = begin, n = 0; row < end; row += n) {
+      n = std::min(together, end - row);
+      if (n == 1 && rows.ignored(row)) {
+        rows.skip(pass, row);
+        continue;
+      }
+      if (pass != LossPass::backward) rows.forward(row, n);
+      if (pass != LossPass::forward) rows.backward(row, n);
     }
   }
 };
@@ -211,10 +214,10 @@ struct Columns : Reader<Lanes, S> {
     return (row / args.inner * args.classes + c) * args.inner + row % args.inner;
   }
 
-  // b of class c in n rows, `hot` apart.
-  MEMKIT_FN void shares(int64_t row, int64_t c, T* b, int64_t n) const {
+  // b of class c in n rows, the first of which lies at i, `hot` apart.
+  MEMKIT_FN void shares(int64_t i, int64_t c, T* b, int64_t n) const {
     if (args.probabilities) {
-      this->probabilities(element(row, c), b, n);
+      this->probabilities(i, b, n);
     } else {
       std::fill_n(b, n, T(0));
     }
@@ -224,73 +227,63 @@ struct Columns : Reader<Lanes, S> {
   }
 
   MEMKIT_FN void forward(int64_t row, int64_t n) const {
-    T block[kBeside], b[kBeside], largest[kBeside], sum[kBeside] = {}, mass[kBeside] = {}, dot[kBeside] = {};
+    T block[kBeside], b[kBeside], largest[kBeside], sum[kBeside], mass[kBeside], dot[kBeside];
     std::fill_n(largest, n, -std::numeric_limits<T>::infinity());
+    for (T* each : {sum, mass, dot}) std::fill_n(each, n, T(0));
+    const int64_t first = element(row, 0);
     for (int64_t c = 0; c < args.classes; ++c) {
-      const T* x = this->read(this->x(element(row, c)), block, n);
+      const T* x = this->read(this->x(first + c * args.inner), block, n);
       MEMKIT_LOOP
       for (int64_t k = 0; k < n; ++k) largest[k] = select(x[k] > largest[k], x[k], largest[k]);
     }
     for (int64_t k = 0; k < n; ++k) largest[k] = op.pivot(largest[k]);
     for (int64_t c = 0; c < args.classes; ++c) {
-      const T* x = this->read(this->x(element(row, c)), block, n);
+      const int64_t i = first + c * args.inner;
+      const T* x = this->read(this->x(i), block, n);
       MEMKIT_LOOP
       for (int64_t k = 0; k < n; ++k) sum[k] += exp_falling(x[k] - largest[k]);
       if (this->one_class()) continue;
-      shares(row, c, b, n);
+      shares(i, c, b, n);
       MEMKIT_LOOP
       for (int64_t k = 0; k < n; ++k) {
         dot[k] += b[k] * (x[k] - largest[k]);
         mass[k] += b[k];
       }
     }
-    for (int64_t k = 0; k < n; ++k) {
-      const bool ignored = this->ignored(row + k);
-      if (args.index && !ignored) {
-        const int64_t t = args.index[row + k];
-        mass[k] = this->hot(t) + this->smooth_mass();
-        dot[k] += this->hot(t) * (this->read(element(row + k, t)) - largest[k]);
-      }
-      const T log_sum = std::log(sum[k]);
-      *this->stored(args.loss, row + k) = ignored ? T(0) : op.loss(mass[k], dot[k], largest[k], log_sum);
-      *this->stored(args.largest, row + k) = largest[k];
-      *this->stored(args.factor, row + k) = ignored ? T(0) : op.factor(mass[k], sum[k], largest[k], log_sum);
-    }
+    for (int64_t k = 0; k < n; ++k) this->finish(row + k, first + k, args.inner, largest[k], sum[k], mass[k], dot[k]);
   }
 
   MEMKIT_FN void backward(int64_t row, int64_t n) const {
-    T block[kBeside], b[kBeside], wide[kBeside], grad[kBeside], at_target[kBeside];
+    T block[kBeside], b[kBeside], wide[kBeside], grad[kBeside], product[kBeside], at_target[kBeside];
     const T* largest = this->stored(args.largest, row);
     const T* factor = this->stored(args.factor, row);
     for (int64_t k = 0; k < n; ++k) {
       const bool ignored = this->ignored(row + k);
       grad[k] = ignored ? T(0) : this->grad(row + k);
+      product[k] = factor[k] * grad[k];
       if (args.index && !ignored) at_target[k] = this->read(element(row + k, args.index[row + k]));
     }
     const bool capped = args.cap != 0;
+    const int64_t first = element(row, 0);
     for (int64_t c = 0; c < args.classes; ++c) {
-      const T* x = this->read(this->x(element(row, c)), block, n);
-      shares(row, c, b, n);
+      const int64_t i = first + c * args.inner;
+      const T* x = this->read(this->x(i), block, n);
       T* y = wide;
-      if constexpr (std::is_same_v<S, T>) y = this->out(element(row, c));
-      MEMKIT_LOOP
-      for (int64_t k = 0; k < n; ++k) {
-        const T g = (exp_falling(x[k] - largest[k]) * factor[k] - b[k]) * grad[k];
-        y[k] = g * select(capped, op.cap_slope(x[k]), T(1));
-      }
-      if constexpr (!std::is_same_v<S, T>) Lanes::narrow(wide, this->out(element(row, c)), n);
-    }
-    if (!args.index) return;
-    for (int64_t k = 0; k < n; ++k) {
-      const int64_t t = args.index[row + k];
-      if (t == args.ignore_index) {
-        for (int64_t c = 0; c < args.classes; ++c) *this->out(element(row + k, c)) = S{};  // a NaN times 0 is none
+      if constexpr (std::is_same_v<S, T>) y = this->out(i);
+      if (this->one_class() && !capped) {
+        MEMKIT_LOOP
+        for (int64_t k = 0; k < n; ++k) y[k] = exp_falling(x[k] - largest[k]) * product[k];
       } else {
-        const T share = this->hot(t) + op.smooth * this->weight(t);
-        from_compute(this->gradient(at_target[k], largest[k], factor[k], share, grad[k]),
-                     *this->out(element(row + k, t)));
+        shares(i, c, b, n);
+        MEMKIT_LOOP
+        for (int64_t k = 0; k < n; ++k) {
+          const T g = (exp_falling(x[k] - largest[k]) * factor[k] - b[k]) * grad[k];
+          y[k] = g * select(capped, op.cap_slope(x[k]), T(1));
+        }
       }
+      if constexpr (!std::is_same_v<S, T>) Lanes::narrow(wide, this->out(i), n);
     }
+    for (int64_t k = 0; args.index && k < n; ++k) this->finish_gradient(row + k, first + k, args.inner, at_target[k]);
   }
 
   MEMKIT_FN static void run(LossPass pass, const LossArgs& args, int64_t begin, int64_t end) {

@@ -5,70 +5,14 @@
 #include <algorithm>
 #include <cmath>
 
-#include "chunks.h"
+#include "reductions.h"
 
 namespace memkit::cpu {
 namespace {
 
-constexpr int kSums = 32;  // side by side: the compiler keeps to the order of an addition
 constexpr int64_t kBeside = 256;
 template <class T>
 constexpr int64_t kRow = (128 << 10) / sizeof(T);  // elements of a row that is kept
-
-// One of kSums values. The compiler goes through memory for this, which short rows feel.
-template <class Lanes, class T>
-struct Fold {
-  MEMKIT_FN static T sum(T (&x)[kSums]) {
-    for (int half = kSums / 2; half > 0; half /= 2)
-      for (int k = 0; k < half; ++k) x[k] += x[k + half];
-    return x[0];
-  }
-  MEMKIT_FN static T most(T (&x)[kSums]) {
-    for (int half = kSums / 2; half > 0; half /= 2)
-      for (int k = 0; k < half; ++k) x[k] = select(x[k + half] > x[k], x[k + half], x[k]);
-    return x[0];
-  }
-};
-#if MEMKIT_X86
-template <>
-struct Fold<V4Lanes, float> {
-  MEMKIT_TARGET_V4 static float sum(const float (&x)[kSums]) {
-    return _mm512_reduce_add_ps(_mm512_add_ps(_mm512_loadu_ps(x), _mm512_loadu_ps(x + 16)));
-  }
-  MEMKIT_TARGET_V4 static float most(const float (&x)[kSums]) {
-    return _mm512_reduce_max_ps(_mm512_max_ps(_mm512_loadu_ps(x), _mm512_loadu_ps(x + 16)));
-  }
-};
-#endif
-
-template <class Lanes, class T>
-MEMKIT_FN T largest_of(const T* z, int64_t n, T so_far) {
-  T most[kSums];
-  std::fill_n(most, kSums, so_far);
-  int64_t i = 0;
-  for (; i + kSums <= n; i += kSums) {
-    MEMKIT_LOOP
-    for (int k = 0; k < kSums; ++k) most[k] = select(z[i + k] > most[k], z[i + k], most[k]);
-  }
-  for (int k = 0; i + k < n; ++k) most[k] = select(z[i + k] > most[k], z[i + k], most[k]);
-  return Fold<Lanes, T>::most(most);
-}
-
-// The sum of term(i).
-template <class Lanes, class T, class Term>
-MEMKIT_FN T sum_of(int64_t n, const Term& term) {
-  T total[kSums] = {};
-  int64_t i = 0;
-  for (; i + kSums <= n; i += kSums) {
-    MEMKIT_LOOP
-    for (int k = 0; k < kSums; ++k) total[k] += term(i + k);
-  }
-  if (i < n) {
-    MEMKIT_LOOP
-    for (int k = 0; k < int(n - i); ++k) total[k] += term(i + k);
-  }
-  return Fold<Lanes, T>::sum(total);
-}
 
 // The sum of e^(z - pivot); the terms are written to e where there is one.
 template <class Lanes, bool kept, class T>

@@ -1,6 +1,7 @@
 #include "channel_engine.h"
 
 #include <ATen/ATen.h>
+#include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
 
 #include <algorithm>
@@ -24,6 +25,7 @@ constexpr int64_t kGrain = 32768;  // elements below which one thread is faster 
 // A loop over a plane costs as much as some elements do: smaller planes are columns, if there are rows enough to pay for
 // terms for every element of a row. Sums over a plane, which end in adding up partial sums, cost more.
 constexpr int64_t kSmallPlane = 32, kSmallPlaneOfSums = 128, kRowsOfColumns = 4;
+constexpr int64_t kShortRow = 512;  // elements of rows of columns that are walked as one, for the same reason
 
 // Parts: what moments and sums are taken of. `each` of `ways` ranges of rows in the layout of columns, else planes.
 struct Parts {
@@ -51,6 +53,16 @@ ChannelCall by_columns(ChannelCall call, int64_t small) {
   return call;
 }
 
+// Columns of few channels on the CPU: some rows become one, whose channels are theirs one after the other. Not for
+// moments, whose parts have to be of known sizes.
+ChannelCall by_long_rows(ChannelCall call) {
+  ChannelArgs& args = call.args;
+  if (!call.device.is_cpu() || !args.columns()) return call;
+  while (2 * args.channels <= kShortRow && args.outer % 2 == 0 && args.outer >= 2 * kRowsOfColumns)
+    args.outer /= 2, args.channels *= 2, args.sets *= 2, call.repeat *= 2;
+  return call;
+}
+
 Parts parts_of(const ChannelCall& call) {
   const ChannelArgs& args = call.args;
   if (!args.columns()) return {1, args.planes()};
@@ -70,7 +82,7 @@ template <class T>
 ChannelStatistics<T> statistics_of(const ChannelCall& call, const Parts& parts) {
   const ChannelArgs& args = call.args;
   ChannelStatistics<T> s;
-  s.channels = args.channels / call.together;
+  s.channels = args.channels / (call.together * call.repeat);
   s.groups = call.groups;
   if (call.groups) {
     s.statistics = args.outer * call.groups;
@@ -78,8 +90,8 @@ ChannelStatistics<T> statistics_of(const ChannelCall& call, const Parts& parts) 
     s.size = s.count * args.inner;
   } else {
     s.statistics = s.stride = s.channels;
-    s.count = parts.count / args.channels;
-    s.size = args.outer * args.inner * call.together;
+    s.count = parts.count / (s.channels * call.together);
+    s.size = args.numel() / s.channels;
     s.together = call.together;
   }
   s.eps = call.eps;
@@ -100,10 +112,12 @@ void with_computed(const ChannelCall& call, const F& f) {
   }
 }
 
-// Two arrays of doubles.
-Tensor scratch(const ChannelCall& call, int64_t count) {
-  return at::empty({2, count}, at::TensorOptions(at::kDouble).device(call.device));
+// Memory for one pass. On the CPU past the dispatcher, which takes as long as a small pass.
+Tensor room(const ChannelCall& call, at::IntArrayRef shape, at::ScalarType dtype) {
+  if (call.device.is_cpu()) return Tensor(at::detail::empty_cpu(shape, dtype));
+  return at::empty(shape, at::TensorOptions(dtype).device(call.device));
 }
+Tensor scratch(const ChannelCall& call, int64_t count) { return room(call, {2, count}, at::kDouble); }
 
 // f(begin, end, part): over units, in ranges; part is where the results of a range of rows go.
 template <class F>
@@ -150,9 +164,11 @@ void for_many(int64_t n, const F& f) {
 // 1 / sqrt(variance + eps), which s then points to.
 template <class T>
 Tensor make_roots(const ChannelCall& call, ChannelStatistics<T>& s) {
-  Tensor made = at::empty({s.statistics}, at::TensorOptions(at::kDouble));
+  Tensor made = room(call, {s.statistics}, at::kDouble);
   double* roots = made.mutable_data_ptr<double>();
-  for_many(s.statistics, [&](int64_t i) { roots[i] = s.rstd(i); });
+  at::parallel_for(0, s.statistics, 8192, [&](int64_t begin, int64_t end) {
+    cpu::channel_roots(s.variance + begin, s.eps, end - begin, roots + begin);
+  });
   s.roots = roots;
   return made;
 }
@@ -213,16 +229,18 @@ void finish_batch_sums(const ChannelStatistics<T>& s, const double* sums, const 
 // The terms of all sets, which the call then points to.
 template <class T>
 Tensor make_terms(ChannelCall& call, const double* c1, const double* c2) {
-  Tensor made = at::empty({5, call.args.sets}, at::TensorOptions(call.computed).device(call.device));
+  Tensor made = room(call, {5, call.args.sets}, call.computed);
   T* data = static_cast<T*>(made.mutable_data_ptr());
   call.args.terms = data;
   ChannelStatistics<T> s = statistics_of<T>(call, {1, call.args.planes()});
   if (call.device.is_cpu()) {
     const TermArrays<T> arrays{data, call.args.sets};
     const Tensor roots = make_roots(call, s);
-    for_many(call.args.sets / call.together, [&](int64_t set) {
+    const int64_t row = call.args.sets / call.repeat;
+    for_many(row / call.together, [&](int64_t set) {
       const ChannelTerms<T> own = s.terms(set, c1, c2);
-      for (int64_t i = 0; i < call.together; ++i) arrays.put(set * call.together + i, own);
+      for (int64_t first = set * call.together; first < call.args.sets; first += row)
+        for (int64_t i = 0; i < call.together; ++i) arrays.put(first + i, own);
     });
     return made;
   }
@@ -261,7 +279,7 @@ void run_channel_moments(const ChannelCall& whole) {
 }
 
 void run_channel_forward(const ChannelCall& whole) {
-  ChannelCall call = by_columns(whole, kSmallPlane);
+  ChannelCall call = by_long_rows(by_columns(whole, kSmallPlane));
   with_computed(call, [&](auto computed) {
     if (call.device.is_cpu()) {
       const Tensor terms = make_terms<decltype(computed)>(call, nullptr, nullptr);
@@ -279,15 +297,15 @@ void run_channel_forward(const ChannelCall& whole) {
 }
 
 void run_channel_sums(const ChannelCall& whole, double* dz, double* dz_x_hat, double* c1, double* c2) {
-  ChannelCall call = by_columns(whole, kSmallPlaneOfSums);
+  ChannelCall call = by_long_rows(by_columns(whole, kSmallPlaneOfSums));
   const Parts parts = parts_of(call);
   with_computed(call, [&](auto computed) {
     using T = decltype(computed);
     const Tensor room = scratch(call, parts.count);
     double *sums = room.mutable_data_ptr<double>(), *distances = sums + parts.count;
-    const ChannelStatistics<T> s = statistics_of<T>(call, parts);
+    ChannelStatistics<T> s = statistics_of<T>(call, parts);
     if (call.device.is_cpu()) {
-      const Tensor terms = make_terms<T>(call, nullptr, nullptr);
+      const Tensor terms = make_terms<T>(call, nullptr, nullptr), roots = make_roots(call, s);
       for_units(call.args, parts, [&](int64_t begin, int64_t end, int64_t part) {
         cpu::channel_sums(call.args, begin, end, sums + part, distances + part);
       });
@@ -308,7 +326,7 @@ void run_channel_sums(const ChannelCall& whole, double* dz, double* dz_x_hat, do
 }
 
 void run_channel_backward(const ChannelCall& whole, const double* c1, const double* c2) {
-  ChannelCall call = by_columns(whole, kSmallPlane);
+  ChannelCall call = by_long_rows(by_columns(whole, kSmallPlane));
   with_computed(call, [&](auto computed) {
     if (call.device.is_cpu()) {
       const Tensor terms = make_terms<decltype(computed)>(call, c1, c2);

@@ -12,7 +12,8 @@ struct ChannelCall {
   ChannelArgs args;
   at::ScalarType computed;  // what terms, weight and bias are of; statistics are double
   int64_t groups = 0;       // of group norm
-  int64_t together = 1;     // neighbouring channels of args that are one, split by the engine
+  // The engine may split channels and join rows: those of args are `repeat` times all channels, each `together` times in a row.
+  int64_t together = 1, repeat = 1;
   double eps = 0;
   const void* weight = nullptr;
   const void* bias = nullptr;

@@ -1,5 +1,6 @@
 // Batch norm with an activation and group norm below autograd, on CPU, CUDA and meta tensors.
 #include <ATen/ATen.h>
+#include <ATen/EmptyTensor.h>
 #include <torch/library.h>
 
 #include "channel_engine.h"
@@ -81,9 +82,13 @@ c10::SymDimVector statistics_shape(const ChannelNorm& norm, const Tensor& x) {
   return {x.sym_size(1)};
 }
 
-Tensor empty_statistics(const ChannelNorm& norm, const Tensor& x) {
-  return at::empty_symint(statistics_shape(norm, x), x.options().dtype(at::kDouble));
+// On the CPU past the dispatcher, which takes as long as a small pass.
+Tensor doubles(c10::SymIntArrayRef shape, const Tensor& x) {
+  if (x.is_cpu()) return Tensor(at::detail::empty_cpu(C10_AS_INTARRAYREF_SLOW(shape), at::kDouble));
+  return at::empty_symint(shape, x.options().dtype(at::kDouble));
 }
+
+Tensor empty_statistics(const ChannelNorm& norm, const Tensor& x) { return doubles(statistics_shape(norm, x), x); }
 
 void check_gradient(const ChannelNorm& norm, const Tensor& grad, const Tensor& input) {
   check_float_tensor(norm.name(), grad);
@@ -142,9 +147,8 @@ ChannelSums channel_norm_sums(const ChannelNorm& norm, const Tensor& grad, const
   check_gradient(norm, grad, input);
   const auto format = format_of(norm, input);
   const Tensor x = input.contiguous(format), g = grad.contiguous(format);
-  const auto options = x.options().dtype(at::kDouble);
-  ChannelSums sums{at::empty_symint({x.sym_size(1)}, options), at::empty_symint({x.sym_size(1)}, options),
-                   empty_statistics(norm, x), empty_statistics(norm, x)};
+  ChannelSums sums{doubles({x.sym_size(1)}, x), doubles({x.sym_size(1)}, x), empty_statistics(norm, x),
+                   empty_statistics(norm, x)};
   if (x.is_meta()) return sums;
   if (x.numel() == 0) return {sums.dz.zero_(), sums.dz_x_hat.zero_(), sums.c1.zero_(), sums.c2.zero_()};
   ChannelCall call = call_of(norm, x, g.scalar_type());

@@ -1,5 +1,6 @@
 // batch_norm_act and group_norm, as Python calls them in eager mode.
 #include <ATen/ATen.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include "channel_norm.h"
 #include "checks.h"
@@ -35,11 +36,22 @@ Tensor group_norm(const Tensor& input, int64_t groups, OptionalTensor weight, Op
                                                                             norm_output_dtype(input));
 }
 
-// Moves a running statistic by `momentum` towards `factor` times the new one: in Python its few operators take as long as
-// the norm of a small tensor.
+bool is_array(const Tensor& x, at::ScalarType dtype) {
+  return is_plain(x) && !x.is_inference() && x.is_cpu() && x.is_contiguous() && x.scalar_type() == dtype;
+}
+
+// Moves a running statistic by `momentum` towards `factor` times the new one: its few operators take as long as the norm
+// of a small tensor.
 Tensor update_running(const Tensor& running, const Tensor& found, double factor, double momentum) {
   const pybind11::gil_scoped_release no_gil;
   const at::NoGradGuard no_grad;
+  if (is_array(running, at::kFloat) && is_array(found, at::kDouble) && running.sizes() == found.sizes()) {
+    float* const moved = running.mutable_data_ptr<float>();
+    const double* const to = found.const_data_ptr<double>();
+    for (int64_t i = 0; i < running.numel(); ++i) moved[i] = float(moved[i] + momentum * (factor * to[i] - moved[i]));
+    torch::autograd::impl::bump_version(running);
+    return running;
+  }
   const Tensor scaled = factor == 1 ? found : found.mul(factor);
   return running.lerp_(scaled.to(running.scalar_type()), momentum);
 }

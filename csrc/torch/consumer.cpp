@@ -123,6 +123,7 @@ struct ConsumerBackward : SavedNode {
   std::vector<int64_t> conv;
   at::ScalarType dtype = at::kFloat;
   size_t inputs = 0, statistics = 0, layers = 0;
+  bool from_result = false;   // which stands in the first input's place
   c10::SymDimVector strides;  // of the memory order that dropout follows
 
   // Saved: the inputs, the statistics, weights, biases.
@@ -186,11 +187,18 @@ struct ConsumerBackward : SavedNode {
     // Aliases: the gradient of each apart from that of others which it was made from.
     Tensors all = unpacked(0, saved());
     restore_order(all);
+    ProducerSpec whole = spec();
+    if (from_result) {
+      const auto producer = make_producer(whole, {all.begin(), all.begin() + inputs});
+      all[0] = producer->input_again({all.begin() + inputs, all.begin() + inputs + statistics});
+      autograd::impl::set_gradient_edge(all[0], next_edge(0));
+      whole.numbers = whole.numbers.slice(0, numbers.size() - 1);
+    }
     for (Tensor& each : all)
       if (each.defined() && each.requires_grad()) each = at::alias(each);
     const auto weights = all.begin() + inputs + statistics, biases = weights + layers;
     const Consumers consumers{{weights, biases}, {biases, all.end()}, conv};
-    const Tensors outs = std::get<0>(composed(spec(), {all.begin(), all.begin() + inputs}, consumers));
+    const Tensors outs = std::get<0>(composed(whole, {all.begin(), all.begin() + inputs}, consumers));
     all.erase(all.begin() + inputs, weights);
 
     autograd::variable_list from, arrived, to, found(all.size());
@@ -216,36 +224,46 @@ Results recorded(const OptionalTensors& inputs, Text op, Text act, Text packing,
   const Tensors given = defined_or_not(inputs);
   const ProducerSpec spec{op, act, packing, numbers, resolved(dtype, given)};
   const Consumers layers{weights.vec(), defined_or_not(biases), conv};
-  make_producer(spec, given);  // checks
+  const auto producer = make_producer(spec, given);  // checks
   layers.check(given[0], spec.dtype);
   Tensors all = given;
   all.insert(all.end(), layers.weights.begin(), layers.weights.end());
   all.insert(all.end(), layers.biases.begin(), layers.biases.end());
   if (std::any_of(all.begin(), all.end(), [](const Tensor& x) { return x.defined() && needs_stock(x); }))
     return composed(spec, given, layers);
+  const bool records = autograd::compute_requires_grad(all), from_result = records && producer->prefers_result();
+  std::vector<double> asked = numbers.vec();
+  if (from_result) asked.push_back(1);
   Results results;
   {
     const at::AutoDispatchBelowADInplaceOrView below;
-    results = call(inputs, op, act, packing, numbers, weights, biases, conv, spec.dtype);
+    results = call(inputs, op, act, packing, asked, weights, biases, conv, spec.dtype);
   }
-  if (!autograd::compute_requires_grad(all)) return results;
-  const auto& [outs, statistics] = results;
+  if (!records) return results;
+  auto& [outs, statistics] = results;
+  Tensor first = given[0];
+  if (from_result) {
+    first = std::move(statistics.back());
+    statistics.pop_back();
+  }
   auto node = make_node<ConsumerBackward>();
   node->set_next_edges(autograd::collect_next_edges(all));
   node->op = op;
   node->act = act;
   node->packing = packing;
-  node->numbers = numbers.vec();
+  node->numbers = std::move(asked);
   node->conv = conv.vec();
   node->dtype = spec.dtype;
   node->inputs = given.size();
   node->statistics = statistics.size();
   node->layers = weights.size();
+  node->from_result = from_result;
   if (op == "activation" && given[2].defined() && given[0].is_non_overlapping_and_dense())
     node->strides = c10::SymDimVector(given[0].sym_strides().begin(), given[0].sym_strides().end());
   for (const Tensor& each : outs) autograd::set_history(each, node);
   const bool running = op == "batch_norm" && given[3].defined();  // and running on: the copies are kept
-  for (size_t i = 0; i < given.size(); ++i) node->save(running && i >= 3 ? statistics[i - 3] : given[i]);
+  node->save(first);
+  for (size_t i = 1; i < given.size(); ++i) node->save(running && i >= 3 ? statistics[i - 3] : given[i]);
   for (const Tensor& each : statistics) node->save(each);
   for (const Tensor& each : layers.weights) node->save(each);
   for (const Tensor& each : layers.biases) node->save(each);

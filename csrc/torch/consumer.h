@@ -28,6 +28,12 @@ class Producer {
   // The gradient of each input, undefined where not wanted. grad is nobody else's; last: nor are the inputs needed again.
   virtual Tensors backward(at::Tensor grad, const Tensors& statistics, const std::vector<bool>& wanted, bool last) = 0;
 
+  // Whether backward is to have the result in the first input's place, being smaller and as good. Its numbers are then
+  // these and a 1, with which the forward puts the result behind the statistics.
+  virtual bool prefers_result() const { return false; }
+  // From a result in the first input's place: another input with the same result and the same derivatives.
+  virtual at::Tensor input_again([[maybe_unused]] const Tensors& statistics) const { return inputs[0]; }
+
   const Tensors inputs;
 };
 
@@ -51,8 +57,8 @@ struct Consumers {
     at::Tensor h;
     Tensors weights, biases;
   };
-  // Gradients of what is wanted: h, then each weight, then each bias. h(): their input, made where a weight's gradient is
-  // wanted, whose memory its own gradient takes then; like: of h's shape, format and device.
+  // Gradients of what is wanted: h, then each weight, then each bias. h(): their input, asked for where a weight's
+  // gradient is wanted; if nobody else has its memory, its own gradient takes that. like: of h's shape, format and device.
   Gradients backward(const Tensors& grads, const std::function<at::Tensor()>& h, const at::Tensor& like,
                      const std::vector<bool>& wanted) const;
 };

@@ -121,17 +121,23 @@ Consumers::Gradients Consumers::backward(const Tensors& grads, const std::functi
     return found;
   }
   Tensor rows;
+  bool is_own = false;
   for (size_t i = 0; i < n; ++i) {
     if (!grads[i].defined()) continue;
     const Tensor g = grads[i].reshape_symint({-1, weights[i].sym_size(0)});
     if (wanted[1 + i]) {
-      if (!rows.defined()) rows = h().reshape_symint({-1, shape.back()});
+      if (!rows.defined()) {
+        const Tensor made = h();
+        const bool is_sole = made.use_count() == 1 && made.storage().use_count() == 1;
+        rows = made.reshape_symint({-1, shape.back()});
+        is_own = rows.is_contiguous() && (is_sole || !rows.is_alias_of(made));
+      }
       found.weights[i] = at::mm(g.t(), rows);
     }
     if (wanted[1 + n + i]) found.biases[i] = g.sum(0);
   }
   if (!wanted[0]) return found;
-  Tensor into = rows.defined() && rows.is_contiguous() ? rows : Tensor();  // nobody needs the values any more
+  Tensor into = is_own ? rows : Tensor();  // nobody needs the values any more
   rows.reset();
   for (size_t i = 0; i < n; ++i) {
     if (!grads[i].defined()) continue;

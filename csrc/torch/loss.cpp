@@ -5,6 +5,7 @@
 #include <ATen/autocast_mode.h>
 
 #include <algorithm>
+#include <numeric>
 
 #include "../cpu/loss.h"
 #include "checks.h"
@@ -132,7 +133,7 @@ LossCall::LossCall(std::string_view op, const Tensor& target, const OptionalTens
 Tensor LossCall::total() const {
   const at::TensorOptions options = target_.options().dtype(wide_);
   if (reduction_ != at::Reduction::Mean) return at::empty({0}, options);
-  return args_.index ? count_weights() : at::full({}, double(args_.rows), options);
+  return args_.index ? count_weights() : at::scalar_tensor(double(args_.rows), options);
 }
 
 // The sum of the class weights of the rows that are not ignored.
@@ -150,7 +151,7 @@ Tensor LossCall::count_weights() const {
            : wide_ == at::kFloat ? double(weight_.const_data_ptr<float>()[t])
                                  : weight_.const_data_ptr<double>()[t];
   }
-  return at::full({}, sum, target_.options().dtype(wide_));
+  return at::scalar_tensor(sum, target_.options().dtype(wide_));
 }
 
 LossArgs LossCall::rows(int64_t first, int64_t count) const {
@@ -200,7 +201,15 @@ void run_loss(LossPass pass, const LossArgs& args, c10::Device device) {
 
 Tensor reduce_loss(const Tensor& losses, const Tensor& total, int64_t reduction, at::ScalarType dtype) {
   if (reduction == at::Reduction::None) return losses.to(dtype);
-  const Tensor sum = losses.sum(at::kDouble);  // or the sum's rounding would outweigh that of the rows
+  // In double, or the sum's rounding would outweigh that of the rows.
+  if (losses.is_cpu() && losses.scalar_type() == at::kFloat &&
+      losses.numel() < kGrain) {  // few: a loop is the cheapest
+    const float* each = losses.const_data_ptr<float>();
+    double sum = std::accumulate(each, each + losses.numel(), 0.0);
+    if (reduction == at::Reduction::Mean) sum /= double(*total.const_data_ptr<float>());
+    return at::scalar_tensor(sum, losses.options().dtype(dtype));
+  }
+  const Tensor sum = losses.sum(at::kDouble);
   return (reduction == at::Reduction::Mean ? sum.div(total) : sum).to(dtype);
 }
 

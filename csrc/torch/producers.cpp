@@ -8,7 +8,7 @@
 #include "eager.h"
 #include "layout.h"
 #include "operators.h"
-#include "row_norm.h"
+#include "row_norm_save.h"
 
 namespace memkit {
 namespace {
@@ -97,20 +97,41 @@ struct GluProducer : Producer {
 
 struct RowNormProducer : Producer {
   RowNormProducer(const ProducerSpec& s, Tensors inputs)
-      : Producer(std::move(inputs)), norm{int64_t(s.numbers[0]), s.numbers[1], s.op == "layer_norm", s.dtype} {}
+      : Producer(std::move(inputs)),
+        norm{int64_t(s.numbers[0]), s.numbers[1], s.op == "layer_norm", s.dtype},
+        keeps_result(s.numbers.size() > 2) {}
 
   OptionalTensor weight() const { return optional(inputs[1]); }
   OptionalTensor bias() const { return optional(inputs[2]); }
 
   void check() const override { check_row_norm(norm, inputs[0], std::nullopt, weight(), bias()); }
 
+  // Layers of a dtype of two bytes round the gradient of a float32 input's norm.
+  bool prefers_result() const override {
+    return inputs[0].scalar_type() == at::kFloat && c10::elementSize(norm.dtype) == 2 &&
+           resolve_kept(norm, inputs[0], weight(), bias(), "auto", false, /*rounded=*/true) == Kept::output;
+  }
+
   Tensor forward(Tensors& statistics) const override {
-    RowNormed made = row_norm_forward(norm, inputs[0], std::nullopt, weight(), bias(), statistics.empty());
+    if (keeps_result && !statistics.empty()) return inputs[0];
+    const bool from_input = statistics.empty() && !keeps_result;
+    RowNormed made = row_norm_forward(norm, inputs[0], std::nullopt, weight(), bias(), from_input);
     if (statistics.empty()) {
       statistics.push_back(made.rstd);
-      if (norm.centered) statistics.push_back(made.mean);
+      if (keeps_result) statistics.push_back(made.out);
+      if (from_input && norm.centered) statistics.push_back(made.mean);
     }
     return made.out;
+  }
+
+  Tensor input_again(const Tensors& statistics) const override {
+    if (!keeps_result) return inputs[0];
+    const at::NoGradGuard no_grad;
+    Tensor x = inputs[0].to(at::kFloat), rstd = statistics[0];
+    if (bias()) x = x - *bias();
+    if (weight()) x = x / *weight();
+    for (int64_t d = 0; d < norm.dims; ++d) rstd = rstd.unsqueeze(-1);
+    return x / rstd;  // a row's mean is nothing to a layer norm
   }
 
   Tensor differentiable(Tensors&) const override {
@@ -120,14 +141,17 @@ struct RowNormProducer : Producer {
   }
 
   Tensors backward(Tensor grad, const Tensors& statistics, const std::vector<bool>& wanted, bool) override {
-    const bool fits = grad.scalar_type() == inputs[0].scalar_type() && grad.is_contiguous();
-    RowNormGradients g = row_norm_backward(
-        norm, grad, std::nullopt, inputs[0], weight(), bias(), norm.centered ? statistics[1] : Tensor(), statistics[0],
-        false, inputs[0].scalar_type(), {wanted[0], wanted[1], wanted[2]}, fits ? grad : Tensor());
+    const at::ScalarType dtype = keeps_result ? at::kFloat : inputs[0].scalar_type();
+    const bool fits = grad.scalar_type() == dtype && grad.is_contiguous();
+    const Tensor mean = norm.centered && !keeps_result ? statistics[1] : Tensor();
+    RowNormGradients g =
+        row_norm_backward(norm, grad, std::nullopt, inputs[0], weight(), bias(), mean, statistics[0], keeps_result,
+                          dtype, {wanted[0], wanted[1], wanted[2]}, fits ? grad : Tensor());
     return {g.input, g.weight, g.bias};
   }
 
   RowNorm norm;
+  bool keeps_result;
 };
 
 // Batch norm with an activation behind it, by its own statistics or given ones.

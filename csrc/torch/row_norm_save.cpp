@@ -81,20 +81,19 @@ class Verdicts {
 
 }  // namespace
 
-OutputVerdict output_verdict(const RowNorm& norm, const Tensor& input, const OptionalTensor& weight,
-                             const OptionalTensor& bias) {
+OutputVerdict output_verdict(const RowNorm& norm, const OptionalTensor& weight, const OptionalTensor& bias,
+                             bool rounded) {
   if (!weight) return {!bias.has_value(), true};
   static auto& verdicts = *new Verdicts;  // outlives every thread
   OutputVerdict verdict = verdicts.of(norm, *weight, bias);
-  // A weight of more digits than the output: its gradient would have the output's. Under autocast the gradient that
-  // arrives was rounded like that already.
+  // A weight of more digits than the output: its gradient would have the output's, as a rounded one has already.
   const bool precise = c10::elementSize(weight->scalar_type()) > c10::elementSize(norm.dtype);
-  if (precise && !at::autocast::is_autocast_enabled(input.device().type())) verdict.exact = false;
+  if (precise && !rounded) verdict.exact = false;
   return verdict;
 }
 
 Kept resolve_kept(const RowNorm& norm, const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
-                  std::string_view save, bool inplace) {
+                  std::string_view save, bool inplace, bool rounded) {
   TORCH_CHECK_VALUE(save == "auto" || save == "input" || save == "output", norm.name(),
                     ": expected save 'auto', 'input' or 'output', got '", save, "'");
   TORCH_CHECK_VALUE(!(inplace && save == "input"), norm.name(),
@@ -102,7 +101,8 @@ Kept resolve_kept(const RowNorm& norm, const Tensor& input, const OptionalTensor
   if (save == "input") return Kept::input;
   if (!is_plain(input) || (weight && !is_plain(*weight)) || (bias && !is_plain(*bias)))  // values unknown
     return save == "output" ? Kept::output : Kept::input;
-  const OutputVerdict verdict = output_verdict(norm, input, weight, bias);
+  const OutputVerdict verdict =
+      output_verdict(norm, weight, bias, rounded || at::autocast::is_autocast_enabled(input.device().type()));
   if (save == "auto" && !inplace) return verdict.exact ? Kept::output : Kept::input;
   TORCH_CHECK_VALUE(verdict.possible, norm.name(), ": expected, ", inplace ? "in place" : "with save='output'",
                     ", finite weights other than 0, from which the input follows, got some that are not; use ",

@@ -12,13 +12,14 @@ struct OutputVerdict {
 
 // Measured once for each version of the weights. On CUDA without waiting: until a measurement is done the one before it
 // holds, and before the first `exact` is false.
-OutputVerdict output_verdict(const RowNorm& norm, const at::Tensor& input, const OptionalTensor& weight,
-                             const OptionalTensor& bias);
+// rounded: the gradient that arrives will have been rounded to the output's dtype, as under autocast.
+OutputVerdict output_verdict(const RowNorm& norm, const OptionalTensor& weight, const OptionalTensor& bias,
+                             bool rounded);
 
 enum class Kept { input, output };
 
-// What `save` means for this call, which works in place or not.
+// What `save` means for this call, which works in place or not. rounded: as above, whether autocast is on or not.
 Kept resolve_kept(const RowNorm& norm, const at::Tensor& input, const OptionalTensor& weight,
-                  const OptionalTensor& bias, std::string_view save, bool inplace);
+                  const OptionalTensor& bias, std::string_view save, bool inplace, bool rounded = false);
 
 }  // namespace memkit

@@ -173,11 +173,12 @@ TORCH_LIBRARY(memkit, m) {
 
   // An operator and the layers that consume its result, which backward makes again from what the operator was given.
   //   op          "activation": inputs input, bias, seed; numbers drop where there is a seed, then params
-  //               "glu": gate, up;  "layer_norm", "rms_norm": input, weight, bias; dims, eps
+  //               "glu": gate, up;  "layer_norm", "rms_norm": input, weight, bias; dims, eps[, 1 to keep the result]
   //               "batch_norm": input, weight, bias, mean, variance; eps, params
   //   conv        [] for linear layers; else the stride, padding and dilation of a 2d convolution, two each, and its groups
   //   dtype       of the layers, to which the result is cast; None: the input's
-  //   statistics  what the norms keep beside their inputs;  wanted  gradients: of inputs, weights, biases
+  //   statistics  what the norms keep beside their inputs, and a kept result, which backward takes for the input
+  //   wanted      gradients: of inputs, weights, biases
   m.def(
       "_consumer(Tensor?[] inputs, str op, str act, str packing, float[] numbers, Tensor[] weights, Tensor?[] biases, "
       "int[] conv, ScalarType? dtype=None) -> (Tensor[] outputs, Tensor[] statistics)",

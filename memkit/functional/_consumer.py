@@ -10,9 +10,9 @@ for several layers of one input, as the projections of an attention layer are: t
 of their input a single sum.
 
 Under autocast the layers compute in its dtype, with weights from autocast's cache; the operator gets its input as it
-arrives, which is what is kept, and no cast of it. A norm makes its result in the autocast dtype. Derivatives of the gradient
-(``create_graph=True``) go through operators that have derivatives. In a compiled function each stays one operator, which
-keeps the same.
+arrives, which is what is kept, and no cast of it. A norm makes its result in the autocast dtype, and may keep that where
+its input is float32. Derivatives of the gradient (``create_graph=True``) go through operators that have derivatives. In a
+compiled function each stays one operator, which keeps its input.
 
 Dtypes: float32, float64, float16, bfloat16; weights of the input's dtype outside autocast. Devices: CPU, CUDA.
 ``ValueError``: shapes that do not fit. ``TypeError``: another dtype, or two.
@@ -202,9 +202,9 @@ def norm_linear(
 ) -> Tensor | tuple[Tensor, ...]:
     """linear(norm(input)), normalised over the last dimension; keeps the input and 8 bytes a row (rms_norm: 4).
 
-    Exact whatever the norm's weights are; where these allow it, :func:`layer_norm` before ``linear`` keeps as little (its
-    output), and 2 bytes an element where a float32 input meets autocast to bfloat16, of which this keeps 4. ``eps`` None:
-    1e-5 for layer_norm, the machine epsilon of the type computed in for rms_norm.
+    Exact whatever the norm's weights are. Under autocast a float32 input is twice as large as the normalised one: where the
+    norm's weights allow it, by the rule of :func:`layer_norm`, that is kept instead, and 4 bytes a row. ``eps`` None: 1e-5
+    for layer_norm, the machine epsilon of the type computed in for rms_norm.
     """
     if norm not in ("layer_norm", "rms_norm"):
         raise ValueError(f"norm_linear: expected norm 'layer_norm' or 'rms_norm', got {norm!r}")
