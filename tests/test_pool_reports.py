@@ -5,7 +5,7 @@ import gc
 import itertools
 import os
 import pickle
-import subprocess
+import runpy
 import sys
 
 import numpy
@@ -53,7 +53,7 @@ def test_tags_are_the_threads(pool):
     assert [tag for tag, _, _ in pool.holders()] == [""]
 
 
-def test_snapshot(tmp_path):
+def test_snapshot(tmp_path, monkeypatch):
     pool = Pool("2MiB", debug=True)
     held = [pool.empty(1000, tag="weights"), pool.empty(5)]
     path = tmp_path / "pool.pickle"
@@ -74,8 +74,9 @@ def test_snapshot(tmp_path):
     for plot in (_memory_viz.trace_plot, _memory_viz.segment_plot):
         assert "<script" in plot(data)
     page = tmp_path / "page.html"
-    command = [sys.executable, "-m", "torch.cuda._memory_viz", "trace_plot", str(path), "-o", str(page)]
-    subprocess.run(command, check=True, capture_output=True)
+    monkeypatch.setattr(sys, "argv", ["_memory_viz", "trace_plot", str(path), "-o", str(page)])
+    monkeypatch.delitem(sys.modules, "torch.cuda._memory_viz")  # read again, as python -m does
+    runpy.run_module("torch.cuda._memory_viz", run_name="__main__")
     assert page.exists()
     assert len(held) == 2
 

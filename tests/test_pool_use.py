@@ -1,8 +1,6 @@
 """pool.use(): every CPU tensor that the thread makes, ops and backward included, lies in the pool."""
 
 import gc
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -263,7 +261,7 @@ def test_training(pool):
         model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 10))
         optimizer = torch.optim.AdamW(model.parameters())
         losses = []
-        for _ in range(20):
+        for _ in range(8):
             data, target = torch.randn(8, 1, 8, 8), torch.randint(10, (8,))
             optimizer.zero_grad()
             with use():
@@ -307,23 +305,29 @@ def test_fork(pool):
     held.clear()
 
 
-def test_the_thread_keeps_what_nobody_left():
-    program = (
-        "import gc, torch, memkit\n"
-        "def check(n):\n"
-        "    gc.collect()\n"
-        "    held = [torch.full((1000,), float(i)) for i in range(n)]\n"
-        "    assert all(bool((t == i).all()) for i, t in enumerate(held))\n"
-        "memkit.Pool('16MiB').use().__enter__()\n"
-        "check(100)\n"
-        "pool = memkit.Pool('16MiB')\n"
-        "plan = pool.record(lambda: [torch.ones(1000) for _ in range(100)])\n"
-        "pool.replay(plan).__enter__()\n"
-        "del pool, plan\n"
-        "check(200)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def check_new_tensors(count):
+    gc.collect()
+    held = [torch.full((1000,), float(i)) for i in range(count)]
+    assert all(bool((t == i).all()) for i, t in enumerate(held))
+
+
+def test_the_thread_keeps_a_pool_that_nobody_left():
+    def work(_):
+        Pool("16MiB").use().__enter__()
+        check_new_tensors(100)
+
+    in_threads(work, 1)
+
+
+def test_the_thread_keeps_a_replay_that_nobody_left():
+    def work(_):
+        pool = Pool("16MiB")
+        plan = pool.record(lambda: [torch.ones(1000) for _ in range(100)])
+        pool.replay(plan).__enter__()
+        del pool, plan
+        check_new_tensors(200)
+
+    in_threads(work, 1)
 
 
 def test_a_thread_that_ends_lets_the_pool_go():
