@@ -36,18 +36,23 @@ bench: build
 	$(BIN)/memkit bench $(ARGS)
 
 bench-ops: build
-	$(BIN)/python benchmarks/bench_activation.py $(ARGS)
+	$(BIN)/python benchmarks/bench_ops.py $(ARGS)
 
 bench-models: build $(MODELS)
 	$(BIN)/python benchmarks/bench_models.py $(ARGS)
 
+# Targets of tests/cpp, then pytest with arguments; both run, whatever the first says.
+define run_tests
+@cpp=0; $(MAKE) --no-print-directory --keep-going -C tests/cpp $(1) || cpp=$$?; \
+  $(BIN)/python -m pytest -q $(2) $(ARGS) && \
+  if [ $$cpp != 0 ]; then echo "memkit: C++ tests failed, see above" >&2; exit $$cpp; fi
+endef
+
 test: build
-	@$(MAKE) --no-print-directory -C tests/cpp
-	$(BIN)/python -m pytest -q -m "not slow" $(ARGS)
+	$(call run_tests,run,-m "not slow")
 
 test-all: build $(MODELS)
-	@$(MAKE) --no-print-directory -C tests/cpp run long
-	$(BIN)/python -m pytest -q $(ARGS)
+	$(call run_tests,run long,)
 
 lint: $(LINTERS)
 	$(BIN)/ruff check .

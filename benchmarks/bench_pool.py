@@ -92,7 +92,7 @@ def run_calls(rounds: int) -> list[dict[str, Any]]:
         "bfloat16": torch.bfloat16,
         "pool": pool,
         "pool_empty": pool.empty,
-        "pool_op": pool._core.functions()[2],
+        "pool_op": pool._core.functions()["empty_op"],
         "hundred": range(100),
         "small": torch.empty(1 << 18),
         "large": torch.empty(1 << 24),

@@ -222,7 +222,10 @@ class Tap:
 # csrc/torch/pool_call.cpp, pool_python.cpp
 
 class PoolBase:
-    """What an instance holds as `_empty` is what it answers for `empty`, whatever its class defines there."""
+    """What an instance holds as `_empty` is what it answers for `empty`, whatever its class defines there.
+
+    So are `zeros`, `ones` and `full`.
+    """
 
 class Pool:
     """The compiled half of memkit.Pool. Bytes throughout."""
@@ -236,8 +239,8 @@ class Pool:
     def id(self) -> int:
         """What torch.ops.memkit.pool_empty knows it by."""
 
-    def functions(self) -> tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[..., Tensor]]:
-        """empty(*size, ...), empty_strided(size, stride, ...), and empty through the dispatcher."""
+    def functions(self) -> dict[str, Callable[..., Tensor]]:
+        """empty, empty_strided, zeros, ones and full, and empty_op: empty through the dispatcher."""
 
     def close(self) -> None: ...
     def closed(self) -> bool: ...

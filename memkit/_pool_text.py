@@ -6,7 +6,6 @@ import gc
 import math
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -52,15 +51,6 @@ def parse_device(device: torch.device | str, pin_memory: bool) -> torch.device:
     if target.type == "cpu":
         return torch.device("cpu")
     return target if target.index is not None else torch.device("cuda", torch.cuda.current_device())
-
-
-def available_memory() -> int | None:
-    """Bytes. The system promises more than it has, and ends processes that take it at its word."""
-    try:
-        match = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
-    except OSError:
-        return None
-    return int(match[1]) * 1024 if match else None
 
 
 def held_text(held: Sequence[tuple[str, int, str, int]]) -> str:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from . import _C, __version__
+from ._pool_text import size_text
 
 __all__ = ["Buffer", "Plan", "Plans", "read_trace", "record", "signature_of", "trace"]
 
@@ -40,7 +41,7 @@ class Buffer(NamedTuple):
     upper: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """Buffers in the order of their allocation, and the offset of each. Bytes throughout.
 
@@ -64,7 +65,7 @@ class Plan:
     """What it is a plan for, as JSON knows it: text, numbers, lists, dicts."""
     torch: str = field(default_factory=lambda: str(torch.__version__))
     memkit: str = __version__
-    _hash: int = field(init=False, repr=False, compare=False, default=0)
+    _hash: int = field(init=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
         buffers = tuple(Buffer(*_integers("buffer", b)) for b in self.buffers)
@@ -93,8 +94,11 @@ class Plan:
         return (self.height - self.lower_bound) / self.lower_bound if self.lower_bound else 0.0
 
     def __str__(self) -> str:
-        bound = "no plan is lower" if self.optimal else f"{self.gap:.2%} above the lower bound"
-        return f"{len(self.buffers)} buffers in {self.height} bytes, {bound} ({self.method})"
+        bound = "no plan is lower" if self.optimal else f"{self.gap:.2%} above what is alive at most"
+        return f"{len(self.buffers):,} buffers in {size_text(self.height)}, {bound} ({self.method})"
+
+    def __repr__(self) -> str:
+        return f"Plan({self})"
 
     @classmethod
     def solve(
@@ -198,6 +202,14 @@ class Plans(Mapping[Any, Plan]):
         if plan is None:
             raise KeyError(signature)
         return plan
+
+    def __repr__(self) -> str:
+        buffers = sum(len(plan.buffers) for plan in self.values())
+        gap = max((plan.gap for plan in self.values()), default=0.0)
+        return (
+            f"Plans({len(self)} of {buffers:,} buffers together, any in {size_text(self.height)}, "
+            f"at most {gap:.2%} above what is alive at most)"
+        )
 
     def __iter__(self) -> Iterator[Any]:
         return (plan.signature for plan in self._plans.values())

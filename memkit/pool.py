@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import _C, _pool_snapshot
-from ._pool_text import available_memory, parse_device, parse_size, size_text
+from ._pool_text import parse_device, parse_size, size_text
 from ._pool_with import PoolReplay, PoolScope, PoolTag, PoolUse
 from .plan import Plan, Plans, record
 
@@ -29,6 +29,7 @@ class PoolExhausted(torch.OutOfMemoryError):
         largest_free: int = 0,
         fragmentation: float = 0.0,
         holders: Sequence[tuple[str, int, int]] = (),
+        limit: str = "",
     ) -> None:
         super().__init__(message)
         self.asked = asked
@@ -38,9 +39,12 @@ class PoolExhausted(torch.OutOfMemoryError):
         """1 - largest_free / free: 0 when one block holds all that is free."""
         self.holders = list(holders)
         """The largest holders as (tag, bytes, blocks)."""
+        self.limit = limit
+        """Why the pool did not grow: "grow" (grow=False), "max", "available" (the system would have to end processes
+        for it), or "system" (which refused)."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        rest = (self.asked, self.free, self.largest_free, self.fragmentation, self.holders)
+        rest = (self.asked, self.free, self.largest_free, self.fragmentation, self.holders, self.limit)
         return type(self), (str(self), *rest)
 
 
@@ -58,18 +62,20 @@ class PoolStats:
     """Taken from the system."""
     reserved_peak: int
     allocations: int
-    """How many so far. Inside a scope the scope's regions count, not the tensors in them."""
+    """How many so far. Of a scope's tensors only the larger blocks count that the scope cuts them from."""
     frees: int
     failures: int
     hits: int
     """Allocations served without asking the system."""
     growths: int
-    """Chunks taken from the system after the first."""
+    """How often the pool grew so far."""
     live_blocks: int
     free_blocks: int
     chunks: int
+    """Pieces of memory that the system gave and still has out: the first, and one for each growth."""
     free: int
     largest_free: int
+    """The most that one allocation can get without growth."""
     fragmentation: float
     """1 - largest_free / free."""
 
@@ -84,7 +90,8 @@ class Pool(_C.PoolBase):
             it dies.
         pin_memory: page-locked host memory, for transfers to a GPU. Memory of a tensor that dies while a copy may
             still read it is not reused before the devices are done.
-        grow: whether to take more from the system when `size` is used up, by the chunk; addresses never move.
+        grow: whether to take more from the system when `size` is used up, in chunks of 64 MiB or of what is asked for,
+            whichever is more. Tensors never move.
         max: bytes that growth stops at, as `size`.
         debug: fills new memory with NaN and freed memory with another pattern, guards both ends of each block
             (outside scopes), and notes Python stacks. Much slower.
@@ -123,21 +130,13 @@ class Pool(_C.PoolBase):
         if 0 < limit < nbytes:
             raise ValueError(f"Pool: expected a max of at least the size, got {max!r} and {size!r}")
         target = parse_device(device, pin_memory)
-        available = available_memory() if target.type == "cpu" else None
-        if available is not None and nbytes > available:
-            text = f"Pool: expected at most {size_text(available)}, the system's available memory, got {size_text(nbytes)}"
-            raise PoolExhausted(text, nbytes, available, available)
-        try:
-            core = _C.Pool(str(target), pin_memory, nbytes, limit, grow, 64 << 20, debug)
-        except MemoryError:
-            raise PoolExhausted(
-                f"Pool: expected {size_text(nbytes)} from the system, got none", nbytes
-            ) from None
-        self._core = core
+        self._core = core = _C.Pool(str(target), pin_memory, nbytes, limit, grow, 64 << 20, debug)
         self._replays: WeakKeyDictionary[Plan, _C.PoolReplay] = WeakKeyDictionary()
         self._warned: WeakSet[Plan] = WeakSet()
         self._id = core.id
-        self._empty, self._empty_strided, _ = core.functions()
+        functions = core.functions()
+        self._empty, self._empty_strided = functions["empty"], functions["empty_strided"]
+        self._zeros, self._ones, self._full = functions["zeros"], functions["ones"], functions["full"]
         self.device = target
         self.pin_memory = pin_memory
         self.debug = debug
@@ -153,12 +152,29 @@ class Pool(_C.PoolBase):
         tag: str | None = None,
     ) -> Tensor:
         """As `torch.empty`. `tag`: whom the memory is for, in reports and errors."""
-        # Only compilers come here, and calls through the class: an instance answers with a C function, see PoolBase.
+        # Only compilers come here and to the next three, and calls through the class: an instance answers with C
+        # functions, see PoolBase.
         shape = size[0] if len(size) == 1 and isinstance(size[0], (tuple, list)) else size
         made: Tensor = torch.ops.memkit.pool_empty(
             self._id, shape, dtype=dtype, memory_format=memory_format, tag=tag or ""
         )
         return made.requires_grad_() if requires_grad else made
+
+    def zeros(self, *size: Any, **options: Any) -> Tensor:
+        """As `torch.zeros`; options as in `empty`."""
+        return _filled(self.empty(*size, **options), 0)
+
+    def ones(self, *size: Any, **options: Any) -> Tensor:
+        """As `torch.ones`; options as in `empty`."""
+        return _filled(self.empty(*size, **options), 1)
+
+    def full(
+        self, size: Sequence[int], fill_value: complex, *, dtype: torch.dtype | None = None, **options: Any
+    ) -> Tensor:
+        """As `torch.full`, which takes the dtype from the value where none is given; options as in `empty`."""
+        if dtype is None and type(fill_value) is not float:
+            dtype = _DTYPES.get(type(fill_value)) or torch.full((), fill_value).dtype
+        return _filled(self.empty(size, dtype=dtype, **options), fill_value)
 
     def empty_strided(
         self,
@@ -178,19 +194,6 @@ class Pool(_C.PoolBase):
         return self._empty_strided(
             tuple(size), tuple(stride), dtype=dtype, requires_grad=requires_grad, tag=tag
         )
-
-    def zeros(self, *size: Any, **options: Any) -> Tensor:
-        """As `torch.zeros`; options as in `empty`."""
-        requires_grad = options.pop("requires_grad", False)
-        return self.empty(*size, **options).zero_().requires_grad_(requires_grad)
-
-    def full(
-        self, size: Sequence[int], fill_value: complex, *, dtype: torch.dtype | None = None, **options: Any
-    ) -> Tensor:
-        """As `torch.full`, which takes the dtype from the value where none is given; options as in `empty`."""
-        requires_grad = options.pop("requires_grad", False)
-        dtype = dtype or torch.full((), fill_value).dtype
-        return self.empty(size, dtype=dtype, **options).fill_(fill_value).requires_grad_(requires_grad)
 
     def empty_like(
         self,
@@ -230,20 +233,26 @@ class Pool(_C.PoolBase):
 
         May be nested, also with other pools: the innermost serves. Other threads go on as before; on CUDA those that
         work on the same stream do not, because backward runs on a thread of its own. There torch's caching allocator
-        cuts the tensors from segments of the pool, and keeps the segments until `torch.cuda.empty_cache()`.
+        cuts the tensors from large blocks of the pool, and keeps those until `torch.cuda.empty_cache()`.
+
+        A process that is forked inside (a DataLoader's worker) goes on with torch's own allocator.
         """
         return PoolUse(self)
 
     def record(self, fn: Callable[..., Any], *args: Any, budget: float = 1.0, **kwargs: Any) -> Plan:
-        """Calls `fn(*args, **kwargs)` once and plans its allocations for `replay`: `memkit.plan.record`."""
+        """Calls `fn(*args, **kwargs)` once and plans its allocations for `replay`, within about `budget` seconds.
+
+        As `memkit.plan.record`. Record a step that is like those to come: not the first, in which the optimizer makes its
+        state.
+        """
         return record(fn, *args, budget=budget, **kwargs)
 
     def replay(self, plan: Plan | Plans, *, signature: Any = None) -> PoolReplay:
         """`with pool.replay(plan):` as `use()`, but the step's allocations get the places that the plan has for them.
 
         Each is checked: one of another size, out of order, or whose place is still in use, comes from the pool as in
-        `use()`, is counted, and warned of once a plan. `plan.height` bytes are taken from the pool for the step, and
-        kept as long as something that a step made is alive in them.
+        `use()`, and is counted; the first time that happens with a plan there is a warning. `plan.height` bytes are taken
+        from the pool for the step, and kept as long as something that a step made is alive in them.
 
         Args:
             plan: from `record`; or several, of which the one with this `signature` is replayed (`signature_of` of the
@@ -281,9 +290,11 @@ class Pool(_C.PoolBase):
         return repr(self)
 
     def snapshot(self, path: str | Path) -> None:
-        """Writes a pickle for `python -m torch.cuda._memory_viz` and pytorch.org/memory_viz.
+        """Writes a file that PyTorch's memory viewers open, also for a pool on the CPU.
 
-        Blocks carry their tags and, in debug mode, the Python stacks that made them.
+        `python -m torch.cuda._memory_viz trace_plot FILE -o page.html` makes a page of it that a browser shows, and
+        https://pytorch.org/memory_viz takes the file itself. What lives now is shown, not how it came to be. Blocks carry
+        their tags and, in debug mode, the Python stacks that made them.
         """
         _pool_snapshot.write(self._core.chunks(), self.device, Path(path))
 
@@ -305,16 +316,21 @@ class Pool(_C.PoolBase):
         return self._core.trim()
 
     def sleep(self, tag: str | None = None, *, file: str | Path | None = None) -> int:
-        """Writes contents to a file, gives the memory back to the system; addresses stay. Returns the bytes of the blocks.
+        """Writes contents to a file, gives the memory back to the system; addresses stay. Returns the bytes given back.
 
-        Whole pages (4 KiB) of a block are given back, so blocks far smaller give back little.
+        Those are whole pages (4 KiB; on CUDA the driver's, mostly 2 MiB). A page goes if all tensors in it sleep: with a
+        tag, small tensors that lie among others give back little or nothing.
 
         Args:
             tag: only what has this tag, in scopes and replays, too. By default all of the pool.
             file: by default a temporary one.
 
         Until `wake()` nobody may read or write the tensors that sleep, and nothing can be
-        allocated from the pool, or under the tag. Freeing is allowed.
+        allocated from the pool, or under the tag. Freeing is allowed, and so is `close()`.
+
+        Raises:
+            ValueError: a tag that nothing in this pool ever had.
+            RuntimeError: the pool is closed, sleeps already, or its contents do not fit the file; it stays as it was.
         """
         if tag == "":
             raise ValueError("Pool.sleep: expected a tag or None, got an empty one")
@@ -322,7 +338,11 @@ class Pool(_C.PoolBase):
             return self._core.sleep(tag or "", out.fileno())
 
     def wake(self) -> None:
-        """Undoes `sleep()`: every tensor is as it was."""
+        """Undoes `sleep()`: every tensor is as it was.
+
+        Raises RuntimeError where the pool is awake, and where memory or the file's contents are missing: then it still
+        sleeps, and `wake()` may be called again.
+        """
         self._core.wake()
 
     def close(self) -> None:
@@ -337,6 +357,16 @@ class Pool(_C.PoolBase):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("Pool: expected to stay in its process, got pickled or copied; its tensors can be")
+
+
+_DTYPES = {int: torch.int64, bool: torch.bool}
+
+
+def _filled(made: Tensor, value: Any) -> Tensor:
+    if made.requires_grad:
+        with torch.no_grad():
+            return made.fill_(value)
+    return made.fill_(value)
 
 
 # What compilers see of the operators: shapes and strides. Never merged or reordered: see csrc/torch/schemas.cpp.

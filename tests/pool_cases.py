@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import traceback
 from collections.abc import Callable
 
 import torch
@@ -22,6 +23,44 @@ def resident() -> int:
     """Bytes of this process's memory that are backed."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def in_threads(work: Callable[[int], object], count: int) -> None:
+    """Calls work(0), work(1), ... in so many threads at once; raises what the first of them raised."""
+    errors: list[BaseException] = []
+
+    def guarded(number: int) -> None:
+        try:
+            work(number)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def in_a_child(work: Callable[[], object]) -> None:
+    """Calls it in a forked child; AssertionError with the child's traceback if it raises there."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        except BaseException:
+            os.write(writer, traceback.format_exc().encode()[-4096:])
+        finally:
+            os._exit(code)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        said = pipe.read()
+    assert os.waitpid(child, 0)[1] == 0, said
 
 
 def after_a_thread(work: Callable[[], object], condition: Callable[[], bool]) -> bool:

@@ -168,7 +168,10 @@ def test_steps_in_a_pool(
             assert pool["height_bytes"] >= pooled["peak_bytes"]
     text = report.full_text(result)
     assert text.count(report.POOLED[how]) == 2
-    assert text.count({"use": "under pool.use(), which took", "plan": "100.0% served by it"}[how]) == 2
+    assert (
+        text.count({"use": "run inside pool.use(), with", "plan": "100.0% of their allocations get"}[how])
+        == 2
+    )
     assert not [str(w.message) for w in recwarn if "Pool" in str(w.message)]
 
 

@@ -438,3 +438,28 @@ def test_only_the_rim_includes_torch():
     inside = [path for path in code if path.parent.name in {"formulas", "cpu", "cuda", "arena"}]
     assert [path.name for path in inside if TORCH_INCLUDE.search(path.read_text())] == []
     assert any(TORCH_INCLUDE.search(path.read_text()) for path in code if path.parent.name == "torch")
+
+
+@pytest.mark.parametrize("target", ["test", "test-all"])
+def test_make_test_runs_pytest_though_a_cpp_test_fails(target, tmp_path):
+    calls = tmp_path / "calls"
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\necho "$@" >> {calls}\n')
+    python.chmod(0o755)
+    command = [
+        "make",
+        "-s",
+        "-o",
+        "build",
+        target,
+        f"VENV={tmp_path}",
+        f"BUILD={tmp_path / 'cpp'}",
+        "CXX=false",
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"MAKEFLAGS": ""}
+    )
+    assert done.returncode != 0
+    assert "C++ tests failed" in done.stderr
+    assert calls.read_text().startswith("-m pytest")

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pool_cases import in_threads
 
 import memkit
 from memkit import _C
@@ -121,9 +122,7 @@ def test_other_threads_leave_no_trace():
 def test_a_release_in_another_thread_counts():
     def fn():
         held = [torch.ones(N)]
-        thread = threading.Thread(target=held.clear)
-        thread.start()
-        thread.join()
+        in_threads(lambda _: held.clear(), 1)
         return torch.ones(N)
 
     assert trace(fn) == [(BYTES, 0, 1), (BYTES, 2, 3)]
@@ -132,9 +131,7 @@ def test_a_release_in_another_thread_counts():
 def test_what_another_thread_made_is_not_of_the_plan():
     def fn():
         made = []
-        thread = threading.Thread(target=lambda: made.append(torch.ones(7)))
-        thread.start()
-        thread.join()
+        in_threads(lambda _: made.append(torch.ones(7)), 1)
         y = torch.ones(N)
         made.clear()
         return y

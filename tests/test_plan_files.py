@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,17 @@ def test_plans_by_signature(tmp_path):
         plans.add(record(torch.neg, x))
     assert len(plans) == 3
     assert plans.height == 1600
+    assert (
+        repr(plans)
+        == "Plans(3 of 3 buffers together, any in 1.562 KiB, at most 0.00% above what is alive at most)"
+    )
+    assert (
+        repr(Plans())
+        == "Plans(0 of 0 buffers together, any in 0 B, at most 0.00% above what is alive at most)"
+    )
+    assert re.fullmatch(
+        r"Plan\(1 buffers in 832 B, no plan is lower \([a-z ]+\)\)", repr(plans[signature_of(x)])
+    )
     assert plans[signature_of(torch.zeros(200))].height == 832
     assert signature_of(torch.zeros(7)) not in plans
     with pytest.raises(KeyError):

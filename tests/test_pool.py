@@ -65,9 +65,27 @@ def test_wrong_devices_and_limits():
 
 
 def test_a_pool_beyond_the_machine():
-    with pytest.raises(PoolExhausted, match="available memory") as caught:
+    with pytest.raises(PoolExhausted, match=r"^Pool: asked for 1000\.00 TiB, .* available memory") as caught:
         Pool("1000TiB")
-    assert caught.value.asked == 1000 << 40
+    assert (caught.value.asked, caught.value.limit) == (1000 << 40, "available")
+
+
+def test_growth_beyond_the_machine(pool):
+    held = pool.full((1000,), 3.0)
+    with open("/proc/meminfo") as file:
+        sizes = {line.split(":")[0]: int(line.split()[1]) << 10 for line in file}
+    asked = 2 * (sizes["MemTotal"] + sizes["SwapTotal"])
+    for make in (pool.empty, lambda n, dtype: in_use(pool, n, dtype)):
+        with pytest.raises(PoolExhausted, match=r"the system has .* of available memory") as caught:
+            make(asked, dtype=torch.uint8)
+        assert (caught.value.asked, caught.value.limit) == (asked, "available")
+    assert pool.stats().reserved == 8 * MIB
+    assert held.eq(3).all()
+
+
+def in_use(pool, n, dtype):
+    with pool.use():
+        return torch.empty(n, dtype=dtype)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
@@ -120,7 +138,7 @@ def test_exhausted():
     held = [pool.empty(64 << 10, dtype=torch.uint8, tag=f"layer{i % 2}") for i in range(15)]
     del held[::2]
     with pytest.raises(
-        PoolExhausted, match=r"^Pool: asked for 512.00 KiB; .* free, largest free block .*; held by"
+        PoolExhausted, match=r"^Pool: asked for 512.00 KiB, .* free, largest free block .*; held by"
     ) as caught:
         pool.empty(512 << 10, dtype=torch.uint8)
     error = caught.value
@@ -130,8 +148,10 @@ def test_exhausted():
     assert error.largest_free == 128 << 10
     assert 0.7 < error.fragmentation < 0.8
     assert error.holders == [("layer1", 7 * 64 << 10, 7)]
+    assert error.limit == "grow"
+    assert "must not grow (grow=False)" in str(error)
     again = pickle.loads(pickle.dumps(error))
-    assert (str(again), again.free, again.holders) == (str(error), error.free, error.holders)
+    assert (str(again), vars(again)) == (str(error), vars(error))
     assert pool.stats().failures == 1
     assert held
 
@@ -142,8 +162,9 @@ def test_growth_and_its_limit():
     second = pool.full((2 * MIB,), 3, dtype=torch.uint8)
     assert pool.stats().growths == 1
     assert pool.stats().reserved <= 4 * MIB
-    with pytest.raises(PoolExhausted, match=r"of at most 4\.00 MiB"):
+    with pytest.raises(PoolExhausted, match=r"must not grow beyond max=4\.00 MiB") as caught:
         pool.empty(2 * MIB, dtype=torch.uint8)
+    assert caught.value.limit == "max"
     assert (first == 0).all()
     assert (second == 3).all()
     del second
@@ -204,13 +225,22 @@ def test_layouts(pool):
 
 def test_values(pool):
     assert torch.equal(pool.zeros(3, 4), torch.zeros(3, 4))
-    for value in (3, 2.5, True, 1j):
+    assert torch.equal(pool.ones((3, 4), dtype=torch.int8), torch.ones(3, 4, dtype=torch.int8))
+    assert pool.ones(2, 3, 4, 5, memory_format=torch.channels_last).stride() == (60, 1, 15, 3)
+    for value in (3, 2.5, True, 1j, numpy.float32(1.5), numpy.int16(2), torch.tensor(3), numpy.bool_(True)):
         stock = torch.full((2, 3), value)
         made = pool.full((2, 3), value)
         assert torch.equal(made, stock)
         assert made.dtype == stock.dtype
+        assert inside(pool, made)
+    assert pool.full((2,), 3, dtype=torch.float16).dtype == torch.float16
     assert pool.zeros(2, requires_grad=True).requires_grad
-    assert pool.full((2,), 1.0, requires_grad=True).is_leaf
+    for made in (pool.full((2,), 1.0, requires_grad=True), pool.ones(2, requires_grad=True)):
+        assert made.is_leaf
+        assert made.requires_grad
+    assert not pool.ones(2).requires_grad
+    with pytest.raises(ValueError, match="requires_grad=True"):
+        pool.full((2,), 1, requires_grad=True)
     assert pool.empty(2, requires_grad=True).requires_grad
 
 
@@ -239,7 +269,7 @@ def test_compile(backend, pool):
     def step(x):
         a = pool.empty(x.shape[0], 4, dtype=x.dtype)
         b = pool.zeros(x.shape[0], 4)
-        c = pool.full((4,), 2.0)
+        c = pool.full((4,), 2.0) + pool.ones(4)
         d = pool.empty_like(x)
         d.copy_(x)
         a.fill_(1)

@@ -198,6 +198,19 @@ def test_sleep_gives_memory_back_and_keeps_contents_and_addresses(pool: memkit.P
     assert torch.equal(x, copy)
 
 
+def test_memory_freed_asleep_serves_another_tag(pool: memkit.Pool) -> None:
+    first, second = (pool.full((2 * MIB,), 3.0, tag="weights") for _ in range(2))
+    at = first.data_ptr()
+    assert pool.sleep("weights") > 0
+    del first
+    other = pool.full((2 * MIB,), 5.0)
+    assert other.data_ptr() == at
+    assert other.eq(5).all()
+    pool.wake()
+    assert second.eq(3).all()
+    assert other.eq(5).all()
+
+
 def test_debug_finds_what_was_written_beyond_the_end() -> None:
     with memkit.Pool("8MiB", device="cuda", debug=True) as pool:
         x = pool.empty(1000)

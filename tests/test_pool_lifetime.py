@@ -3,14 +3,13 @@
 import copy
 import gc
 import io
-import os
 import pickle
 import threading
 import time
 
 import pytest
 import torch
-from pool_cases import inside, resident
+from pool_cases import in_a_child, in_threads, inside, resident
 from torch import nn
 
 from memkit import Pool
@@ -149,50 +148,60 @@ def test_a_pool_is_not_copied(pool):
 
 def test_fork(pool):
     made = pool.full((1000,), 3.0)
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            ok = bool((made == 3).all())
-            made.fill_(9)
-            made = None
-            gc.collect()
-            try:
-                pool.empty(3)
-            except RuntimeError as error:
-                ok = ok and "fork" in str(error)
-            ok = ok and "parent" in repr(pool)
-            with pool.use():
-                ok = ok and bool(torch.ones(3).sum() == 3)
-            code = 0 if ok else 2
-        finally:
-            os._exit(code)
-    assert os.waitpid(child, 0)[1] == 0
+    held = [made]
+    plan = pool.record(lambda: torch.ones(3))
+
+    def work():
+        assert held[0].eq(3).all()
+        held.pop().fill_(9)
+        gc.collect()
+        for call in (
+            lambda: pool.empty(3),
+            lambda: pool.zeros(3),
+            lambda: torch.ops.memkit.pool_empty(pool._id, [3]),
+            lambda: pool.use().__enter__(),
+            lambda: pool.scope().__enter__(),
+            lambda: pool.replay(plan).__enter__(),
+            pool.sleep,
+            pool.wake,
+        ):
+            with pytest.raises(RuntimeError, match=r"made before a fork\(\)"):
+                call()
+        assert "parent" in repr(pool)
+        pool.close()
+        assert torch.ones(3).sum() == 3
+
+    in_a_child(work)
     assert (made == 3).all()
+    held.clear()
     assert pool.stats().live_blocks == 1
 
 
+def test_fork_inside_a_scope(pool):
+    held = []
+
+    def work():
+        assert held[0].eq(3).all()
+        with pytest.raises(RuntimeError, match="made before a fork"):
+            pool.empty(3)
+
+    with pool.scope():
+        held.append(pool.full((1000,), 3.0))
+        in_a_child(work)
+        held.clear()
+
+
 def test_threads(pool):
-    errors = []
-
     def work(seed):
-        try:
-            held = []
-            for i in range(3000):
-                n = (seed * 37 + i * 101) % 5000 + 1
-                held.append((pool.empty(n, dtype=torch.uint8).fill_(i % 251), i % 251))
-                if len(held) > 10:
-                    t, value = held.pop((seed + i) % 10)
-                    assert int(t[0]) == value == int(t[-1])
-        except BaseException as error:
-            errors.append(error)
+        held = []
+        for i in range(3000):
+            n = (seed * 37 + i * 101) % 5000 + 1
+            held.append((pool.empty(n, dtype=torch.uint8).fill_(i % 251), i % 251))
+            if len(held) > 10:
+                t, value = held.pop((seed + i) % 10)
+                assert int(t[0]) == value == int(t[-1])
 
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    in_threads(work, 8)
     assert pool.stats().live_blocks == 0
     assert pool.stats().allocations >= 24000
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
-import threading
 import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
-from pool_cases import after_a_thread
+from pool_cases import after_a_thread, in_threads
 from torch import Tensor, nn
 
 import memkit
@@ -181,9 +180,7 @@ def test_tensors_asked_of_the_pool_are_not_part_of_the_plan(pool: memkit.Pool) -
 def test_other_threads_go_on_as_before(pool: memkit.Pool) -> None:
     plan = pool.record(lambda: torch.ones(100).sum().item())
     with pool.replay(plan) as replay:
-        thread = threading.Thread(target=lambda: torch.ones(12345))
-        thread.start()
-        thread.join()
+        in_threads(lambda _: torch.ones(12345), 1)
         torch.ones(100).sum().item()
     assert replay.fell_back == 0
 

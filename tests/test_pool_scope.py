@@ -1,11 +1,10 @@
 """pool.scope(): bump allocation that ends with its `with`, or says which tensor did not."""
 
 import gc
-import threading
 
 import pytest
 import torch
-from pool_cases import after_a_thread
+from pool_cases import after_a_thread, in_threads
 
 from memkit import Pool, PoolExhausted
 
@@ -131,37 +130,27 @@ def test_two_pools_interleaved(pool):
 
 
 def test_scopes_are_the_threads(pool):
-    addresses = []
-
-    def work():
-        for _ in range(200):
+    def work(seed):
+        for _ in range(100):
             with pool.scope():
-                held = [pool.full((50,), float(i)) for i in range(20)]
-                assert all(t[0] == i for i, t in enumerate(held))
+                held = [pool.full((50,), float(seed + i)) for i in range(20)]
+                assert all(t[0] == t[49] == seed + i for i, t in enumerate(held))
                 del held
 
-    def outside():
-        made = pool.empty(1)
-        addresses.append(made.data_ptr())
-
+    kept = []
     with pool.scope():
-        mine = pool.empty(1)
-        threads = [threading.Thread(target=work) for _ in range(8)] + [threading.Thread(target=outside)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert mine.numel() == 1
+        mine = pool.full((50,), 7.0)
+        in_threads(work, 8)
+        in_threads(lambda _: kept.append(pool.empty(1)), 1)  # outside the scope: it may stay
+        assert mine.eq(7).all()
         del mine
-    assert addresses
+    kept.clear()
 
 
 def test_freed_by_another_thread(pool):
     with pool.scope():
         held = [pool.empty(3)]
-        thread = threading.Thread(target=held.clear)
-        thread.start()
-        thread.join()
+        in_threads(lambda _: held.clear(), 1)
 
 
 def test_beyond_the_region_and_the_pool():

@@ -1,15 +1,11 @@
 """pool.use(): every CPU tensor that the thread makes, ops and backward included, lies in the pool."""
 
 import gc
-import os
-import subprocess
-import sys
-import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
-from pool_cases import after_a_thread, inside
+from pool_cases import after_a_thread, in_a_child, in_threads, inside, resident
 from torch import nn
 
 from memkit import _C, Pool, PoolExhausted
@@ -150,35 +146,23 @@ def test_an_error_inside(pool):
 
 
 def test_threads(pool):
-    errors = []
-
     def work(seed):
-        try:
-            mine = Pool("16MiB") if seed % 2 else pool
-            model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8))
-            for _ in range(50):
-                with mine.use():
-                    x = torch.full((16, 32), 1.0 + seed)
-                    assert inside(mine, x)
-                    model(x).sum().backward()
-                assert not inside(mine, torch.ones(2))
-        except BaseException as error:
-            errors.append(error)
+        mine = Pool("16MiB") if seed % 2 else pool
+        model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8))
+        for _ in range(50):
+            with mine.use():
+                x = torch.full((16, 32), 1.0 + seed)
+                assert inside(mine, x)
+                model(x).sum().backward()
+            assert not inside(mine, torch.ones(2))
 
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    in_threads(work, 8)
 
 
 def test_other_threads_go_on_as_before(pool):
     seen = []
     with pool.use():
-        thread = threading.Thread(target=lambda: seen.append(torch.ones(10)))
-        thread.start()
-        thread.join()
+        in_threads(lambda _: seen.append(torch.ones(10)), 1)
     assert not inside(pool, seen[0])
 
 
@@ -277,7 +261,7 @@ def test_training(pool):
         model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 10))
         optimizer = torch.optim.AdamW(model.parameters())
         losses = []
-        for _ in range(20):
+        for _ in range(8):
             data, target = torch.randn(8, 1, 8, 8), torch.randint(10, (8,))
             optimizer.zero_grad()
             with use():
@@ -295,10 +279,6 @@ def test_training(pool):
 
 
 def test_resident_memory_stays_flat(pool):
-    def resident():
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
-
     def churn(n):
         with pool.use():
             for i in range(n):
@@ -312,45 +292,42 @@ def test_resident_memory_stays_flat(pool):
 
 def test_fork(pool):
     with pool.use():
-        made = torch.ones(1000)
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                made = None
-                code = 0 if torch.ones(10).sum() == 10 else 2  # from torch's allocator
-            finally:
-                os._exit(code)
-        assert os.waitpid(child, 0)[1] == 0
-    assert made.sum() == 1000
+        held = [torch.ones(1000)]
+
+        def work():  # as a DataLoader's worker does: from torch's allocator
+            assert torch.ones(10).sum() == 10
+            held.clear()
+            with pytest.raises(RuntimeError, match="made before a fork"), pool.use():
+                pass
+
+        in_a_child(work)
+    assert held[0].sum() == 1000
+    held.clear()
 
 
-def in_a_new_process(program):
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def check_new_tensors(count):
+    gc.collect()
+    held = [torch.full((1000,), float(i)) for i in range(count)]
+    assert all(bool((t == i).all()) for i, t in enumerate(held))
 
 
 def test_the_thread_keeps_a_pool_that_nobody_left():
-    in_a_new_process(
-        "import gc, torch, memkit\n"
-        "memkit.Pool('16MiB').use().__enter__()\n"
-        "gc.collect()\n"
-        "held = [torch.full((1000,), float(i)) for i in range(100)]\n"
-        "assert all(bool((t == i).all()) for i, t in enumerate(held))\n"
-    )
+    def work(_):
+        Pool("16MiB").use().__enter__()
+        check_new_tensors(100)
+
+    in_threads(work, 1)
 
 
 def test_the_thread_keeps_a_replay_that_nobody_left():
-    in_a_new_process(
-        "import gc, torch, memkit\n"
-        "pool = memkit.Pool('16MiB')\n"
-        "plan = pool.record(lambda: [torch.ones(1000) for _ in range(100)])\n"
-        "pool.replay(plan).__enter__()\n"
-        "del pool, plan\n"
-        "gc.collect()\n"
-        "held = [torch.full((1000,), float(i)) for i in range(200)]\n"
-        "assert all(bool((t == i).all()) for i, t in enumerate(held))\n"
-    )
+    def work(_):
+        pool = Pool("16MiB")
+        plan = pool.record(lambda: [torch.ones(1000) for _ in range(100)])
+        pool.replay(plan).__enter__()
+        del pool, plan
+        check_new_tensors(200)
+
+    in_threads(work, 1)
 
 
 def test_a_thread_that_ends_lets_the_pool_go():

@@ -39,8 +39,19 @@ ArenaPtr Arena::create(Options options, std::shared_ptr<Upstream> upstream) {
   options.capacity = std::min(round_up(options.capacity, options.alignment), options.max);
   ArenaPtr arena(new Arena(std::move(options), std::move(upstream)));
   if (const std::size_t bytes = arena->options_.capacity) {
-    void* memory = arena->upstream_->allocate(bytes);
-    if (!memory) throw std::bad_alloc();
+    Refusal refusal{Refusal::available, arena->upstream_->available()};
+    void* memory = nullptr;
+    if (bytes <= refusal.left) {
+      refusal.limit = Refusal::upstream;
+      memory = arena->upstream_->allocate(bytes);
+    }
+    if (!memory) {
+      Failure failure;
+      failure.refusal = refusal;
+      failure.asked = bytes;
+      failure.max = arena->options_.max;
+      throw NoCapacity(std::move(failure));
+    }
     arena->heap_.add(memory, bytes, false);
     arena->stats_.reserved = arena->stats_.reserved_peak = bytes;
   }
@@ -116,9 +127,10 @@ Allocation Arena::allocate(const Request& request) {
   settle_recent();
   Block* block = heap_.find(*lane->serving(), size, alignment, false);
   if (!block) block = search(lane, size, alignment, &result.waits);
-  if (!block) block = grow(lock, lane, size, alignment, &result.waits);
+  Refusal refusal;
+  if (!block) block = grow(lock, lane, size, alignment, &result.waits, &refusal);
   if (!block) {
-    fail(&result, closed_ ? Failure::closed : Failure::exhausted, request);
+    fail(&result, closed_ ? Failure::closed : Failure::exhausted, request, refusal);
     return result;
   }
   if (indexed_) pointers_.reserve(1);  // what can fail comes first
@@ -131,11 +143,12 @@ Allocation Arena::allocate(const Request& request) {
 }
 
 // Under the lock; in a forked child, where nobody may take it, without numbers.
-void Arena::fail(Allocation* result, Failure::Reason reason, const Request& request) {
+void Arena::fail(Allocation* result, Failure::Reason reason, const Request& request, const Refusal& refusal) {
   result->waits.clear();
   result->failure = std::make_unique<Failure>();
   Failure& failure = *result->failure;
   failure.reason = reason;
+  failure.refusal = refusal;
   failure.asked = request.size;
   failure.max = options_.max;
   if (reason == Failure::inherited) return;
@@ -148,8 +161,10 @@ void Arena::fail(Allocation* result, Failure::Reason reason, const Request& requ
 }
 
 // A block of a new chunk, or what others freed while the lock was open, or nullptr.
-Block* Arena::grow(Lock& lock, Lane* lane, std::size_t size, std::size_t alignment, std::vector<LaneId>* waits) {
+Block* Arena::grow(Lock& lock, Lane* lane, std::size_t size, std::size_t alignment, std::vector<LaneId>* waits,
+                   Refusal* refusal) {
   const std::size_t need = size + (alignment - options_.alignment);
+  refusal->limit = options_.grow ? Refusal::max : Refusal::fixed;
   if (!options_.grow) return borrow(lane, size, alignment, waits);
   for (bool trimmed : {false, true}) {
     if (trimmed && need > options_.max) break;
@@ -157,11 +172,15 @@ Block* Arena::grow(Lock& lock, Lane* lane, std::size_t size, std::size_t alignme
     for (std::size_t wish : {std::max(options_.growth, need), need}) {
       const std::size_t taken = stats_.reserved + moving_, left = options_.max > taken ? options_.max - taken : 0;
       const std::size_t bytes = std::min(wish, left & ~(options_.alignment - 1));
+      refusal->limit = Refusal::max;
       if (bytes < need || closed_) continue;
       moving_ += bytes;
       ++busy_;
       lock.unlock();
-      void* memory = upstream_->allocate(bytes);
+      refusal->left = upstream_->available();
+      const bool harmless = bytes <= refusal->left;
+      refusal->limit = harmless ? Refusal::upstream : Refusal::available;
+      void* memory = harmless ? upstream_->allocate(bytes) : nullptr;
       lock.lock();
       --busy_;
       moving_ -= bytes;

@@ -9,6 +9,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -52,8 +53,15 @@ struct Holder {
   std::size_t blocks;
 };
 
+// What stood in the way of growth.
+struct Refusal {
+  enum Limit { none, fixed, max, available, upstream } limit = none;  // fixed: it must not grow
+  std::size_t left = 0;                                               // available: bytes of it
+};
+
 struct Failure {
-  enum Reason { exhausted, closed, inherited, invalid } reason;
+  enum Reason { exhausted, closed, inherited, invalid } reason = exhausted;
+  Refusal refusal;
   std::size_t asked = 0;
   std::size_t free = 0;
   std::size_t largest_free = 0;
@@ -63,6 +71,12 @@ struct Failure {
   std::vector<Holder> holders;  // the largest
 
   std::string text() const;
+};
+
+// No capacity from upstream.
+struct NoCapacity final : std::bad_alloc {
+  explicit NoCapacity(Failure failure) : failure(std::move(failure)) {}
+  Failure failure;
 };
 
 struct Allocation {
@@ -113,8 +127,8 @@ using ArenaPtr = std::unique_ptr<Arena, DisposeArena>;
 
 class Arena final : public Owner {
  public:
-  // Raises std::invalid_argument on wrong options, std::bad_alloc when upstream has not the capacity. The arena closes
-  // when its pointer dies, and goes with its last block.
+  // Raises std::invalid_argument on wrong options, NoCapacity when upstream has not as much. The arena closes when its
+  // pointer dies, and goes with its last block.
   static ArenaPtr create(Options options, std::shared_ptr<Upstream> upstream);
 
   Allocation allocate(const Request& request);
@@ -145,6 +159,7 @@ class Arena final : public Owner {
 
   TagId tag(std::string_view name);  // the number of a name, for good
   std::string tag_name(TagId tag) const;
+  std::vector<std::string> tag_names() const;  // by number
 
   Stats stats() const;
   void reset_peaks();
@@ -180,8 +195,9 @@ class Arena final : public Owner {
   void leave(Lock& lock) noexcept;
 
   // arena.cpp
-  void fail(Allocation* result, Failure::Reason reason, const Request& request);
-  Block* grow(Lock& lock, Lane* lane, std::size_t size, std::size_t alignment, std::vector<LaneId>* waits);
+  void fail(Allocation* result, Failure::Reason reason, const Request& request, const Refusal& refusal = {});
+  Block* grow(Lock& lock, Lane* lane, std::size_t size, std::size_t alignment, std::vector<LaneId>* waits,
+              Refusal* refusal);
   Chunk* detach_empty(bool all);
   std::size_t send_back(Lock& lock, Chunk* detached) noexcept;
   void admit(Block* block, const Request& request);

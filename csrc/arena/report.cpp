@@ -28,8 +28,16 @@ std::string Failure::text() const {
     return "expected a size of at most 2^62 and a power of two as alignment, got size " + std::to_string(asked);
   char percent[16];
   std::snprintf(percent, sizeof percent, "%.0f%%", 100 * fragmentation);
-  std::string text = "asked for " + readable(asked) + "; " + readable(free) + " free, largest free block " +
-                     readable(largest_free) + " (fragmentation " + percent + "); " + readable(reserved) + " reserved";
+  std::string text = "asked for " + readable(asked);
+  switch (refusal.limit) {
+    case Refusal::none: break;
+    case Refusal::fixed: text += ", must not grow (grow=False)"; break;
+    case Refusal::max: text += ", must not grow beyond max=" + readable(max); break;
+    case Refusal::available: text += ", the system has " + readable(refusal.left) + " of available memory"; break;
+    case Refusal::upstream: text += ", the system refused more memory"; break;
+  }
+  text += "; " + readable(free) + " free, largest free block " + readable(largest_free) + " (fragmentation " + percent +
+          "); " + readable(reserved) + " reserved";
   if (max != SIZE_MAX) text += " of at most " + readable(max);
   for (std::size_t i = 0; i < holders.size(); ++i)
     text += (i ? ", " : "; held by ") + (holders[i].tag.empty() ? "untagged" : holders[i].tag) + ": " +
@@ -50,6 +58,14 @@ std::string Arena::tag_name(TagId tag) const {
   if (inherited()) return "";
   Lock lock(lock_);
   return tag < tags_.size() ? tags_[tag].name : "";
+}
+
+std::vector<std::string> Arena::tag_names() const {
+  if (inherited()) return {};
+  Lock lock(lock_);
+  std::vector<std::string> names;
+  for (const Tag& tag : tags_) names.push_back(tag.name);
+  return names;
 }
 
 bool Arena::closed() const {

@@ -16,6 +16,8 @@ class Upstream {
   // nullptr: there is no more. Aligned to the arena's alignment, or the ends that are not whole granules are lost.
   virtual void* allocate(std::size_t bytes) = 0;
   virtual void release(void* memory, std::size_t bytes) = 0;
+  // What may be asked for without harm, where the system would rather end processes than refuse.
+  virtual std::size_t available() { return SIZE_MAX; }
 };
 
 // For canaries and poison. A CUDA pool implements it with memset and copies in the order of the lane.

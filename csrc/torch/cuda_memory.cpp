@@ -37,7 +37,7 @@ class PlainMemory final : public CudaMemory {
     good(cudaFree(memory));  // waits for the device
   }
   const char* sleep_blocker() const override { return "its driver maps no virtual memory"; }
-  void discard(void*, std::size_t) override {}
+  std::size_t discard(void*, std::size_t) override { return 0; }
   void restore(void*, std::size_t) override {}
 
  private:
@@ -116,28 +116,25 @@ class MappedMemory final : public CudaMemory {
 
   const char* sleep_blocker() const override { return nullptr; }
 
-  void discard(void* memory, std::size_t bytes) override {
+  std::size_t discard(void* memory, std::size_t bytes) override {
     const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device_));
     C10_CUDA_CHECK(cudaDeviceSynchronize());
-    const auto [first, last] = pages_inside(memory, bytes);
+    const auto start = reinterpret_cast<CUdeviceptr>(memory);
+    const CUdeviceptr first = whole_pages(start), last = (start + bytes) / page_ * page_;
+    if (first >= last) return 0;
     unmap_pages(first, last);
+    return last - first;
   }
 
   void restore(void* memory, std::size_t bytes) override {
     const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device_));
-    const auto [first, last] = pages_inside(memory, bytes);
-    TORCH_CHECK(map_pages(first, last), "Pool.wake: expected ", last - first, " bytes of device memory to wake up in, ",
-                "got none from the driver");
+    const auto start = reinterpret_cast<CUdeviceptr>(memory);
+    TORCH_CHECK(map_pages(start / page_ * page_, whole_pages(start + bytes)), "Pool: expected ", bytes,
+                " bytes of device memory for what slept, got none from the driver");
   }
 
  private:
   std::size_t whole_pages(std::size_t bytes) const { return (bytes + page_ - 1) / page_ * page_; }
-
-  std::pair<CUdeviceptr, CUdeviceptr> pages_inside(void* memory, std::size_t bytes) const {
-    const auto start = reinterpret_cast<CUdeviceptr>(memory);
-    const CUdeviceptr first = (start + page_ - 1) / page_ * page_, last = (start + bytes) / page_ * page_;
-    return {first, std::max(first, last)};
-  }
 
   // All of those that are not mapped, or none.
   bool map_pages(CUdeviceptr first, CUdeviceptr last) {

@@ -12,9 +12,9 @@ namespace memkit {
 class CudaMemory : public arena::Upstream {
  public:
   virtual const char* sleep_blocker() const = 0;  // why pages cannot go, or nullptr
-  // Of the whole pages inside a range; what uses them is done.
-  virtual void discard(void* memory, std::size_t bytes) = 0;
-  virtual void restore(void* memory, std::size_t bytes) = 0;  // raises if the device has no memory left
+  // As in PoolDevice; what uses the range is done.
+  virtual std::size_t discard(void* memory, std::size_t bytes) = 0;
+  virtual void restore(void* memory, std::size_t bytes) = 0;
 };
 
 // By the driver's virtual memory where there is that, else by cudaMalloc.

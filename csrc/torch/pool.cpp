@@ -162,10 +162,14 @@ Block* Pool::take(std::size_t nbytes, Tag tag, bool for_torch) {
   PoolLayer* layer = pool_thread.layers;
   while (layer && (layer->pool.get() != this || (layer->torch_only && !for_torch))) layer = layer->outer;
   if (!layer)
-    if (Block* block = arena_->serve(request)) return block;
+    if (Block* block = arena_->serve(request)) {
+      if (asleep()) wake_block(block);
+      return block;
+    }
   const arena::Allocation got = layer ? layer->allocate(request) : arena_->allocate(request);
   if (!got) raise_pool_failure(*got.failure);
   if (!got.waits.empty()) device_->wait(request.lane, got);
+  if (asleep()) wake_block(got.block);
   return got.block;
 }
 
@@ -228,7 +232,12 @@ void Pool::close() {
   if (!arena_->inherited()) device_->reclaim(*arena_);
 }
 
+void Pool::check_own(const char* op) const {
+  TORCH_CHECK(!arena_->inherited(), op, ": expected a pool of this process, got one that was made before a fork()");
+}
+
 void Pool::check_open(const char* op) const {
+  check_own(op);
   TORCH_CHECK(!arena_->closed(), op, ": expected an open pool, got one that was closed");
 }
 

@@ -89,14 +89,16 @@ class Pool final : public CpuSource, public std::enable_shared_from_this<Pool> {
   void push_tag(std::string_view name);
   void pop_tag();
 
-  // Writes the contents of live blocks to the file and gives their memory back; the rest of the memory too, unless only
-  // blocks of one tag sleep. Until wake() nothing of what sleeps can be allocated.
-  std::size_t sleep(Tag tag, int file);
+  // Writes the contents of live blocks to the file and gives their memory back; the rest of the memory too, unless a tag
+  // is named, whose blocks sleep alone. Returns the bytes given back. Until wake() nothing of what sleeps can be
+  // allocated. A wake() that raises leaves the pool asleep, and may be called again; a closed pool wakes, too.
+  std::size_t sleep(const std::string& tag, int file);
   void wake();
   bool asleep() const { return asleep_.load(std::memory_order_relaxed); }
 
   void close();
-  void check_open(const char* op) const;
+  void check_own(const char* op) const;   // raises in a forked child
+  void check_open(const char* op) const;  // there, too
   std::vector<std::string> violations() const;
 
  private:
@@ -109,6 +111,7 @@ class Pool final : public CpuSource, public std::enable_shared_from_this<Pool> {
   Pool(std::unique_ptr<PoolDevice> device, arena::Options options);
   arena::Block* take(std::size_t nbytes, Tag tag, bool for_torch = false);
   void check_awake(arena::TagId tag);
+  void wake_block(arena::Block* block);
   at::Tensor wrap(std::size_t nbytes, Dtype dtype, Tag tag);
 
   const std::int64_t id_;

@@ -1,4 +1,5 @@
 // How tensors of a pool are asked for: from Python by METH_FASTCALL, from graphs by registered operators.
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/SmallVector.h>
@@ -94,11 +95,17 @@ void sequence(PyObject* object, const char* name, Sizes* out) {
 }
 
 struct Options {
-  at::ScalarType dtype = c10::get_default_dtype_as_scalartype();
+  std::optional<at::ScalarType> given;
   Format format;
   bool requires_grad = false;
   std::string_view tag;
-  PyObject* size = nullptr;
+  PyObject *size = nullptr, *value = nullptr;
+
+  at::ScalarType dtype() const { return given ? *given : c10::get_default_dtype_as_scalartype(); }
+  void check(const char* name) const {
+    TORCH_CHECK_VALUE(!requires_grad || at::isFloatingType(dtype()) || at::isComplexType(dtype()), name,
+                      ": expected a floating-point or complex dtype for requires_grad=True, got ", dtype());
+  }
 };
 
 bool named(PyObject* keyword, PyObject* name) { return keyword == name || PyUnicode_Compare(keyword, name) == 0; }
@@ -109,6 +116,7 @@ Options options_of(PyObject* const* values, PyObject* keywords, const char* name
   static PyObject* const kGrad = PyUnicode_InternFromString("requires_grad");
   static PyObject* const kTag = PyUnicode_InternFromString("tag");
   static PyObject* const kSize = PyUnicode_InternFromString("size");
+  static PyObject* const kValue = PyUnicode_InternFromString("fill_value");
   Options options;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(keywords); ++i) {
     PyObject *keyword = PyTuple_GET_ITEM(keywords, i), *value = values[i];
@@ -116,7 +124,7 @@ Options options_of(PyObject* const* values, PyObject* keywords, const char* name
     if (named(keyword, kDtype)) {
       if (value == Py_None) continue;
       TORCH_CHECK_TYPE(THPDtype_Check(value), name, ": expected dtype to be a torch.dtype, got ", got);
-      options.dtype = reinterpret_cast<THPDtype*>(value)->scalar_type;
+      options.given = reinterpret_cast<THPDtype*>(value)->scalar_type;
     } else if (named(keyword, kFormat)) {
       if (value == Py_None) continue;
       TORCH_CHECK_TYPE(THPMemoryFormat_Check(value), name, ": expected a torch.memory_format, got ", got);
@@ -133,15 +141,51 @@ Options options_of(PyObject* const* values, PyObject* keywords, const char* name
       options.tag = {text, static_cast<std::size_t>(length)};
     } else if (named(keyword, kSize)) {
       options.size = value;
+    } else if (named(keyword, kValue)) {
+      options.value = value;
     } else {
       TORCH_CHECK_TYPE(false, name, ": expected keywords among dtype, memory_format, requires_grad and tag, got ",
                        std::string(py::str(py::handle(keyword))));
     }
   }
-  TORCH_CHECK_VALUE(!options.requires_grad || at::isFloatingType(options.dtype) || at::isComplexType(options.dtype),
-                    name, ": expected a floating-point or complex dtype for requires_grad=True, got ", options.dtype);
   return options;
 }
+
+// What a tensor is made of at once. Of a value torch tells the dtype that it stands for, and anything that is not one of
+// Python's numbers it makes a tensor of.
+struct Value {
+  at::Scalar scalar;
+  at::Tensor tensor;
+  at::ScalarType dtype = c10::get_default_dtype_as_scalartype();
+
+  explicit Value(std::int64_t value) : scalar(value) {}
+  explicit Value(PyObject* value) {
+    if (PyFloat_CheckExact(value)) {
+      scalar = PyFloat_AS_DOUBLE(value);
+    } else if (PyBool_Check(value)) {
+      scalar = value == Py_True;
+      dtype = at::kBool;
+    } else if (int beyond = 0; PyLong_CheckExact(value) && (PyLong_AsLongLongAndOverflow(value, &beyond), !beyond)) {
+      scalar = static_cast<std::int64_t>(PyLong_AsLongLong(value));
+      dtype = at::kLong;
+    } else {
+      const py::object made =
+          py::module_::import("torch").attr("full")(py::tuple(), py::handle(value), py::arg("device") = "cpu");
+      tensor = THPVariable_Unpack(made.ptr());
+      dtype = tensor.scalar_type();
+    }
+  }
+
+  void fill(at::Tensor& made) const {
+    if (tensor.defined()) {
+      made.fill_(tensor);
+    } else if (scalar.isIntegral(false) && scalar.toLong() == 0) {
+      made.zero_();
+    } else {
+      made.fill_(scalar);
+    }
+  }
+};
 
 // -- functions, with a capsule of the pool as self
 
@@ -160,15 +204,7 @@ PyObject* raised() {
   return nullptr;
 }
 
-template <bool kDispatched>
-PyObject* empty(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject* keywords) try {
-  constexpr const char* kName = "Pool.empty";
-  Pool& pool = self_of(self);
-  if (!kDispatched && !keywords && count == 1 && PyLong_CheckExact(args[0]) && !watched()) {  // the commonest, quicker
-    const std::int64_t size = integer(args[0], kName);
-    return THPVariable_Wrap(pool.empty({&size, 1}, c10::get_default_dtype_as_scalartype(), std::nullopt, std::nullopt));
-  }
-  const Options options = keywords ? options_of(args + count, keywords, kName) : Options();
+Sizes sizes_of(const Options& options, PyObject* const* args, Py_ssize_t count, const char* kName) {
   Sizes size;
   if (options.size) {
     TORCH_CHECK_TYPE(count == 0, kName, ": expected sizes once, got them by position and by name");
@@ -178,9 +214,63 @@ PyObject* empty(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObjec
   } else {
     for (Py_ssize_t i = 0; i < count; ++i) size.push_back(integer(args[i], kName));
   }
+  return size;
+}
+
+template <bool kDispatched>
+PyObject* empty(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject* keywords) try {
+  constexpr const char* kName = "Pool.empty";
+  Pool& pool = self_of(self);
+  if (!kDispatched && !keywords && count == 1 && PyLong_CheckExact(args[0]) && !watched()) {  // the commonest, quicker
+    const std::int64_t size = integer(args[0], kName);
+    return THPVariable_Wrap(pool.empty({&size, 1}, c10::get_default_dtype_as_scalartype(), std::nullopt, std::nullopt));
+  }
+  const Options options = keywords ? options_of(args + count, keywords, kName) : Options();
+  TORCH_CHECK_TYPE(!options.value, kName, ": expected keywords among dtype, memory_format, requires_grad and tag");
+  options.check(kName);
+  const Sizes size = sizes_of(options, args, count, kName);
   if (kDispatched || watched())
-    return finish(call_op(pool.id(), size, options.dtype, options.format, options.tag), options.requires_grad);
-  return finish(pool.empty(size, options.dtype, options.format, tag_of(pool, options.tag)), options.requires_grad);
+    return finish(call_op(pool.id(), size, options.dtype(), options.format, options.tag), options.requires_grad);
+  return finish(pool.empty(size, options.dtype(), options.format, tag_of(pool, options.tag)), options.requires_grad);
+} catch (...) {
+  return raised();
+}
+
+PyObject* filled(Pool& pool, const Options& options, const Sizes& size, const Value& value) {
+  at::Tensor made;
+  if (watched()) {
+    made = call_op(pool.id(), size, options.dtype(), options.format, options.tag);
+    value.fill(made);
+  } else {
+    const at::AutoDispatchBelowADInplaceOrView quick;  // nobody can have seen the tensor yet
+    made = pool.empty(size, options.dtype(), options.format, tag_of(pool, options.tag));
+    value.fill(made);
+  }
+  return finish(std::move(made), options.requires_grad);
+}
+
+template <int kNumber>
+PyObject* number(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject* keywords) try {
+  constexpr const char* kName = kNumber ? "Pool.ones" : "Pool.zeros";
+  const Options options = keywords ? options_of(args + count, keywords, kName) : Options();
+  TORCH_CHECK_TYPE(!options.value, kName, ": expected keywords among dtype, memory_format, requires_grad and tag");
+  options.check(kName);
+  return filled(self_of(self), options, sizes_of(options, args, count, kName), Value(std::int64_t{kNumber}));
+} catch (...) {
+  return raised();
+}
+
+PyObject* full(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject* keywords) try {
+  constexpr const char* kName = "Pool.full";
+  Options options = keywords ? options_of(args + count, keywords, kName) : Options();
+  TORCH_CHECK_TYPE((count > 0) != (options.size != nullptr) && (count > 1) != (options.value != nullptr) && count < 3,
+                   kName, ": expected a size and a fill value, got ", count, " arguments by position");
+  const Value value(options.value ? options.value : args[1]);
+  if (!options.given) options.given = value.dtype;
+  options.check(kName);
+  Sizes size;
+  sequence(options.size ? options.size : args[0], kName, &size);
+  return filled(self_of(self), options, size, value);
 } catch (...) {
   return raised();
 }
@@ -190,13 +280,15 @@ PyObject* empty_strided(PyObject* self, PyObject* const* args, Py_ssize_t count,
   TORCH_CHECK_TYPE(count == 2, kName, ": expected sizes and strides, got ", count, " arguments");
   Pool& pool = self_of(self);
   const Options options = keywords ? options_of(args + count, keywords, kName) : Options();
-  TORCH_CHECK_TYPE(!options.format && !options.size, kName, ": expected keywords among dtype, requires_grad and tag");
+  TORCH_CHECK_TYPE(!options.format && !options.size && !options.value, kName,
+                   ": expected keywords among dtype, requires_grad and tag");
+  options.check(kName);
   Sizes size, stride;
   sequence(args[0], kName, &size);
   sequence(args[1], kName, &stride);
   if (watched())
-    return finish(call_strided_op(pool.id(), size, stride, options.dtype, options.tag), options.requires_grad);
-  return finish(pool.empty_strided(size, stride, options.dtype, tag_of(pool, options.tag)), options.requires_grad);
+    return finish(call_strided_op(pool.id(), size, stride, options.dtype(), options.tag), options.requires_grad);
+  return finish(pool.empty_strided(size, stride, options.dtype(), tag_of(pool, options.tag)), options.requires_grad);
 } catch (...) {
   return raised();
 }
@@ -210,14 +302,23 @@ constexpr int kFlags = METH_FASTCALL | METH_KEYWORDS;
 PyMethodDef kEmpty{"empty", plain(empty<false>), kFlags, "empty(*size, dtype=None, ...) -> Tensor"};
 PyMethodDef kEmptyStrided{"empty_strided", plain(empty_strided), kFlags, "empty_strided(size, stride, ...) -> Tensor"};
 PyMethodDef kEmptyOp{"empty_op", plain(empty<true>), kFlags, "empty, through the dispatcher"};
+PyMethodDef kZeros{"zeros", plain(number<0>), kFlags, "zeros(*size, dtype=None, ...) -> Tensor"};
+PyMethodDef kOnes{"ones", plain(number<1>), kFlags, "ones(*size, dtype=None, ...) -> Tensor"};
+PyMethodDef kFull{"full", plain(full), kFlags, "full(size, fill_value, dtype=None, ...) -> Tensor"};
 
 // -- the base class
 
 // Eager calls find the C function here at once. A compiler that looks at the class finds a Python method it can trace.
 PyObject* get_attribute(PyObject* self, PyObject* name) {
-  static PyObject* const kPublic = PyUnicode_InternFromString("empty");
-  static PyObject* const kPrivate = PyUnicode_InternFromString("_empty");
-  return PyObject_GenericGetAttr(self, name == kPublic ? kPrivate : name);
+  static PyObject* const names[][2] = {
+      {PyUnicode_InternFromString("empty"), PyUnicode_InternFromString("_empty")},
+      {PyUnicode_InternFromString("zeros"), PyUnicode_InternFromString("_zeros")},
+      {PyUnicode_InternFromString("ones"), PyUnicode_InternFromString("_ones")},
+      {PyUnicode_InternFromString("full"), PyUnicode_InternFromString("_full")},
+  };
+  for (const auto& [shown, held] : names)
+    if (name == shown) return PyObject_GenericGetAttr(self, held);
+  return PyObject_GenericGetAttr(self, name);
 }
 
 PyType_Slot kSlots[] = {{Py_tp_getattro, reinterpret_cast<void*>(get_attribute)}, {0, nullptr}};
@@ -225,12 +326,12 @@ PyType_Spec kSpec{"memkit._C.PoolBase", sizeof(PyObject), 0, Py_TPFLAGS_DEFAULT 
 
 }  // namespace
 
-py::tuple pool_functions(const Handle& pool) {
+py::dict pool_functions(const Handle& pool) {
   const py::capsule self(new Handle(pool), [](void* handle) { delete static_cast<Handle*>(handle); });
-  const auto bind = [&](PyMethodDef* method) {
-    return py::reinterpret_steal<py::object>(PyCFunction_New(method, self.ptr()));
-  };
-  return py::make_tuple(bind(&kEmpty), bind(&kEmptyStrided), bind(&kEmptyOp));
+  py::dict functions;
+  for (PyMethodDef* method : {&kEmpty, &kEmptyStrided, &kEmptyOp, &kZeros, &kOnes, &kFull})
+    functions[method->ml_name] = py::reinterpret_steal<py::object>(PyCFunction_New(method, self.ptr()));
+  return functions;
 }
 
 py::object make_pool_base() { return py::reinterpret_steal<py::object>(PyType_FromSpec(&kSpec)); }

@@ -359,7 +359,7 @@ class CudaDevice final : public PoolDevice {
     transfer(file, const_cast<void*>(memory), bytes, true);
   }
   void load(int file, void* memory, std::size_t bytes) override { transfer(file, memory, bytes, false); }
-  void discard(void* memory, std::size_t bytes) override { memory_->discard(memory, bytes); }
+  std::size_t discard(void* memory, std::size_t bytes) override { return memory_->discard(memory, bytes); }
   void restore(void* memory, std::size_t bytes) override { memory_->restore(memory, bytes); }
 
  private:

@@ -42,8 +42,10 @@ class PoolDevice {
   virtual const char* sleep_blocker() const { return nullptr; }
   virtual void save(int file, const void* memory, std::size_t bytes) = 0;  // at the file's position, which moves on
   virtual void load(int file, void* memory, std::size_t bytes) = 0;
-  virtual void discard(void* memory, std::size_t bytes) = 0;  // gives pages back, keeps addresses
-  virtual void restore(void* memory, std::size_t bytes) = 0;  // gets them again
+  // Gives the whole pages in a range back, keeps addresses; how many bytes.
+  virtual std::size_t discard(void* memory, std::size_t bytes) = 0;
+  // Gets all pages again that the range touches, where they were given back; raises where there are none.
+  virtual void restore(void* memory, std::size_t bytes) = 0;
 };
 
 // Whether the memory is a pool's block, which goes back when its storage dies.

@@ -13,6 +13,7 @@
 #include <cstring>
 #include <optional>
 
+#include "arena/available.h"
 #include "pool_device.h"
 
 namespace memkit {
@@ -25,15 +26,14 @@ std::size_t page_size() {
   return size;
 }
 
-// Has every page backed now: a first touch later costs some 0.25 ms a MiB.
+// Has every page backed now, contents kept: a first touch later costs some 0.25 ms a MiB.
 bool populate(void* memory, std::size_t bytes) {
 #ifdef MADV_POPULATE_WRITE
   if (madvise(memory, bytes, MADV_POPULATE_WRITE) == 0) return true;
   if (errno != EINVAL) return false;  // no memory; EINVAL: before Linux 5.14
 #endif
   for (std::size_t at = 0; at < bytes; at += page_size()) {
-    volatile char* page = static_cast<char*>(memory) + at;
-    *page = *page;
+    __atomic_fetch_or(static_cast<char*>(memory) + at, 0, __ATOMIC_RELAXED);  // others may write there now
   }
   return true;
 }
@@ -69,6 +69,7 @@ class HostUpstream : public arena::Upstream {
     return nullptr;
   }
   void release(void* memory, std::size_t bytes) override { munmap(memory, arena::round_up(bytes, page_size())); }
+  std::size_t available() override { return arena::available_memory(); }
 };
 
 // The CUDA runtime that torch loaded, found by name: a build without memkit's CUDA half can lock pages, too.
@@ -130,21 +131,16 @@ class CpuDevice : public PoolDevice {
 
   void save(int file, const void* memory, std::size_t bytes) override { save_bytes(file, memory, bytes); }
   void load(int file, void* memory, std::size_t bytes) override { load_bytes(file, memory, bytes); }
-  void discard(void* memory, std::size_t bytes) override { advise_inside(memory, bytes, false); }
-  void restore(void* memory, std::size_t bytes) override { advise_inside(memory, bytes, true); }
-
- private:
-  // On the whole pages of the range: its neighbours keep theirs.
-  static void advise_inside(void* memory, std::size_t bytes, bool back) {
+  std::size_t discard(void* memory, std::size_t bytes) override {
     const auto start = reinterpret_cast<std::uintptr_t>(memory), first = arena::round_up(start, page_size());
-    const std::uintptr_t end = (start + bytes) & ~(page_size() - 1);
-    if (first >= end) return;
-    void* pages = reinterpret_cast<void*>(first);
-    if (!back) {
-      madvise(pages, end - first, MADV_DONTNEED);
-      return;
-    }
-    TORCH_CHECK(populate(pages, end - first), "pool: expected memory to wake up in, got none from the system");
+    const std::uintptr_t last = (start + bytes) & ~(page_size() - 1);
+    if (first >= last || madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED) != 0) return 0;
+    return last - first;
+  }
+  void restore(void* memory, std::size_t bytes) override {
+    const auto start = reinterpret_cast<std::uintptr_t>(memory), first = start & ~(page_size() - 1);
+    TORCH_CHECK(populate(reinterpret_cast<void*>(first), arena::round_up(start + bytes, page_size()) - first),
+                "Pool: expected ", bytes, " bytes of memory for what slept, got none from the system");
   }
 };
 

@@ -20,10 +20,11 @@ void raise_pool_failure(const Failure& failure) {
   py::list holders;
   for (const arena::Holder& holder : failure.holders)
     holders.append(py::make_tuple(holder.tag, holder.bytes, holder.blocks));
+  const char* const limits[] = {"", "grow", "max", "available", "system"};  // as Refusal::Limit
   try {
     const py::object type = py::module_::import("memkit.pool").attr("PoolExhausted");
     const py::object error = type("Pool: " + failure.text(), failure.asked, failure.free, failure.largest_free,
-                                  failure.fragmentation, holders);
+                                  failure.fragmentation, holders, limits[failure.refusal.limit]);
     PyErr_SetObject(type.ptr(), error.ptr());
   } catch (py::error_already_set& other) {
     other.restore();
@@ -93,7 +94,11 @@ std::shared_ptr<Pool> make_pool(const std::string& device, bool pinned, std::siz
   auto backend = target.is_cuda() ? make_cuda_device(target.index())
                  : pinned         ? make_pinned_device()
                                   : make_cpu_device();
-  return Pool::create(std::move(backend), std::move(options));
+  try {
+    return Pool::create(std::move(backend), std::move(options));
+  } catch (const arena::NoCapacity& error) {
+    raise_pool_failure(error.failure);
+  }
 }
 
 py::dict stats(Pool& pool) {
@@ -160,7 +165,7 @@ class CpuUse final : public PoolUse {
  public:
   explicit CpuUse(std::shared_ptr<Pool> pool) : pool_(std::move(pool)) {}
   void enter() override {
-    if (!pool_->arena().inherited()) pool_->check_open("Pool.use");
+    pool_->check_open("Pool.use");
     enter_cpu_source(pool_);
   }
   bool leave() override { return leave_cpu_source(pool_.get()); }
@@ -202,12 +207,7 @@ void bind_pool(py::module_& m) {
       .def("leave_scope", &leave_scope)
       .def("push_tag", [](Pool& pool, const std::string& name) { pool.push_tag(name); })
       .def("pop_tag", &Pool::pop_tag)
-      .def(
-          "sleep",
-          [](Pool& pool, const std::string& tag, int file) {
-            return pool.sleep(tag.empty() ? Pool::Tag() : Pool::Tag(pool.arena().tag(tag)), file);
-          },
-          py::call_guard<py::gil_scoped_release>())
+      .def("sleep", &Pool::sleep, py::call_guard<py::gil_scoped_release>())
       .def("wake", &Pool::wake, py::call_guard<py::gil_scoped_release>())
       .def("asleep", &Pool::asleep);
   py::class_<PoolUse, std::shared_ptr<PoolUse>>(m, "PoolUse")

@@ -1,6 +1,8 @@
 // Sleep and wake: contents to a file, memory back to the system, addresses kept.
 #include <unistd.h>
 
+#include <algorithm>
+#include <iterator>
 #include <set>
 #include <utility>
 
@@ -8,15 +10,32 @@
 
 namespace memkit {
 
+using arena::Block;
 using arena::BlockView;
 using arena::ChunkView;
 using arena::State;
 
-std::size_t Pool::sleep(Tag tag, int file) {
+namespace {
+
+arena::TagId known_tag(const arena::Arena& arena, const std::string& name) {
+  const std::vector<std::string> names = arena.tag_names();
+  const auto at = std::find(names.begin(), names.end(), name);
+  std::string known;
+  for (const std::string& one : names)
+    if (!one.empty()) known += (known.empty() ? "'" : ", '") + one + "'";
+  TORCH_CHECK_VALUE(at != names.end(), "Pool.sleep: expected a tag that this pool knows (",
+                    known.empty() ? "so far none" : known, "), got '", name, "'");
+  return static_cast<arena::TagId>(at - names.begin());
+}
+
+}  // namespace
+
+std::size_t Pool::sleep(const std::string& name, int file) {
+  check_own("Pool.sleep");  // first: a child may have inherited a mutex that is locked for good
   const std::lock_guard<std::mutex> guard(mutex_);
-  TORCH_CHECK(!arena_->inherited(), "Pool.sleep: expected this process's own pool, got one made before a fork()");
-  TORCH_CHECK(!arena_->closed(), "Pool.sleep: expected an open pool, got one that was closed");
+  check_open("Pool.sleep");
   TORCH_CHECK(!asleep(), "Pool.sleep: expected a pool that is awake, got one that sleeps already");
+  const Tag tag = name.empty() ? Tag() : Tag(known_tag(*arena_, name));
   const char* blocker = device_->sleep_blocker();
   TORCH_CHECK(!blocker, "Pool.sleep: expected memory that can be given back, got a pool that cannot: ", blocker);
   device_->finish();
@@ -42,7 +61,6 @@ std::size_t Pool::sleep(Tag tag, int file) {
     arena_->visit_guests([&](const BlockView& block) {
       if (block.tag == *tag) sleepers.push_back(sleeper(block));
     });
-  std::size_t bytes = 0;
   const int copy = dup(file);
   try {
     TORCH_CHECK(copy >= 0, "Pool.sleep: expected an open file, got ", file);
@@ -52,27 +70,43 @@ std::size_t Pool::sleep(Tag tag, int file) {
     asleep_.store(false);
     throw;
   }
-  for (const auto* list : {&sleepers, &idle})
-    for (const Sleeper& one : *list) {
-      device_->discard(one.at, one.bytes);
-      bytes += one.bytes;
-    }
   file_ = copy;
-  sleepers_ = std::move(sleepers);
+  sleepers_ = sleepers;
+  // Neighbours together, so that a page that they share goes, too.
+  std::move(idle.begin(), idle.end(), std::back_inserter(sleepers));
+  std::sort(sleepers.begin(), sleepers.end(), [](const Sleeper& a, const Sleeper& b) { return a.at < b.at; });
+  std::size_t bytes = 0;
+  for (auto next = sleepers.begin(); next != sleepers.end();) {
+    char* const start = next->at;
+    char* end = start;
+    for (; next != sleepers.end() && next->at <= end; ++next) end = std::max(end, next->at + next->bytes);
+    bytes += device_->discard(start, static_cast<std::size_t>(end - start));
+  }
   return bytes;
 }
 
 void Pool::check_awake(arena::TagId tag) {
+  if (arena_->inherited()) return;  // the arena says so
   const std::lock_guard<std::mutex> guard(mutex_);
   if (!asleep() || (asleep_tag_ && *asleep_tag_ != tag)) return;
   TORCH_CHECK(false, "Pool: expected memory that is awake, got an allocation from ", asleep_tag_ ? "a tag" : "a pool",
               " that sleeps; call wake() first");
 }
 
+// What a tag sleeps in may have been freed since, and be another's now: its pages come back with it.
+void Pool::wake_block(Block* block) {
+  try {
+    device_->restore(block->data(), block->requested);
+  } catch (...) {
+    arena::free(block);
+    throw;
+  }
+}
+
 void Pool::wake() {
+  check_own("Pool.wake");
   const std::lock_guard<std::mutex> guard(mutex_);
   TORCH_CHECK(asleep(), "Pool.wake: expected a pool that sleeps, got one that is awake");
-  TORCH_CHECK(!arena_->inherited(), "Pool.wake: expected this process's own pool, got one made before a fork()");
   // What was freed meanwhile stays out: its memory may be another tag's by now. Nobody can have got it for the tag that
   // sleeps, so a live block of that tag there is the same block.
   std::set<std::pair<const void*, arena::TagId>> alive;

@@ -185,11 +185,11 @@ def size(count: float) -> str:
 
 def _pool(pool: dict[str, Any]) -> str:
     if pool["how"] == "use":
-        return f"memkit's steps under pool.use(), which took {size(pool['reserved_bytes'])}"
+        return f"memkit's steps run inside pool.use(), with {size(pool['reserved_bytes'])} in the pool"
     served = pool["served"] / max(1, pool["served"] + pool["fell_back"])
     return (
-        f"memkit's steps under pool.replay(), a plan of {pool['planned']} allocations in "
-        f"{size(pool['height_bytes'])}, {pool['gap']:.2%} above the lower bound, {served:.1%} served by it"
+        f"memkit's steps run inside pool.replay(): {served:.1%} of their allocations get their places from a plan of "
+        f"{pool['planned']:,} in {size(pool['height_bytes'])}, {pool['gap']:.2%} above what is alive at most"
     )
 
 

@@ -142,7 +142,8 @@ void test_growth() {
         "beyond the maximum");
   CHECK(third.failure->holders.size() == 2 && third.failure->holders[0].tag == "large", "holders");
   const std::string text = third.failure->text();
-  CHECK(text.find("asked for 4.00 MiB; 4.00 MiB free") == 0 && text.find("large: 7.00 MiB in 1") != std::string::npos,
+  CHECK(text.find("asked for 4.00 MiB, must not grow beyond max=14.00 MiB; 4.00 MiB free") == 0 &&
+            text.find("large: 7.00 MiB in 1") != std::string::npos,
         "%s", text.c_str());
   Allocation clipped = arena->allocate({3 * kMiB});  // fits into the first chunk
   CHECK(clipped && arena->stats().growths == 2, "no growth");
@@ -178,13 +179,6 @@ void test_growth() {
   free(none.block), free(none_too.block);
   CHECK(still->trim() == 0, "the capacity stays");
   bool raised = false;
-  try {
-    fixed.capacity = 100 * kMiB;
-    Arena::create(fixed, upstream);
-  } catch (const std::bad_alloc&) {
-    raised = true;
-  }
-  CHECK(raised, "no memory for the capacity");
   for (std::size_t alignment : {0, 8, 96}) {
     raised = false;
     fixed.alignment = alignment;
@@ -194,6 +188,56 @@ void test_growth() {
       raised = true;
     }
     CHECK(raised, "alignment %zu", alignment);
+  }
+}
+
+void check_refusal(const Failure& failure, Refusal::Limit limit, const char* text) {
+  CHECK(failure.reason == Failure::exhausted && failure.refusal.limit == limit, "limit %d", failure.refusal.limit);
+  CHECK(failure.text().find(text) != std::string::npos, "%s", failure.text().c_str());
+}
+
+void test_refusals() {
+  auto upstream = std::make_shared<TestUpstream>(false, 20 * kMiB);
+  Options options;
+  options.capacity = options.growth = 4 * kMiB;
+  options.max = 16 * kMiB;
+  ArenaPtr arena = Arena::create(options, upstream);
+  const auto refuses = [&](std::size_t size, Refusal::Limit limit, const char* text) {
+    const Allocation got = arena->allocate({size});
+    CHECK(!got, "%zu", size);
+    if (!got) check_refusal(*got.failure, limit, text);
+    CHECK(arena->stats().reserved == 4 * kMiB && upstream->held() == 4 * kMiB, "nothing was taken");
+    CHECK_SOUND(*arena);
+  };
+  refuses(13 * kMiB, Refusal::max, "must not grow beyond max=16.00 MiB");
+  upstream->say_available(6 * kMiB);
+  refuses(7 * kMiB, Refusal::available, "the system has 6.00 MiB of available memory");
+  upstream->say_available(3 * kMiB);
+  Allocation first = arena->allocate({4 * kMiB}), small = arena->allocate({kMiB});
+  CHECK(small && arena->stats().reserved == 5 * kMiB, "less than a whole chunk is available");
+  free(first.block), free(small.block);
+  upstream->say_available(SIZE_MAX);
+  arena->trim();
+  auto poor = std::make_shared<TestUpstream>(false, 5 * kMiB);
+  arena = Arena::create(options, upstream = poor);
+  refuses(5 * kMiB, Refusal::upstream, "the system refused more memory");
+  options.grow = false;
+  arena = nullptr;
+  arena = Arena::create(options, upstream);
+  refuses(5 * kMiB, Refusal::fixed, "must not grow (grow=False)");
+
+  arena = nullptr;
+  for (const auto limit : {Refusal::upstream, Refusal::available}) {
+    poor->say_available(limit == Refusal::available ? 7 * kMiB : SIZE_MAX);
+    options.capacity = 8 * kMiB;
+    bool raised = false;
+    try {
+      Arena::create(options, upstream);
+    } catch (const NoCapacity& error) {
+      raised = true;
+      check_refusal(error.failure, limit, "asked for 8.00 MiB, the system ");
+    }
+    CHECK(raised, "no memory for the capacity");
   }
 }
 
@@ -411,6 +455,7 @@ int main(int argc, char**) {
   test_freed_last();
   test_nodes_of_many_blocks();
   test_growth();
+  test_refusals();
   test_skewed();
   test_debug(false);
   test_debug(true);

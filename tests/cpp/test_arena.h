@@ -30,7 +30,11 @@ class TestUpstream final : public Upstream {
   explicit TestUpstream(bool real, std::size_t limit = SIZE_MAX) : real_(real), limit_(limit) {}
   ~TestUpstream() override { CHECK(given_.empty(), "%zu chunks were not returned", given_.size()); }
 
+  std::size_t available() override { return available_; }
+  void say_available(std::size_t bytes) { available_ = bytes; }
+
   void* allocate(std::size_t bytes) override {
+    CHECK(bytes <= available_, "asked for more than is available");
     if (called) called();
     const std::lock_guard<std::mutex> guard(mutex_);
     if (bytes > limit_ - held_) return nullptr;
@@ -59,7 +63,7 @@ class TestUpstream final : public Upstream {
 
  private:
   bool real_;
-  std::size_t limit_, held_ = 0;
+  std::size_t limit_, held_ = 0, available_ = SIZE_MAX;
   std::uintptr_t next_ = std::uintptr_t(1) << 44;
   std::map<void*, std::size_t> given_;
   std::mutex mutex_;

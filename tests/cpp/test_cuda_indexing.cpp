@@ -7,12 +7,12 @@
 #include <cstdio>
 #include <cstdlib>
 #include <initializer_list>
-#include <random>
 #include <vector>
 
 #include "../../csrc/cpu/activation.h"
 #include "../../csrc/cuda/activation_pass.cuh"
 #include "check.h"
+#include "random.h"
 
 namespace {
 
@@ -41,8 +41,6 @@ struct Type<Bfloat> {
   static constexpr Dtype dtype = Dtype::bfloat16;
   static constexpr double rounding = 1.6e-2;
 };
-
-std::mt19937_64 generator(1);
 
 // A tensor between two margins that nothing may touch. Its pages cost nothing until they are: it may exceed memory.
 template <class S>

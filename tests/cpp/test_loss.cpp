@@ -1,31 +1,16 @@
 // Cross entropy without torch: both engines' rows and columns against plain sums in double, in place and not, at every
 // alignment; the CUDA kernels' threads played one after the other.
 #include <cmath>
-#include <cstdio>
-#include <random>
 #include <vector>
 
 #include "../../csrc/cpu/loss.h"
 #include "../../csrc/cuda/loss_row.cuh"
+#include "check.h"
+#include "random.h"
 
 namespace {
 
 using namespace memkit;
-
-int checks = 0, failures = 0;
-
-#define CHECK(CONDITION, ...)                                     \
-  do {                                                            \
-    ++checks;                                                     \
-    if (!(CONDITION) && ++failures <= 20) {                       \
-      std::printf("%s:%d: %s: ", __FILE__, __LINE__, #CONDITION); \
-      std::printf(__VA_ARGS__);                                   \
-      std::puts("");                                              \
-    }                                                             \
-  } while (0)
-
-std::mt19937_64 generator(1);
-double normal() { return std::normal_distribution<double>()(generator); }
 
 template <class S>
 struct Type;
@@ -230,6 +215,5 @@ int main() {
   all<float>();
   all<double>();
   all<cpu::Bfloat>();
-  std::printf("loss: %d checks, %d failures\n", checks, failures);
-  return failures != 0;
+  return finish("loss");
 }

@@ -3,28 +3,16 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstdio>
 #include <cstdlib>
 #include <vector>
 
 #include "../../csrc/cpu/channel_norm.h"
 #include "../../csrc/cpu/row_norm.h"
+#include "check.h"
 
 namespace {
 
 using namespace memkit;
-
-int checks = 0, failures = 0;
-
-#define CHECK(CONDITION, ...)                                     \
-  do {                                                            \
-    ++checks;                                                     \
-    if (!(CONDITION) && ++failures <= 20) {                       \
-      std::printf("%s:%d: %s: ", __FILE__, __LINE__, #CONDITION); \
-      std::printf(__VA_ARGS__);                                   \
-      std::puts("");                                              \
-    }                                                             \
-  } while (0)
 
 // Between -1 and 1, another sequence for each seed.
 double value_at(int64_t i, int seed) {
@@ -271,6 +259,5 @@ int main() {
   test_rows<double>(Dtype::float64, 1e-14);
   test_residual();
   test_channels();
-  std::printf("norms: %d checks, %d failures\n", checks, failures);
-  return failures != 0;
+  return finish("norms");
 }

@@ -2,32 +2,17 @@
 // the work is split; the 8-bit codes; stochastic rounding.
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
-#include <random>
 #include <tuple>
 #include <vector>
 
 #include "../../csrc/cpu/convert.h"
 #include "../../csrc/cpu/optimizer.h"
+#include "check.h"
+#include "random.h"
 
 namespace {
 
 using namespace memkit;
-
-int checks = 0, failures = 0;
-
-#define CHECK(CONDITION, ...)                                     \
-  do {                                                            \
-    ++checks;                                                     \
-    if (!(CONDITION) && ++failures <= 20) {                       \
-      std::printf("%s:%d: %s: ", __FILE__, __LINE__, #CONDITION); \
-      std::printf(__VA_ARGS__);                                   \
-      std::puts("");                                              \
-    }                                                             \
-  } while (0)
-
-std::mt19937_64 generator(1);
-double normal() { return std::normal_distribution<double>()(generator); }
 
 // An array of a dtype, exactly as long as it says.
 struct Array {
@@ -257,6 +242,5 @@ int main() {
   test_blocks();
   test_rounding();
   test_search();
-  std::printf("test_optimizer: %d checks, %d failures\n", checks, failures);
-  return failures != 0;
+  return finish("optimizer");
 }

@@ -1,19 +1,16 @@
 // Rotary embeddings without torch: both engines against plain sums in double, in both styles, forward and back, in place and
 // not, aligned and not; the CUDA kernel's threads played one after the other.
 #include <cmath>
-#include <random>
 #include <vector>
 
 #include "../../csrc/cpu/rotary.h"
 #include "../../csrc/cuda/rotary_pass.cuh"
 #include "check.h"
+#include "random.h"
 
 namespace {
 
 using namespace memkit;
-
-std::mt19937_64 generator(1);
-double normal() { return std::normal_distribution<double>()(generator); }
 
 struct Case {
   int64_t width, rotary;

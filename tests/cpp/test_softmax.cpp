@@ -1,19 +1,16 @@
 // Softmax without torch: both engines against plain sums in long double, forward and back, masked and not, in place and not, at
 // every alignment; the CUDA kernels' threads played one after the other.
 #include <cmath>
-#include <random>
 #include <vector>
 
 #include "../../csrc/cpu/softmax.h"
 #include "../../csrc/cuda/softmax_row.cuh"
 #include "check.h"
+#include "random.h"
 
 namespace {
 
 using namespace memkit;
-
-std::mt19937_64 generator(1);
-double normal() { return std::normal_distribution<double>()(generator); }
 
 struct Case {
   int64_t rows, columns, inner;
