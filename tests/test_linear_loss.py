@@ -157,10 +157,18 @@ def test_peak_and_saved(dtype: torch.dtype) -> None:
         x.grad = w.grad = None
         return max(alive for _, alive in timeline(lambda: function(x, w, target).backward(), device="cpu"))
 
+    def scratch(product: Any) -> int:
+        """What the product takes beside its result: nothing, but in two bytes on a CPU without instructions for them."""
+        product()
+        return max(alive for _, alive in timeline(product, device="cpu")) - product().nbytes
+
+    chunk = torch.zeros(n // 8, classes, dtype=dtype)
+    with torch.no_grad():
+        own = max(scratch(lambda: F.linear(x[: n // 8], w)), scratch(lambda: chunk.t() @ x[: n // 8]))
     theirs = peak(lambda x, w, t: F.cross_entropy(F.linear(x, w), t))
-    assert peak(M.linear_cross_entropy) - gradient_bytes <= 0.05 * theirs
+    assert peak(M.linear_cross_entropy) - gradient_bytes <= 0.05 * theirs + own
     none = peak(lambda x, w, t: M.linear_cross_entropy(x, w, t, reduction="none").sum())
-    assert none - gradient_bytes <= 0.05 * theirs
+    assert none - gradient_bytes <= 0.05 * theirs + own
     saved = measure(lambda: M.linear_cross_entropy(x, w, target)).saved
     assert saved <= gradient_bytes + 64
     saved = measure(lambda: M.linear_cross_entropy(x, w, target, reduction="none")).saved
