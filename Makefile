@@ -98,9 +98,9 @@ $(EXTRAS): $(CORE) pyproject.toml
 	$(PIP) install -q $$($(BIN)/python setup_checks.py extra test bench)
 	@touch $@
 
-# Model libraries whose models are tested and measured; torchvision goes with one torch.
+# Libraries whose models and engines are tested and measured; torchvision goes with one torch.
 $(MODELS): $(CORE) pyproject.toml
-	$(PIP) install -q "torch==$(TORCH)" $$($(BIN)/python setup_checks.py extra models)
+	$(PIP) install -q "torch==$(TORCH)" $$($(BIN)/python setup_checks.py extra models distributed)
 	@touch $@
 
 $(LINTERS): $(CORE) pyproject.toml
