@@ -133,6 +133,20 @@ def test_copies_and_pickles(name):
     assert not any("_swap" in vars(m) for m in model.modules())
 
 
+@known
+@pytest.mark.parametrize("lean", [False, "call"])
+def test_compiled(name, lean):
+    """In one graph, and what stock computes."""
+    model, x = make(name)
+    model.eval()
+    stock = copy.deepcopy(model)
+    swap(model, lean=lean)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for each, expected in zip(step(compiled, x), step(stock, x), strict=True):
+        torch.testing.assert_close(each, expected)
+
+
 def test_saved_bytes():
     for module, tensors in ((MLP(), 1), (GatedMLP(), 2)):
         model, x = nn.Sequential(module), torch.randn(64, D)

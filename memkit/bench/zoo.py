@@ -250,7 +250,7 @@ ZOO: dict[str, Callable[[], Subject]] = {
     "timm mobilenetv3": _timm("mobilenetv3_large_100", 96),
     "torchvision resnet18": _torchvision("resnet18", 96),
     "torchvision densenet121": _torchvision("densenet121", 64),
-    "torchvision inception_v3": _torchvision("inception_v3", 128, aux_logits=False, init_weights=False),
+    "torchvision inception_v3": _torchvision("inception_v3", 96, aux_logits=False, init_weights=False),
     "nn.TransformerEncoder": _encoder,
 }
 """Without dropout, as attention's own dropout takes PyTorch off its fused attention on the CPU."""
