@@ -26,13 +26,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 import memkit
 from memkit.bench import machine
 from memkit.bench.report import origin, size, text_table, write_json
 from memkit.bench.timing import ratio
-from memkit.bench.zoo import LIBRARY, ZOO, Subject
+from memkit.bench.zoo import LIBRARY, ZOO, Subject, distance, exact_gradients, gradients
 from memkit.memory import measure
 
 KIND = "memkit-models"
@@ -53,19 +52,6 @@ COLUMNS = (
 )
 
 
-class Wide(TorchFunctionMode):
-    """Libraries round to float32 in places, whatever they are given; here they do not."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
-            if func is Tensor.float:
-                return args[0]
-            args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
-            kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in kwargs.items()}
-        return func(*args, **kwargs)
-
-
 def make(name: str, seed: int = 0) -> Subject:
     torch.manual_seed(seed)
     return ZOO[name]()
@@ -78,36 +64,12 @@ def step(subject: Subject) -> float:
     return loss.item()
 
 
-def gradients(subject: Subject) -> list[Tensor]:
-    step(subject)
-    return [p.grad.double() for p in subject.model.parameters() if p.grad is not None]
-
-
-def doubled(subject: Subject) -> Subject:
-    def double(tensor: Tensor) -> Tensor:
-        return tensor.double() if tensor.is_floating_point() else tensor
-
-    wide = copy.deepcopy(subject)
-    wide.model.double()
-    if isinstance(wide.sample, dict):
-        wide.sample = {k: double(v) for k, v in wide.sample.items()}
-    else:
-        wide.sample = tuple(map(double, wide.sample))
-    return wide
-
-
-def distance(ours: list[Tensor], theirs: list[Tensor]) -> float:
-    squares = sum((a.double() - b.double()).square().sum().item() for a, b in zip(ours, theirs, strict=True))
-    return (squares / sum(b.double().square().sum().item() for b in theirs)) ** 0.5
-
-
 def gradient_error(name: str, seed: int) -> float:
     subject = make(name, seed)
-    with Wide():
-        exact = gradients(doubled(subject))
-    stock = distance(gradients(copy.deepcopy(subject)), exact)
+    exact = exact_gradients(subject).values()
+    stock = distance(gradients(copy.deepcopy(subject)).values(), exact)
     memkit.swap(subject.model, lean="call")
-    return distance(gradients(subject), exact) / stock
+    return distance(gradients(subject).values(), exact) / stock
 
 
 def outputs(subject: Subject) -> list[Tensor]:
@@ -117,7 +79,7 @@ def outputs(subject: Subject) -> list[Tensor]:
             if isinstance(subject.sample, dict)
             else subject.model(*subject.sample)
         )
-    values = out.values() if hasattr(out, "values") else out if isinstance(out, tuple) else (out,)
+    values = out.values() if isinstance(out, dict) else out if isinstance(out, tuple) else (out,)
     return [value for value in values if isinstance(value, Tensor)]
 
 

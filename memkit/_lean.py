@@ -71,7 +71,9 @@ class lean:  # noqa: N801  a context, named as torch.no_grad is
 
 
 def is_lean() -> bool:
-    """Whether what autograd saves now is saved by :class:`lean`."""
+    """Whether what autograd saves now is saved by :class:`lean`. Not in compiled code."""
+    if is_compiling():
+        return False
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and hasattr(hooks[0], "lean")
 

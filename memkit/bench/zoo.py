@@ -6,14 +6,16 @@ loss. The libraries are imported when a model of theirs is made; `LIBRARY[name]`
 
 from __future__ import annotations
 
+import copy
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
@@ -24,7 +26,7 @@ TOKENS, BATCH = 128, 2
 @dataclass
 class Subject:
     model: nn.Module
-    sample: dict[str, Any] | tuple[Tensor, ...]
+    sample: dict[Any, Any] | tuple[Any, ...]
     """Keyword arguments, or positional ones."""
 
     def loss(self) -> Tensor:
@@ -38,6 +40,46 @@ class Subject:
             out = self.model(*self.sample)
         outs = out if isinstance(out, tuple) else (out,)  # inception's auxiliary head comes second
         return torch.stack([_cross_entropy(each) for each in outs]).sum()
+
+
+class _Wide(TorchFunctionMode):
+    """Libraries round to float32 in places, whatever they are given; here they do not."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
+            if func is Tensor.float:
+                return args[0]
+            args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+            kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def exact_gradients(subject: Subject) -> dict[str, Tensor]:
+    """Of a stock model, computed in float64 throughout."""
+    wide = copy.deepcopy(subject)
+    wide.model.double()
+    if any(type(module).__name__.endswith("Experts") for module in wide.model.modules()):
+        wide.model.set_experts_implementation("eager")  # type: ignore[operator]  # grouped products know no float64
+    sample = wide.sample.items() if isinstance(wide.sample, dict) else enumerate(wide.sample)
+    cast = {key: t.double() if t.is_floating_point() else t for key, t in sample}
+    wide.sample = cast if isinstance(wide.sample, dict) else tuple(cast.values())
+    with _Wide():
+        return gradients(wide)
+
+
+def gradients(subject: Subject) -> dict[str, Tensor]:
+    """Of a step, by the parameters' names."""
+    subject.model.zero_grad(set_to_none=True)
+    torch.autograd.backward(subject.loss())
+    return {n: p.grad.clone() for n, p in subject.model.named_parameters() if p.grad is not None}
+
+
+def distance(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> float:
+    """Between tensors taken together, relative to the second ones."""
+    pairs = [(a.double(), b.double()) for a, b in zip(ours, theirs, strict=True)]
+    squares = sum((a - b).square().sum().item() for a, b in pairs)
+    return float((squares / sum(b.square().sum().item() for _, b in pairs)) ** 0.5)
 
 
 def _cross_entropy(logits: Tensor) -> Tensor:
@@ -208,7 +250,7 @@ ZOO: dict[str, Callable[[], Subject]] = {
     "timm mobilenetv3": _timm("mobilenetv3_large_100", 96),
     "torchvision resnet18": _torchvision("resnet18", 96),
     "torchvision densenet121": _torchvision("densenet121", 64),
-    "torchvision inception_v3": _torchvision("inception_v3", 128, aux_logits=False, init_weights=False),
+    "torchvision inception_v3": _torchvision("inception_v3", 96, aux_logits=False, init_weights=False),
     "nn.TransformerEncoder": _encoder,
 }
 """Without dropout, as attention's own dropout takes PyTorch off its fused attention on the CPU."""

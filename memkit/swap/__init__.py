@@ -133,9 +133,10 @@ def _swap_by_sample(trial: Trial, found: Found, exact: bool, lean: bool | str) -
     if not swapped.agrees_with(stock, tolerance):
         # Rounding may be what a model with kinks, or a norm over few values, makes much of. Then stock does it too.
         sites.undo(trial.model)
-        rounded = trial.run("stock, its sample rounded", dropouts, noise=tolerance * 1e-3)
-        while not rounded.agrees_with(stock, tolerance / 2) and tolerance < 0.25:
-            tolerance *= 2
+        for noise in (1e-3 * tolerance, 1e-2 * tolerance):
+            rounded = trial.run("stock, its sample rounded", dropouts, noise)
+            while not rounded.agrees_with(stock, tolerance / 2) and tolerance < 0.25:
+                tolerance *= 2
         _apply(trial.model, decisions, found, lean)
     if not swapped.agrees_with(stock, tolerance):
         sites.undo(trial.model)

@@ -107,8 +107,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def saved(self, tensor: Tensor) -> None:
         """A tensor is saved for backward."""
         for key in self.keys(tensor):
-            if key in self.parameters:
-                continue
+            if self.current is not None and key in self.parameters and _is_block(self.current.site):
+                continue  # its weights
             if self.current is None:
                 self.saved_elsewhere.add(key)
             else:

@@ -4,11 +4,12 @@ import copy
 
 import pytest
 import torch
-from model_cases import check_gradients, check_kept, distance, make, names, step
+from model_cases import apart, check_gradients, check_kept, make, names, step
 from torch import nn
 from torch.nn.utils import parametrize
 
 from memkit import swap, unswap
+from memkit.bench.zoo import LAYERS
 from memkit.swap import types
 from memkit.swap.library import Twin
 
@@ -101,7 +102,7 @@ def test_autocast():
         expected, theirs = step(stock)
     _, exact = step(make("llama"))
     torch.testing.assert_close(loss, expected, rtol=1e-2, atol=0)
-    assert distance(gradients, exact) <= 2 * distance(theirs, exact)
+    assert apart(gradients, exact) <= 2 * apart(theirs, exact)
 
 
 def test_parametrized_after_swap():
@@ -121,7 +122,7 @@ def test_parametrized_after_swap():
     assert parametrize.is_parametrized(norm)
     expected, theirs = step(subject)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
-    assert distance(gradients, theirs) < 1e-5
+    assert apart(gradients, theirs) < 1e-5
 
 
 def test_lora():
@@ -134,12 +135,12 @@ def test_lora():
         if "lora_B" in name:
             nn.init.normal_(parameter)
     loss, gradients = step(subject)
-    assert sum("lora" in name for name in gradients) == len(gradients) == 12
+    assert sum("lora" in name for name in gradients) == len(gradients) == 3 * 2 * LAYERS
     assert any(isinstance(module, Twin) for module in subject.model.modules())
     unswap(subject.model)
     expected, theirs = step(subject)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
-    assert distance(gradients, theirs) < 1e-4
+    assert apart(gradients, theirs) < 1e-4
 
 
 def test_a_thousand_modules():
@@ -156,4 +157,4 @@ def test_a_thousand_modules():
     begin = time.process_time()
     report = swap(model)
     assert time.process_time() - begin < 1
-    assert len(report.changed) == 80 * 3 + 1
+    assert len(report.changed) == 80 * 3 + 2

@@ -20,7 +20,7 @@ from .losses import has_library_loss, hold, release
 from .mlps import GATINGS, STEPS
 from .norms import norm_kinds, norm_probe
 from .residual import BLOCKS, OPTIONAL
-from .twin import Twin, twin_of
+from .twin import Twin, numbers, twin_of
 
 __all__ = [
     "CLASSES",
@@ -88,7 +88,7 @@ def candidates(module: nn.Module, names: frozenset[str], exact: bool) -> list[Ma
         weight = getattr(experts, "gate_up_proj", None)
         if isinstance(weight, Tensor):
             width = weight.shape[2 if getattr(experts, "is_transposed", False) else 1]
-            probe = (torch.randn(3, width, dtype=weight.dtype, device=weight.device),)
+            probe = (numbers((3, width), weight),)
             found.append(
                 Match("experts", "gated", Choice(), probe, "_apply_gate", _modules((experts.act_fn,)))
             )
@@ -174,7 +174,7 @@ def _probe(layer: Any) -> tuple[Tensor, ...]:
     else:
         features = weight.shape[0] if type(layer).__name__ == "Conv1D" else weight.shape[1]
         shape = (2, 3, features)
-    return (torch.randn(shape, device=weight.device).to(weight.dtype),)
+    return (numbers(shape, weight),)
 
 
 def _acts(module: nn.Module, names: Iterable[str]) -> tuple[nn.Module, ...]:

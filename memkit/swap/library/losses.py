@@ -26,9 +26,11 @@ def causal_lm_loss(
     **kwargs: Any,
 ) -> Tensor:
     """As transformers' ForCausalLMLoss: of tokens < n against n."""
-    """As transformers' ForCausalLMLoss: of tokens < n against n, float32 at least."""
+    """As transformers' ForCausalLMLoss: of tokens < n against n, in float32."""
     if shift_labels is None:
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]  # type: ignore[arg-type]
+    if logits.dtype == torch.float64:
+        logits = logits.float()
     half = logits.dtype in (torch.float16, torch.bfloat16)
     with torch.autocast(logits.device.type, logits.dtype if half else None, enabled=half):
         loss = F.cross_entropy(

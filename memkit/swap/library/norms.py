@@ -12,7 +12,7 @@ from ...functional._norm import output_dtype
 from ...nn.norm import batch_norm_of
 from ..layers import Norm, row_shape, serves
 from .activations import activation_of
-from .twin import Twin, is_plain
+from .twin import Twin, is_plain, numbers
 
 
 class _RMSNorm(Norm, Twin):
@@ -108,8 +108,7 @@ def norm_probe(module: nn.Module, kind: str) -> tuple[Tensor, ...]:
     weight: Any = module.weight
     row = (module.num_features,) if isinstance(module, nn.BatchNorm2d) else row_shape(module)
     shape = (2, *row, 3, 2) if kind in ("layer_norm_2d", "batch_norm_act") else (2, 3, *row)
-    x = torch.randn(shape)
-    return (x if weight is None else x.to(weight),)
+    return (numbers(shape, weight),)
 
 
 def _eps(module: nn.Module) -> Any:

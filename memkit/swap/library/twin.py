@@ -6,6 +6,7 @@ they are, and a pickle or a copy says: this mixin before that class.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -69,6 +70,12 @@ class InLean(Twin, kind="lean"):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with lean():
             return super().__call__(*args, **kwargs)
+
+
+def numbers(shape: Sequence[int], like: Tensor | None) -> Tensor:
+    """The same normal numbers each time, without the program's random state, of a parameter's dtype and device."""
+    drawn = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+    return drawn if like is None else drawn.to(like)
 
 
 def is_plain(module: Any) -> bool:

@@ -1,0 +1,275 @@
+"""Modules written as model libraries write them: found by their names, verified by their values, safe in every call."""
+
+import copy
+import inspect
+import pickle
+
+import pytest
+import torch
+from swap_cases import D, assert_as_stock, batch, step
+from torch import nn
+
+from memkit import lean, swap, unswap
+from memkit.memory import measure
+from memkit.swap import types
+
+pytestmark = pytest.mark.usefixtures("repeatable")
+
+
+class TinyRMSNorm(nn.Module):
+    def __init__(self, offset=0.0):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(D) + 0.5)
+        self.eps = 1e-6
+        self.offset = offset
+
+    def forward(self, x):
+        normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (self.weight + self.offset) * normed
+
+
+class QuickGELU(nn.Module):
+    def forward(self, x):
+        return x * torch.sigmoid(1.702 * x)
+
+
+class MLP(nn.Module):
+    def __init__(self, act=None, width=3 * D):
+        super().__init__()
+        self.fc1, self.act, self.fc2 = nn.Linear(D, width), act or nn.GELU(), nn.Linear(width, D)
+
+    def forward(self, x):
+        return self.fc2(self.act(self.fc1(x)))
+
+
+class GatedMLP(nn.Module):
+    def __init__(self, act=None):
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(D, 3 * D), nn.Linear(D, 3 * D)
+        self.down_proj, self.act_fn = nn.Linear(3 * D, D), act or nn.SiLU()
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class T5MLP(nn.Module):
+    def __init__(self, p=0.25):
+        super().__init__()
+        self.wi, self.wo, self.act, self.dropout = nn.Linear(D, D), nn.Linear(D, D), nn.ReLU(), nn.Dropout(p)
+
+    def forward(self, x):
+        return self.wo(self.dropout(self.act(self.wi(x))))
+
+
+class BasicConv2d(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(2, D, 3), nn.BatchNorm2d(D)
+
+    def forward(self, x):
+        return torch.relu_(self.bn(self.conv(x)))
+
+
+class Bottleneck(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(2, D, 1), nn.BatchNorm2d(D)
+        self.conv2, self.bn2 = nn.Conv2d(D, 2, 3, padding=1), nn.BatchNorm2d(2)
+        self.relu, self.downsample = nn.ReLU(inplace=True), None
+
+    def forward(self, x):
+        out = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        out += x if self.downsample is None else self.downsample(x)
+        return self.relu(out)
+
+
+def images():
+    return torch.randn(3, 2, 8, 8, dtype=torch.float64)
+
+
+KNOWN = {
+    "rms_norm": (TinyRMSNorm, batch),
+    "rms_norm+1": (lambda: TinyRMSNorm(1.0), batch),
+    "mlp": (MLP, batch),
+    "mlp with a library's activation": (lambda: MLP(QuickGELU()), batch),
+    "mlp with parameters": (lambda: MLP(nn.LeakyReLU(0.3)), batch),
+    "gated": (GatedMLP, batch),
+    "gated gelu": (lambda: GatedMLP(nn.GELU("tanh")), batch),
+    "dropout inside": (T5MLP, batch),
+    "conv": (BasicConv2d, images),
+    "block": (Bottleneck, images),
+}
+known = pytest.mark.parametrize("name", KNOWN)
+
+
+def make(name):
+    module, inputs = KNOWN[name]
+    return nn.Sequential(module()).double(), inputs()
+
+
+@known
+@pytest.mark.parametrize("lean", [False, "call"])
+@pytest.mark.parametrize("by_sample", [False, True])
+def test_known(name, by_sample, lean):
+    model, x = make(name)
+    x.requires_grad_()
+    report = swap(model, sample=x if by_sample else None, lean=lean)
+    assert type(model[0]).__mro__[1].__module__.startswith("memkit.swap.library"), report
+    assert_as_stock(model, x)
+    model.eval()
+    assert_as_stock(model, x)
+
+
+@known
+def test_copies_and_pickles(name):
+    model, x = make(name)
+    swap(model)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(copied[0]) is type(model[0])
+        torch.testing.assert_close(step(copied, x), step(model, x))
+    classes = [type(m) for m in KNOWN[name][0]().modules()]
+    unswap(model)
+    assert [type(m) for m in model[0].modules()] == classes
+    assert not any("_swap" in vars(m) for m in model.modules())
+
+
+@known
+@pytest.mark.parametrize("lean", [False, "call"])
+def test_compiled(name, lean):
+    """In one graph, and what stock computes."""
+    model, x = make(name)
+    model.eval()
+    stock = copy.deepcopy(model)
+    swap(model, lean=lean)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for each, expected in zip(step(compiled, x), step(stock, x), strict=True):
+        torch.testing.assert_close(each, expected)
+
+
+def test_saved_bytes():
+    for module, tensors in ((MLP(), 1), (GatedMLP(), 2)):
+        model, x = nn.Sequential(module), torch.randn(64, D)
+        swap(model)
+        assert measure(lambda: model(x)).saved == tensors * 64 * 3 * D * 4  # noqa: B023
+
+
+def test_what_only_looks_alike_is_left():
+    class OtherMLP(MLP):
+        def forward(self, x):
+            return 1.001 * super().forward(x)
+
+    class GELU(nn.Module):
+        def forward(self, x):
+            return torch.relu(x)
+
+    class Two(MLP):
+        def forward(self, x, scale):
+            return super().forward(x) * scale
+
+    for module in (OtherMLP(), Two()):
+        report = swap(module)
+        assert type(module) in (OtherMLP, Two)
+        row = next(row for row in report if row.path == "")
+        assert "computes something else" in row.reason or "other arguments" in row.reason
+    model = MLP(GELU()).double()
+    assert not any(row.before == "GELU" for row in swap(model))
+    assert_as_stock(model, batch())
+
+
+def test_verifying_leaves_no_trace():
+    model = nn.Sequential(BasicConv2d(), nn.Flatten(), nn.Dropout(0.5))
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    state = torch.get_rng_state()
+    swap(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert model[2].training
+
+
+@pytest.mark.parametrize("replace", ["hook", "subclass", "frozen", "half"])
+def test_layers_are_looked_at_anew(replace):
+    class Doubled(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    model, x = MLP().double(), batch()
+    swap(model)
+    if replace == "hook":
+        model.fc2.register_forward_pre_hook(lambda module, args: (3 * args[0],))
+    elif replace == "subclass":
+        model.fc2.__class__ = Doubled
+    elif replace == "frozen":
+        model.fc2.requires_grad_(False)
+    else:
+        model.bfloat16()
+        x = x.bfloat16()
+    assert_as_stock(model, x, **({"rtol": 0.1, "atol": 0.05} if replace == "half" else {}))
+
+
+def test_dropout_inside_drops_as_many():
+    model = T5MLP(0.5).double()
+    nn.init.eye_(model.wo.weight)
+    nn.init.zeros_(model.wo.bias)
+    swap(model)
+    x = batch(4096, D)
+    kept = model(x) != 0
+    expected = torch.relu(model.wi(x))
+    assert abs((kept.sum() / (expected != 0).sum()).item() - 0.5) < 0.02
+    torch.testing.assert_close(model(x)[:0], expected[:0])
+    model.eval()
+    torch.testing.assert_close(model(x), expected)
+
+
+def test_lean_call():
+    """Each call runs inside lean, whoever makes it; the forward's signature stays."""
+    model, x = nn.Sequential(Bottleneck(), Bottleneck()).double(), images()
+    signature = inspect.signature(model.forward)
+    stock = measure(lambda: model(x)).saved
+    swap(model, lean="call")
+    assert inspect.signature(model.forward) == signature
+    inside = measure(lambda: model(x)).saved
+    assert inside < 0.75 * stock
+    copied = pickle.loads(pickle.dumps(model))
+    assert measure(lambda: copied(x)).saved == inside
+    assert_as_stock(model, x)
+    swap(model, lean=True)
+    assert measure(lambda: model(x)).saved > inside
+
+    def in_lean():
+        with lean():
+            return model(x)
+
+    assert measure(in_lean).saved == inside
+    with pytest.raises(ValueError, match="expected lean True, False or 'call', got 'always'"):
+        swap(model, lean="always")
+    unswap(model)
+    assert not any(isinstance(module, types.Changed) for module in model.modules())
+
+
+def test_names_choose():
+    model = nn.Sequential(MLP(), GatedMLP(), TinyRMSNorm())
+    rows = {row.path for row in swap(model, ops=["gated"]) if row.changed}
+    assert rows == {"1"}
+    assert not swap(model, ops=["relu"]).changed
+
+
+def test_report():
+    model, x = nn.Sequential(nn.Sequential(MLP(), MLP()), TinyRMSNorm()).double(), batch(64, D)
+    report = swap(model, sample=x)
+    modules = report.to_dict()["modules"]
+    assert modules["0"] == [a + b for a, b in zip(modules["0.0"], modules["0.1"], strict=True)]
+    assert modules[""] == [report.bytes_before, report.bytes_after]
+    told, measured = report.bytes_before - report.bytes_after, report.saved_before - report.saved_after
+    assert told == pytest.approx(measured, rel=0.02)
+    assert "nothing to change" in str(swap(nn.Linear(2, 2)))
+
+
+def test_rounding_that_a_model_enlarges_is_not_an_error():
+    """A batch norm over two values gives signs: gradients are as good as noise, stock's too."""
+    model = nn.Sequential(
+        nn.Conv2d(2, 64, 8), nn.BatchNorm2d(64), nn.SiLU(), nn.Conv2d(64, 4, 1), nn.BatchNorm2d(4)
+    )
+    report = swap(model, sample=torch.randn(2, 2, 8, 8))
+    assert any(row.changed for row in report), report
