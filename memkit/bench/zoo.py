@@ -68,10 +68,10 @@ def exact_gradients(subject: Subject) -> dict[str, Tensor]:
         return gradients(wide)
 
 
-def gradients(subject: Subject) -> dict[str, Tensor]:
-    """Of a step, by the parameters' names."""
+def gradients(subject: Subject, loss: Tensor | None = None) -> dict[str, Tensor]:
+    """Of a step, or of its loss, by the parameters' names."""
     subject.model.zero_grad(set_to_none=True)
-    torch.autograd.backward(subject.loss())
+    torch.autograd.backward(subject.loss() if loss is None else loss)
     return {n: p.grad.clone() for n, p in subject.model.named_parameters() if p.grad is not None}
 
 

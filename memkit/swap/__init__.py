@@ -5,7 +5,9 @@ What is changed, by module or by function:
 - activations: modules whose type is exactly one of torch.nn's, by changing `module.__class__` (types.py), and functions
   that known layers hold, as torch.nn.TransformerEncoderLayer does (recipes.py, where rows for the layers of model
   libraries belong);
-- norms and dropouts of torch.nn, and a batch norm with the activation behind it in an `nn.Sequential` (layers.py).
+- norms and dropouts of torch.nn, and a batch norm with the activation behind it in an `nn.Sequential` (layers.py);
+- modules of model libraries: activations, norms, feed-forward networks, residual blocks, and the loss that transformers'
+  causal language models hold (library/).
 
 Which variant of an activation, site by site (sites.py from structure, prove.py from a run on a sample):
 
@@ -14,9 +16,6 @@ Which variant of an activation, site by site (sites.py from structure, prove.py 
   where it must: the proof covers the model as it is called, not what else might be done with it;
 - out of place, the slope from the output: nothing changes the output afterwards, and what follows keeps it anyway;
 - unchanged, and the report says why.
-
-Patterns of several modules (act → Linear, Linear → bias → act, ...) would be a file patterns.py beside recipes.py: it
-finds them among the sites that `sites.find` returns, and decides before `by_structure` and `prove` do.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def swap(
     exact: bool = True,
     lean: bool | Literal["call"] = False,
 ) -> SwapReport:
-    """Changes the model's activations, norms and dropouts to variants that need less memory, and reports each one.
+    """Changes a model's activations, norms, dropouts and what recipes know to variants that need less memory, and reports.
 
     Parameters, hooks, flags, `state_dict`, optimizers, sharing, copies and pickles stay as they are; `repr` too.
     A swapped module goes back to the stock forward in any call that memkit cannot serve or that was not proven.
@@ -67,7 +66,8 @@ def swap(
             the structure proves is changed: activations in an `nn.Sequential` before a layer that keeps its input,
             and in torch.nn's transformer layers.
         ops: which, by their names in `memkit.functional`: of activations, of norms ("layer_norm", "rms_norm",
-            "group_norm"; "batch_norm_act" for a batch norm with what is behind it), of dropouts ("dropout", ...).
+            "group_norm"; "batch_norm_act" for a batch norm with what is behind it), of dropouts ("dropout", ...), of
+            feed-forward networks ("act_linear", "gated") and of losses ("cross_entropy").
         exact: only where the slope from the output is off by at most 2e-4, and that only by its own rounding near the
             function's minimum: for gelu, silu, mish, hardswish, elu, selu, celu and softplus in float32 and
             float64. Calls in half precision then stay as in stock, and so do norms whose result is float32 under
