@@ -8,14 +8,25 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from . import __version__
+
 Parsers = Any  # argparse keeps the type of add_subparsers()'s result to itself
 Command = Callable[[argparse.Namespace], int]
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Names defaults, but none where there is nothing to name."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        unnamed = action.default is None or action.default is False or "default" in (action.help or "")
+        return action.help if unnamed else super()._get_help_string(action)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="memkit", description="Less memory for PyTorch training, and tools that measure it."
     )
+    parser.add_argument("--version", action="version", version=f"memkit {__version__}")
     parsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for add in SUBCOMMANDS:
         add(parsers)
@@ -33,40 +44,48 @@ def add_bench(parsers: Parsers) -> None:
         help="train two models as stock eager, torch.compile and memkit; compare memory, time and loss",
         description="Trains a transformer and a CNN from the same seed as stock eager, stock torch.compile "
         "and memkit, and prints one table: peak memory, memory saved for backward, step time, loss. Writes "
-        "bench.json and memory.png into the output folder.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        "bench.json and memory.png into the output folder. The defaults take a few minutes on two CPU cores.",
+        formatter_class=_Help,
     )
     parser.set_defaults(command=run_bench)
     what = parser.add_argument_group("what runs")
     what.add_argument("--model", choices=(*MODELS, "both"), default="both", help="which model to train")
     what.add_argument(
-        "--variants", type=_names, default=",".join(VARIANTS), metavar="A,B", help="of " + ", ".join(VARIANTS)
+        "--variants",
+        type=_names,
+        default=",".join(VARIANTS),
+        metavar="A,B",
+        help="what to compare: eager, and any of compile and memkit",
     )
     what.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default=default.device, help="auto: a GPU if any"
     )
     what.add_argument(
-        "--dtype", choices=tuple(DTYPES), help="of the weights, or with --amp of autocast (float32)"
+        "--dtype",
+        choices=tuple(DTYPES),
+        help="of the weights (default: float32); with --amp, what autocast computes in (default: bfloat16)",
     )
     what.add_argument(
-        "--amp", action="store_true", help="float32 weights under autocast (to bfloat16, or --dtype)"
+        "--amp", action="store_true", help="automatic mixed precision: float32 weights, autocast to --dtype"
     )
     what.add_argument(
-        "--inexact", action="store_true", help="memkit.swap(exact=False): in half precision too"
+        "--inexact",
+        action="store_true",
+        help="memkit.swap(exact=False): changes gelu and its like in half precision too, less exactly",
     )
     what.add_argument(
         "--pool",
         choices=POOLS,
         default=default.pool,
-        help="memory of memkit's step: stock's (none), under pool.use() (use), or recorded once and replayed (plan, "
-        "CPU only)",
+        help="memory of memkit's step: PyTorch's own (none), a memkit.Pool by pool.use() (use), or a plan recorded "
+        "once and replayed (plan, CPU only)",
     )
     what.add_argument(
         "--ingredients",
         type=_names,
         default=",".join(INGREDIENTS),
         metavar="A,B",
-        help="what memkit's variant is made of: " + ", ".join(INGREDIENTS),
+        help="what memkit's variant is made of, a part of these",
     )
     what.add_argument(
         "--ablation", action="store_true", help="memkit's ingredients one after the other, a row each"
@@ -152,7 +171,12 @@ def run_bench(args: argparse.Namespace) -> int:
 
 
 def add_doctor(parsers: Parsers) -> None:
-    parser = parsers.add_parser("doctor", help="what is installed, what it was built for, and what runs here")
+    parser = parsers.add_parser(
+        "doctor",
+        help="what is installed, what it was built for, and what runs here",
+        description="Says what is installed and what it was built for, and tries out what should run here. Takes seconds; "
+        "ends with exit status 1 if a trial fails.",
+    )
     parser.set_defaults(command=run_doctor)
 
 
@@ -163,27 +187,42 @@ def run_doctor(args: argparse.Namespace) -> int:
 
 
 def add_plan(parsers: Parsers) -> None:
-    parser = parsers.add_parser("plan", help="allocation plans: print and draw them, make them from traces")
+    parser = parsers.add_parser(
+        "plan",
+        help="allocation plans: print and draw them, make them from traces",
+        description="Works with plan files: memkit.Pool.record makes a plan of a step's allocations, Plan.save writes it.",
+    )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
 
     show = actions.add_parser("show", help="what a plan needs, how good it is, its biggest buffers")
     show.set_defaults(command=run_plan, action="show")
-    show.add_argument("file", type=Path, metavar="FILE", help="of Plan.save or Plans.save")
+    show.add_argument(
+        "file", type=Path, metavar="FILE", help="plan file, written by Plan.save, Plans.save or solve"
+    )
     show.add_argument("--png", type=Path, metavar="OUT", help="draw it: time to the right, addresses upwards")
-    show.add_argument("--biggest", type=int, default=10, metavar="N", help="how many buffers to list (10)")
+    show.add_argument("--biggest", type=int, default=10, metavar="N", help="buffers to list (default: 10)")
 
     solve = actions.add_parser(
         "solve",
         help="plan a trace: CSV with the columns lower, upper and size",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Help,
     )
     solve.set_defaults(command=run_plan, action="solve")
-    solve.add_argument("trace", type=Path, metavar="TRACE", help="CSV file")
+    solve.add_argument(
+        "trace",
+        type=Path,
+        metavar="TRACE",
+        help="CSV file: a line a buffer, alive from instant lower to before upper",
+    )
     solve.add_argument("-o", "--out", type=Path, required=True, metavar="PLAN", help="plan file to write")
-    solve.add_argument("--budget", type=float, default=10, metavar="SECONDS", help="to search for at most")
-    solve.add_argument("--alignment", type=int, default=64, metavar="BYTES", help="of the offsets")
-    solve.add_argument("--seed", type=int, default=0, help="of the search")
-    solve.add_argument("--signature", help="what to find the plan by (default: the name of the trace)")
+    solve.add_argument("--budget", type=float, default=10, metavar="SECONDS", help="time to search at most")
+    solve.add_argument(
+        "--alignment", type=int, default=64, metavar="BYTES", help="the offsets are multiples of it"
+    )
+    solve.add_argument("--seed", type=int, default=0, help="seed of the search")
+    solve.add_argument(
+        "--signature", help="name of the plan in a set of plans (default: the name of the trace)"
+    )
 
 
 def run_plan(args: argparse.Namespace) -> int:

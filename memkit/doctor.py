@@ -38,8 +38,10 @@ def _facts() -> Iterator[str]:
     yield f"built    {_build()}"
     hardware = machine.hardware("cpu")
     memory = f", {size(hardware['memory_bytes'])}" if hardware["memory_bytes"] else ""
-    loops = importlib.import_module("memkit._C").cpu_isa()
-    yield f"cpu      {hardware['cpu']}, {hardware['threads']} threads{memory}; loops: {loops}"
+    code = {"v4": "AVX-512", "v3": "AVX2", "base": "any x86-64"}[
+        importlib.import_module("memkit._C").cpu_isa()
+    ]
+    yield f"cpu      {hardware['cpu']}, {hardware['threads']} threads{memory}; memkit's code for {code}"
     yield f"gpu      {_gpus()}"
 
 
@@ -51,7 +53,7 @@ def _build() -> str:
 
 def _gpus() -> str:
     if not torch.cuda.is_available():
-        return "none in sight" if torch.version.cuda else "none: torch is a CPU build"
+        return "none found" if torch.version.cuda else "none: torch is a CPU build"
     found = []
     for i in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(i)
@@ -75,6 +77,35 @@ def _fused_on_cuda() -> str:
     if not torch.cuda.is_available():
         return "no GPU to run on"
     return _fused_on("cuda")
+
+
+def _dropout() -> str:
+    from . import functional
+
+    x = torch.ones(1 << 12, requires_grad=True)
+    y = functional.dropout(x, 0.5)
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    if not gradient.equal(y.detach()) or set(gradient.unique().tolist()) != {0.0, 2.0}:
+        raise RuntimeError("dropout: expected a gradient of 0 and 2 where the forward gave them, got another")
+    return "ok: backward draws again what the forward dropped"
+
+
+def _pool() -> str:
+    from .pool import Pool
+
+    pool = Pool("1MiB", grow=False)
+    block = pool.empty(256)
+    address = block.data_ptr()
+    del block
+    reused = pool.empty(256).data_ptr() == address
+    with pool.use():
+        torch.ones(256)
+    pool.check()
+    stats = pool.stats()
+    if not reused or stats.allocated or stats.allocated_peak < 1024:
+        raise RuntimeError(f"pool: expected its memory back and used again, got {pool}")
+    pool.close()
+    return "ok: gives memory out, takes it back, serves torch's own allocations"
 
 
 def _measure() -> str:
@@ -107,6 +138,8 @@ def _bench_packages() -> str:
 
 TRIALS: dict[str, Callable[[], str]] = {
     "kernels": lambda: _fused_on("cpu"),
+    "dropout": _dropout,
+    "pool": _pool,
     "cuda": _fused_on_cuda,
     "memory": _measure,
     "compile": _compiler,

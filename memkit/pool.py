@@ -292,9 +292,9 @@ class Pool(_C.PoolBase):
     def snapshot(self, path: str | Path) -> None:
         """Writes a file that PyTorch's memory viewers open, also for a pool on the CPU.
 
-        `python -m torch.cuda._memory_viz trace_plot FILE -o page.html` makes a page of it that a browser shows, and
-        https://pytorch.org/memory_viz takes the file itself. What lives now is shown, not how it came to be. Blocks carry
-        their tags and, in debug mode, the Python stacks that made them.
+        Open the file at https://pytorch.org/memory_viz, or turn it into a page for a browser with
+        `python -m torch.cuda._memory_viz trace_plot FILE -o page.html`. It shows the blocks that are alive now, not how they
+        came to be, with their tags and, in debug mode, the Python stacks that made them.
         """
         _pool_snapshot.write(self._core.chunks(), self.device, Path(path))
 

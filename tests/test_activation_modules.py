@@ -45,6 +45,17 @@ def test_every_function_has_a_module() -> None:
     assert NAMES.keys() == ACTIVATIONS.keys()
 
 
+def test_repr_names_the_options_given() -> None:
+    assert repr(memkit.nn.GELU()) == "GELU(approximate='none')"
+    assert repr(memkit.nn.GELU(inplace=True)) == "GELU(approximate='none', inplace=True)"
+    assert repr(memkit.nn.SiLU(inplace=True)) == "SiLU(inplace=True)"
+    assert repr(memkit.nn.SiLU(inplace="auto")) == "SiLU(inplace='auto')"
+    assert repr(memkit.nn.QuickGELU(save="output")) == "QuickGELU(save='output')"
+    assert repr(memkit.nn.LeakyReLU(0.2, "auto", save="input")) == (
+        "LeakyReLU(negative_slope=0.2, inplace='auto', save='input')"
+    )
+
+
 @pytest.mark.parametrize("name", TWINS)
 @pytest.mark.parametrize("arguments", ["defaults", "given"])
 def test_a_twin_is_what_it_was(name: str, arguments: str) -> None:

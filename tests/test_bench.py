@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import memkit
 from memkit import cli
 from memkit.bench import Options, data, options, report, timing
 
@@ -311,6 +312,31 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert torch.__version__ in printed
     assert "ok: gelu in place" in printed
+    assert all(f"\n{name:<8} ok: " in printed for name in ("kernels", "dropout", "pool", "memory"))
+
+
+def test_doctor_reports_a_failed_trial(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memkit.functional, "dropout", torch.nn.functional.relu)
+    assert cli.main(["doctor"]) == 1
+    assert "dropout  FAILED: RuntimeError: dropout: expected" in capsys.readouterr().out
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"memkit {memkit.__version__}\n"
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["bench", "--help"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert (
+        "of the weights (default: float32); with --amp, what autocast computes in (default: bfloat16)"
+        in printed
+    )
+    assert "(default: None)" not in printed
+    assert "(default: False)" not in printed
+    assert "dropout (default: 0)" in printed
 
 
 # The op benchmark and the README

@@ -251,6 +251,13 @@ def test_evaluation_and_nothing_to_drop() -> None:
     assert M.dropout(torch.tensor(2.0), 0.0).shape == ()
 
 
+def test_an_activations_parameters_go_by_name() -> None:
+    x = torch.randn(64)
+    y = seeded(lambda: M.act_dropout(x, "leaky_relu", 0.3, negative_slope=0.2))
+    torch.testing.assert_close(y, seeded(lambda: M.dropout(F.leaky_relu(x, 0.2), 0.3)))
+    assert not torch.allclose(y, seeded(lambda: M.act_dropout(x, "leaky_relu", 0.3)))
+
+
 def test_special_values() -> None:
     x = torch.tensor([math.inf, -math.inf, math.nan] * 100)
     y = M.dropout(x, 0.5)
@@ -434,7 +441,7 @@ def test_modules_are_their_twins(name: str) -> None:
 
 def test_automatic_falls_back() -> None:
     x = torch.randn(6)
-    for kwargs in ({"save": "input"}, {"act": "leaky_relu", "params": [-0.1]}, {"act": "relu6"}):
+    for kwargs in ({"save": "input"}, {"act": "leaky_relu", "negative_slope": -0.1}, {"act": "relu6"}):
         leaf = x.clone().requires_grad_()
         y = seeded(lambda leaf=leaf, kwargs=kwargs: M.act_dropout(leaf * 1, p=0.5, inplace="auto", **kwargs))
         wanted = seeded(lambda leaf=leaf, kwargs=kwargs: M.act_dropout(leaf * 1, p=0.5, **kwargs))
@@ -470,6 +477,25 @@ def test_bad_input() -> None:
         TypeError, match=r"dropout: expected float32, float64, float16 or bfloat16, got torch\.int64"
     ):
         M.dropout(torch.ones(3, dtype=torch.long))
+    for function, shape in (
+        (M.dropout1d, (2, 3)),
+        (M.dropout2d, (2, 3, 4)),
+        (M.dropout3d, (2, 3, 4, 5)),
+        (M.drop_path, (2, 3)),
+        (M.feature_alpha_dropout, (2, 3)),
+    ):
+        whole = torch.ones(shape, dtype=torch.long)
+        for p in (0.5, 1.0):
+            with pytest.raises(
+                TypeError, match=rf"{function.__name__}: expected float32, .*, got torch\.int64 \[2"
+            ):
+                function(whole, p, True)
+    with pytest.raises(ValueError, match="feature_alpha_dropout: expected inplace True, False or 'auto'"):
+        M.feature_alpha_dropout(x, 0.5, True, "yes")
+    with pytest.raises(
+        TypeError, match=r"act_dropout: expected parameters \['negative_slope'\] for leaky_relu, got"
+    ):
+        M.act_dropout(x, "leaky_relu", slope=0.2)
     with pytest.raises(ValueError, match="dropout: expected inplace True, False or 'auto', got 1"):
         M.dropout(x, inplace=1)
     with pytest.raises(ValueError, match=r"bias_dropout_add: expected a bias of shape \[6\]"):

@@ -428,6 +428,7 @@ def test_bad_input() -> None:
             "expected all tensors on one",
         ),
         (lambda: memkit.nn.RotaryEmbedding(7), ValueError, "RotaryEmbedding: expected an even dim"),
+        (lambda: memkit.nn.RotaryEmbedding(8, layout="bsdh"), ValueError, "RotaryEmbedding: expected layout"),
     )
     for call, error, message in cases:
         with pytest.raises(error, match=message):

@@ -359,6 +359,12 @@ def test_a_thousand_modules_are_quick():
     assert len(report.changed) == 500
 
 
+def test_gelu_tanh_in_ops_is_that_form_alone():
+    model = nn.Sequential(*mlp(nn.GELU()), nn.GELU(approximate="tanh"), nn.Linear(D, D))
+    assert [row.path for row in swap(model, ops=["gelu_tanh"]).changed] == ["3"]
+    assert [row.path for row in swap(model, ops=["gelu"]).changed] == ["1", "3"]
+
+
 # -- wrong arguments ---------------------------------------------------------------------------------------------------
 
 
@@ -367,7 +373,11 @@ def test_a_thousand_modules_are_quick():
     [
         ({"model": 3}, TypeError, "swap: expected a torch.nn.Module, got int"),
         ({"ops": ["gelu", "geluu"]}, ValueError, "swap: expected ops 'all' or a collection of relu.*geluu"),
-        ({"ops": "gelu"}, ValueError, "swap: expected ops 'all' or a collection of relu.*got 'gelu'"),
+        (
+            {"ops": "gelu"},
+            ValueError,
+            "swap: expected ops 'all' or a collection of .*got 'gelu', which .* is \\['gelu'\\]",
+        ),
         ({"sample": [torch.ones(2)]}, TypeError, "swap: expected sample to be a tensor, a tuple .* got list"),
         (
             {"model": nn.LazyLinear(2), "sample": torch.ones(2)},

@@ -289,7 +289,7 @@ def test_compile_fullgraph(backend, by_sample):
     eager = step(model, x)
     for ours, theirs in zip(step(compiled, x), eager, strict=True):
         torch.testing.assert_close(ours, theirs)
-    with pytest.raises(ValueError, match="not compiled yet"):
+    with pytest.raises(ValueError, match="not compiled yet, got a compiled one; swap first, then compile"):
         swap(compiled)
     model.compile(backend=backend)
     with pytest.raises(ValueError, match="not compiled yet"):

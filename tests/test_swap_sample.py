@@ -134,10 +134,10 @@ REFUSED = {
     out_argument: "changed in place by aten.mul.out",
     returned: "the model returns its output",
     own_input: "its input is the model's",
+    parameter: "its input is a parameter",  # in memory anyway, so that the output would save nothing
 }
 # In place never, from the output where that saves something.
 OUT_OF_PLACE = {
-    parameter: "its input is a parameter",
     stored: "still held",
     stored_detached: "still held",
     stored_in_a_list: "still held",
@@ -310,11 +310,25 @@ def test_report():
     assert text == repr(report)
     lines = text.splitlines()
     assert len(lines) == 5
-    assert lines[0].split() == ["path", "before", "after", "saved", "bytes", "reason"]
+    assert lines[0].split() == ["path", "before", "after", "saved", "bytes", "remark"]
     assert "512 B → 8 B" in lines[2]
     assert "1 of 2 sites changed; saved for backward" in lines[-1]
     table = report.to_dict()
     assert table["changed"] == table["left"] == 1
     assert table["rows"][0]["path"] == "0.1"
     assert pickle.loads(pickle.dumps(report)) == report
-    assert str(swap(nn.Linear(2, 2))).startswith("nothing to change")
+
+
+def test_report_explains_that_nothing_changed():
+    nothing = str(swap(nn.Linear(2, 2)))
+    assert nothing.startswith("nothing to change: no activation, norm, dropout")
+    mine = nn.Sequential(nn.Linear(D, D), nn.ReLU(), nn.Linear(D, D))
+    assert str(swap(mine, ops=["gelu"])).endswith("the model has none of ops ['gelu'] as a module")
+    root = str(swap(nn.GELU(), sample=batch())).splitlines()
+    assert root[2].startswith("(the model)  GELU")
+    assert root[-1] == "0 of 1 sites changed: the last column says why"
+    unproven = str(swap(Block(add_again, nn.SiLU())))
+    assert unproven.splitlines()[-1] == (
+        "0 of 1 sites changed: the last column says why; "
+        "swap(model, sample=...) with a batch as the model takes it can prove more"
+    )

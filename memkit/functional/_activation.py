@@ -216,6 +216,14 @@ _PARAMETERS: dict[str, dict[str, float]] = {
 }
 
 
+def _parameters(op: str, act: str, params: dict[str, Any]) -> list[float]:
+    """An activation's own parameters in order, from those given by name and the defaults."""
+    names = _PARAMETERS.get(act, {})
+    if not params.keys() <= names.keys():
+        raise TypeError(f"{op}: expected parameters {sorted(names)} for {act}, got {sorted(params)}")
+    return [float(params.get(name, default)) for name, default in names.items()]
+
+
 def bias_act(
     input: Tensor,
     bias: Tensor,
@@ -232,12 +240,10 @@ def bias_act(
     bias runs along: -1 after Linear, 1 after Conv. ``act``: the name of a function above, or "gelu_tanh". ``params``:
     that function's own, by name (``negative_slope=0.2``). With save="output" the biased input is never kept.
     """
-    names = _PARAMETERS.get(act, {})
-    if not params.keys() <= names.keys():
-        raise TypeError(f"bias_act: expected parameters {sorted(names)} for {act}, got {sorted(params)}")
+    numbers = tuple(_parameters("bias_act", act, params))
     if bias is None:
         raise TypeError("bias_act: expected bias to be a Tensor, got NoneType")
     tensors = isinstance(input, Tensor) and isinstance(bias, Tensor)  # and not what a tracer passes for one
     if tensors and bias.dtype != input.dtype and torch.is_autocast_enabled(input.device.type):
         bias = bias.to(input.dtype)
-    return _apply(act, input, tuple(params.get(k, v) for k, v in names.items()), inplace, save, bias, dim)
+    return _apply(act, input, numbers, inplace, save, bias, dim)

@@ -26,7 +26,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Generator, Tensor
 
-from ._activation import _PARAMETERS
+from ._activation import _parameters
 from ._channel_norm import _update
 from ._glu import Packing
 from ._norm import _resolve_eps
@@ -303,13 +303,6 @@ def _layers(
             f"{op}: expected a bias or None for each of {len(weights)} weights, got {len(biases)}"
         )
     return weights, biases
-
-
-def _parameters(op: str, act: str, params: dict[str, Any]) -> list[float]:
-    names = _PARAMETERS.get(act, {})
-    if not params.keys() <= names.keys():
-        raise TypeError(f"{op}: expected parameters {sorted(names)} for {act}, got {sorted(params)}")
-    return [float(params.get(name, default)) for name, default in names.items()]
 
 
 def _pair(name: str, value: int | Sequence[int], least: int) -> tuple[int, int]:

@@ -19,7 +19,7 @@ Shapes: any; the result has the input's shape and dtype. Dtypes: float32, float6
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from torch import Generator, Tensor
 from torch.compiler import is_compiling
 
 from .. import _C
-from ._activation import Inplace, Save
+from ._activation import Inplace, Save, _parameters
 
 __all__ = [
     "act_dropout",
@@ -41,6 +41,8 @@ __all__ = [
     "dropout_add",
     "feature_alpha_dropout",
 ]
+
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def _dispatched(
@@ -63,6 +65,16 @@ def dropout(
 ) -> Tensor:
     """Zeroes each element with probability p and scales the others by 1 / (1 - p).
 
+    Backward keeps a seed of 8 bytes, no mask.
+
+    Args:
+        input: of any shape; float32, float64, float16 or bfloat16.
+        p: the probability of an element to be dropped, in [0, 1].
+        training: False returns the input itself.
+        inplace: True overwrites the input, or raises where that is not safe. "auto": overwrites it where nothing else
+            can read it, and makes a new tensor elsewhere.
+        generator: where the seed comes from; by default PyTorch's generator of the input's device.
+
     Srivastava, Hinton, Krizhevsky, Sutskever, Salakhutdinov, 2014.
     """
     if not is_compiling():
@@ -80,7 +92,7 @@ def alpha_dropout(
     *,
     generator: Generator | None = None,
 ) -> Tensor:
-    """Dropout to selu's negative limit that keeps mean 0 and variance 1.
+    """Dropout to selu's negative limit that keeps mean 0 and variance 1. Arguments as in :func:`dropout`.
 
     Klambauer, Unterthiner, Mayr, Hochreiter, "Self-normalizing neural networks", 2017.
     """
@@ -102,6 +114,7 @@ def dropout_add(
 ) -> Tensor:
     """residual + dropout(input) in one pass. In place the input is overwritten, never the residual.
 
+    The other arguments are those of :func:`dropout`.
     A residual of another shape or dtype is added as ``+`` does it, in a second pass.
     """
     if not is_compiling():
@@ -124,7 +137,10 @@ def bias_dropout_add(
     dim: int = -1,
     generator: Generator | None = None,
 ) -> Tensor:
-    """residual + dropout(input + bias) in one pass; ``bias`` of shape [input.shape[dim]]."""
+    """residual + dropout(input + bias) in one pass; ``bias`` of shape [input.shape[dim]].
+
+    The other arguments are those of :func:`dropout`.
+    """
     if not is_compiling():
         out = _C.bias_dropout_add(input, bias, residual, p, training, inplace, generator, dim)
         if out is not None:
@@ -151,19 +167,20 @@ def act_dropout(
     *,
     bias: Tensor | None = None,
     dim: int = -1,
-    params: Sequence[float] | None = None,
     save: Save = "auto",
     generator: Generator | None = None,
+    **params: Any,
 ) -> Tensor:
     """dropout(act(input + bias)) in one pass.
 
-    ``act``, ``params`` and ``dim`` as in :func:`bias_act`; ``save`` as in the activations: "output" keeps the dropped
+    ``act``, its parameters by name (``negative_slope=0.2``) and ``dim`` as in :func:`bias_act`; ``p``, ``training`` and
+    ``generator`` as in :func:`dropout`; ``inplace`` and ``save`` as in the activations: "output" keeps the dropped
     output, which the next layer keeps anyway, and one bit an element where the function has a minimum. A dropped element
     has no gradient, a kept one the slope at output * (1 - p). relu6, hardtanh, hardsigmoid and hardswish, whose slope
     jumps at an output that this scaling blurs, keep their input ("auto") and are refused in place.
     """
+    given = _parameters("act_dropout", act, params) if params else None
     if not is_compiling():
-        given = None if params is None else [float(each) for each in params]
         out = _C.act_dropout(input, act, p, training, inplace, generator, bias, dim, given, save)
         if out is not None:
             return out
@@ -179,7 +196,7 @@ def act_dropout(
         generator=generator,
         bias=bias,
         dim=dim,
-        params=params,
+        params=given,
         save=save,
     )
 
@@ -188,7 +205,7 @@ def _feature_dims(name: str, input: Tensor, spatial: int, batched: tuple[int, ..
     """Dimensions before the spatial ones: (N, C), or (C) without a batch."""
     if input.dim() not in batched:
         wanted = " or ".join(str(each) for each in batched)
-        raise ValueError(f"{name}: expected an input of {wanted} dimensions, got {input.dim()}")
+        raise ValueError(f"{name}: expected an input of {wanted} dimensions, got {list(input.shape)}")
     return input.dim() - spatial
 
 
@@ -200,7 +217,10 @@ def dropout1d(
     *,
     generator: Generator | None = None,
 ) -> Tensor:
-    """Drops whole channels of (N, C, L) or (C, L). Backward keeps one element a channel."""
+    """Drops whole channels of (N, C, L) or (C, L). Backward keeps one element a channel.
+
+    Arguments as in :func:`dropout`.
+    """
     dims = _feature_dims("dropout1d", input, 1, (2, 3))
     return _drop_features("dropout1d", input, dims, p, training, inplace, generator)
 
@@ -213,7 +233,10 @@ def dropout2d(
     *,
     generator: Generator | None = None,
 ) -> Tensor:
-    """Drops whole channels of (N, C, H, W) or (C, H, W). Backward keeps one element a channel."""
+    """Drops whole channels of (N, C, H, W) or (C, H, W). Backward keeps one element a channel.
+
+    Arguments as in :func:`dropout`.
+    """
     dims = _feature_dims("dropout2d", input, 2, (3, 4))
     return _drop_features("dropout2d", input, dims, p, training, inplace, generator)
 
@@ -226,7 +249,10 @@ def dropout3d(
     *,
     generator: Generator | None = None,
 ) -> Tensor:
-    """Drops whole channels of (N, C, D, H, W) or (C, D, H, W). Backward keeps one element a channel."""
+    """Drops whole channels of (N, C, D, H, W) or (C, D, H, W). Backward keeps one element a channel.
+
+    Arguments as in :func:`dropout`.
+    """
     dims = _feature_dims("dropout3d", input, 3, (4, 5))
     return _drop_features("dropout3d", input, dims, p, training, inplace, generator)
 
@@ -242,11 +268,33 @@ def drop_path(
 ) -> Tensor:
     """Stochastic depth: drops whole samples, the first dimension of the input.
 
-    ``scale_by_keep``: the others are scaled by 1 / (1 - p).
+    ``scale_by_keep``: the others are scaled by 1 / (1 - p). The other arguments are those of :func:`dropout`.
     Huang, Sun, Liu, Sedra, Weinberger, "Deep networks with stochastic depth", 2016.
     """
     scale = 1.0 if scale_by_keep else 1 - p
     return _drop_features("drop_path", input, 1, p, training, inplace, generator, scale)
+
+
+def _check_options(name: str, p: float, inplace: Inplace) -> None:
+    if not 0 <= p <= 1:
+        raise ValueError(f"{name}: expected a probability p in [0, 1], got {p}")
+    if inplace not in (True, False, "auto"):
+        raise ValueError(f"{name}: expected inplace True, False or 'auto', got {inplace!r}")
+
+
+def _check_features(name: str, input: Tensor, dims: int) -> None:
+    if input.dim() < dims:
+        raise ValueError(f"{name}: expected an input of at least {dims} dimensions, got {input.dim()}")
+    if input.dtype not in _DTYPES:
+        raise TypeError(
+            f"{name}: expected float32, float64, float16 or bfloat16, got {input.dtype} {list(input.shape)}"
+        )
+
+
+def _feature_mask(input: Tensor, dims: int, p: float, generator: Generator | None) -> Tensor:
+    """Dropout of ones over the first dimensions: all that backward keeps of the product."""
+    ones = input.new_ones((*input.shape[:dims], *(1 for _ in input.shape[dims:])))
+    return dropout(ones, p, generator=generator)
 
 
 def _drop_features(
@@ -259,19 +307,11 @@ def _drop_features(
     generator: Generator | None,
     scale: float = 1.0,
 ) -> Tensor:
-    if not 0 <= p <= 1:
-        raise ValueError(f"{name}: expected a probability p in [0, 1], got {p}")
-    if inplace not in (True, False, "auto"):
-        raise ValueError(f"{name}: expected inplace True, False or 'auto', got {inplace!r}")
+    _check_options(name, p, inplace)
     if not training or p == 0 or input.numel() == 0:
         return input
-
-    if input.dim() < dims:
-        raise ValueError(f"{name}: expected an input of at least {dims} dimensions, got {input.dim()}")
-    # All that backward keeps of the product is this mask.
-    mask = dropout(
-        input.new_ones((*input.shape[:dims], *(1 for _ in input.shape[dims:]))), p, generator=generator
-    )
+    _check_features(name, input, dims)
+    mask = _feature_mask(input, dims, p, generator)
     mask = mask if scale == 1 else mask * scale
     return input.mul_(mask) if inplace is True else input * mask
 
@@ -284,23 +324,19 @@ def feature_alpha_dropout(
     *,
     generator: Generator | None = None,
 ) -> Tensor:
-    """:func:`alpha_dropout` of whole channels: the first two dimensions of the input."""
-    if not 0 <= p <= 1:
-        raise ValueError(f"feature_alpha_dropout: expected a probability p in [0, 1], got {p}")
+    """:func:`alpha_dropout` of whole channels: the first two dimensions of the input.
+
+    Arguments as in :func:`dropout`.
+    """
+    _check_options("feature_alpha_dropout", p, inplace)
     if not training or p == 0 or input.numel() == 0:
         return input
-    if input.dim() < 2:
-        raise ValueError(
-            f"feature_alpha_dropout: expected an input of at least 2 dimensions, got {input.dim()}"
-        )
+    _check_features("feature_alpha_dropout", input, 2)
     if p == 1:
         return input.mul_(0) if inplace is True else input * 0
+    kept = _feature_mask(input, 2, p, generator) != 0
     limit = 1.7580993408473766  # selu's scale times alpha
     a = ((limit**2 * p + 1) * (1 - p)) ** -0.5
-    kept = (
-        dropout(input.new_ones((*input.shape[:2], *(1 for _ in input.shape[2:]))), p, generator=generator)
-        != 0
-    )
     scale = kept * a
     shift = (kept.to(input.dtype) - (1 - p)) * (limit * a)
     return input.mul_(scale).add_(shift) if inplace is True else input * scale + shift

@@ -1,9 +1,9 @@
 """Twins of torch.nn's activation modules.
 
-Each is a subclass of its twin: the same constructor, ``state_dict`` and ``repr``, ``isinstance`` checks hold, and
+Each is a subclass of its twin: the same constructor and ``state_dict``, ``isinstance`` checks hold, and
 :func:`memkit.swap` turns one into the other by changing the class alone. Two attributes choose the variant, in the
 constructor or later: ``inplace`` (False, True or "auto") and ``save`` ("auto", "input" or "output"); see
-:mod:`memkit.functional`.
+:mod:`memkit.functional`. ``repr`` names them where they are not the default.
 """
 
 from __future__ import annotations
@@ -26,6 +26,16 @@ class _Variant:
         super().__init__(*args, **kwargs)
         self.inplace = inplace
         self.save = save
+
+    def extra_repr(self) -> str:
+        text: str = super().extra_repr()  # type: ignore[misc]
+        stock, given = "inplace=True", f"inplace={self.inplace!r}"
+        parts = [text.replace(stock, given)]
+        if self.inplace and stock not in text:
+            parts.append(given)
+        if self.save != "auto":
+            parts.append(f"save={self.save!r}")
+        return ", ".join(filter(None, parts))
 
 
 class ReLU(_Variant, nn.ReLU):

@@ -38,6 +38,8 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         if dim < 2 or dim % 2:
             raise ValueError(f"RotaryEmbedding: expected an even dim of at least 2, got {dim}")
+        if layout not in ("bhsd", "bshd"):
+            raise ValueError(f"RotaryEmbedding: expected layout 'bhsd' or 'bshd', got {layout!r}")
         self.dim = dim
         self.max_position_embeddings = max_position_embeddings
         self.base = base
@@ -90,4 +92,6 @@ class RotaryEmbedding(nn.Module):
         text = f"{self.dim}, max_position_embeddings={self.max_position_embeddings}, base={self.base}"
         if self.interleaved:
             text += ", interleaved=True"
-        return text if self.layout == "bhsd" else f"{text}, layout={self.layout!r}"
+        if self.layout != "bhsd":
+            text += f", layout={self.layout!r}"
+        return f"{text}, inplace={self.inplace!r}" if self.inplace else text

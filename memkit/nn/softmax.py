@@ -23,6 +23,10 @@ class _Variant:
         super().__init__(dim)  # type: ignore[call-arg]
         self.inplace = inplace
 
+    def extra_repr(self) -> str:
+        text: str = super().extra_repr()  # type: ignore[misc]
+        return f"{text}, inplace={self.inplace!r}" if self.inplace else text
+
 
 class Softmax(_Variant, nn.Softmax):
     def forward(self, input: Tensor, **options: Any) -> Tensor:

@@ -62,12 +62,13 @@ def swap(
         sample: what to call the model with: one tensor, a tuple of arguments or a mapping of keyword arguments.
             The model runs on it three times, five with dropouts, forward and backward, in its present mode and under
             the present autocast; user hooks are called. Random state, gradients, buffers and the modules' attributes are put
-            back afterwards. The proof holds for the control flow that the sample takes. Without a sample, only what
-            the structure proves is changed: activations in an `nn.Sequential` before a layer that keeps its input,
-            and in torch.nn's transformer layers.
+            back afterwards. The proof holds for the control flow that the sample takes. Without a sample,
+            activations are changed only where the structure proves it (in an `nn.Sequential` before a layer that keeps
+            its input, in torch.nn's transformer layers), and norms keep their input.
         ops: which, by their names in `memkit.functional`: of activations, of norms ("layer_norm", "rms_norm",
             "group_norm"; "batch_norm_act" for a batch norm with what is behind it), of dropouts ("dropout", ...), of
-            feed-forward networks ("act_linear", "gated") and of losses ("cross_entropy").
+            feed-forward networks ("act_linear", "gated") and of losses ("cross_entropy"). "gelu" means both forms of gelu,
+            "gelu_tanh" that with approximate="tanh" alone.
         exact: only where the slope from the output is off by at most 2e-4, and that only by its own rounding near the
             function's minimum: for gelu, silu, mish, hardswish, elu, selu, celu and softplus in float32 and
             float64. Calls in half precision then stay as in stock, and so do norms whose result is float32 under
@@ -104,6 +105,8 @@ def swap(
         sites.undo(model)
         sites.redo(previous)
         raise
+    if not report.rows and ops != "all":
+        return replace(report, note=f"the model has none of ops {sorted(names)} as a module")
     return report
 
 
@@ -174,9 +177,10 @@ def _names(ops: Collection[str] | str) -> frozenset[str]:
     if isinstance(ops, str):
         if ops == "all":
             return frozenset(OPS)
-        given, unknown = repr(ops), True
+        given, unknown = f"{ops!r}, which as a collection is [{ops!r}]", True
     else:
-        given, unknown = str(sorted(map(str, ops))), not set(ops) <= set(OPS)
+        given = str(sorted(map(str, ops)))
+        unknown = not set(ops) <= set(OPS)
     if unknown:
         raise ValueError(f"swap: expected ops 'all' or a collection of {', '.join(OPS)}; got {given}")
     return frozenset(ops)
@@ -192,7 +196,10 @@ def _check_model(model: nn.Module) -> None:
         if module._compiled_call_impl is not None or (
             eval_frame is not None and isinstance(module, eval_frame.OptimizedModule)
         ):
-            raise ValueError(f"swap: expected a model that is not compiled yet, got {path or 'it'} compiled")
+            where = f"{path} compiled" if path else "a compiled one"
+            raise ValueError(
+                f"swap: expected a model that is not compiled yet, got {where}; swap first, then compile"
+            )
 
 
 def _check_sample(model: nn.Module, sample: Any) -> None:

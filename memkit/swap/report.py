@@ -1,4 +1,4 @@
-"""What swap did, a row a site."""
+"""What swap did, a row for each place where it looked."""
 
 from __future__ import annotations
 
@@ -8,12 +8,18 @@ from typing import Any
 
 from ..memory.measure import _size
 
-HEAD = ("path", "before", "after", "saved", "bytes", "reason")
+HEAD = ("path", "before", "after", "saved", "bytes", "remark")
+UNPROVEN = "not proven: pass sample="
+"""In a row's reason where a sample could prove more."""
+NOTHING = (
+    "no activation, norm, dropout or feed-forward network that swap knows, and it does not see what a forward calls as a "
+    "function (torch.nn.functional.relu)"
+)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One activation: a module, or a function that a layer holds."""
+    """A place where swap looked: a module, or a function that a layer holds."""
 
     path: str
     """Where it is in the model; all places, where there are several."""
@@ -26,7 +32,7 @@ class Row:
     """What it kept for backward on the sample beside what its neighbours keep; None without a sample."""
     bytes_after: int | None
     reason: str
-    """Why it was left unchanged, is not in place, or only in some dtypes."""
+    """Why it was left unchanged, is not in place, or changed only in some dtypes: the table's last column."""
 
     @property
     def changed(self) -> bool:
@@ -91,11 +97,11 @@ class SwapReport:
 
     def __str__(self) -> str:
         if not self.rows:
-            return (
-                "nothing to change: no activation, norm, dropout or feed-forward network that swap knows, and it does not "
-                "see what a forward calls as a function (torch.nn.functional.relu)"
-            )
-        lines = [HEAD, *((r.path, r.before, r.after, r.saved, _change(r), r.reason) for r in self.rows)]
+            return f"nothing to change: {self.note or NOTHING}"
+        lines = [
+            HEAD,
+            *((r.path or "(the model)", r.before, r.after, r.saved, _change(r), r.reason) for r in self.rows),
+        ]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         table = [
             "  ".join(f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)).rstrip()
@@ -103,8 +109,12 @@ class SwapReport:
         ]
         table.insert(1, "  ".join("-" * width for width in widths))
         total = f"{len(self.changed)} of {len(self.rows)} sites changed"
+        if not self.changed:
+            total += ": the last column says why"
         if self.saved_before is not None and self.saved_after is not None:
             total += f"; saved for backward {_size(self.saved_before)} → {_size(self.saved_after)}"
+        if any(UNPROVEN in row.reason for row in self.rows):
+            total += "; swap(model, sample=...) with a batch as the model takes it can prove more"
         return "\n".join([*table, total + (f"; {self.note}" if self.note else "")])
 
     __repr__ = __str__

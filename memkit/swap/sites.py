@@ -24,7 +24,7 @@ from .library import (
     twin_of,
 )
 from .recipes import FUNCTIONS, RECIPES
-from .report import Row
+from .report import UNPROVEN, Row
 from .types import (
     COPIES_INPUT,
     INEXACT,
@@ -40,11 +40,12 @@ from .types import (
 )
 
 FAMILY = {"gelu_tanh": "gelu"}
-"""Activations that go by another's name in `ops`."""
+"""Activations that go by another's name in `ops`, beside their own."""
 NAMES: dict[type[nn.Module], str] = {twin._stock: name for name, twin in TWINS.items()}
 LAYER_NAMES: dict[type[nn.Module], str] = {twin._stock: name for name, twin in LAYERS.items()}
 OPS = (
     *TWINS,
+    *FAMILY,
     "quick_gelu",
     "relu_squared",
     *LAYERS,
@@ -68,7 +69,6 @@ KEEPERS = {
 DROPOUTS = {nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d}
 VIEWS = {nn.Identity, nn.Flatten, nn.Unflatten}
 
-UNPROVEN = "not proven: pass sample="
 ALREADY = "already in place"
 
 
@@ -239,11 +239,15 @@ def find(model: nn.Module, names: frozenset[str], exact: bool) -> Found:
             continue
         where = ", ".join(places)
         name = library_activation(module)
-        if name is not None and FAMILY.get(name, name) in names:
+        if name is not None and _chosen(name, names):
             sites[module] = Site(module, name, where)
             continue
         stock = next((base for base in type(module).__mro__ if base in NAMES), None)
-        if stock is not None and NAMES[stock] in names and not isinstance(module, _Variant):
+        if (
+            stock is not None
+            and _chosen(_own_name(module, stock), names)
+            and not isinstance(module, _Variant)
+        ):
             if type(module) is stock:
                 sites[module] = Site(module, NAMES[stock], where)
             else:
@@ -283,6 +287,15 @@ def find(model: nn.Module, names: frozenset[str], exact: bool) -> Found:
                 sites[held].add_place([getattr(parent, after) for after in recipe.then], variables=0)
     found.activations = list(sites.values())
     return found
+
+
+def _own_name(module: nn.Module, stock: type[nn.Module]) -> str:
+    """The name in memkit.functional's tables."""
+    return "gelu_tanh" if getattr(module, "approximate", "none") == "tanh" else NAMES[stock]
+
+
+def _chosen(name: str, names: frozenset[str]) -> bool:
+    return name in names or FAMILY.get(name) in names
 
 
 def _match(
@@ -357,7 +370,7 @@ def check(site: Site | LayerSite, lean: bool = False) -> str:
 
 def restriction(site: Site, exact: bool) -> str:
     """Where a swapped site keeps to the stock forward."""
-    return "" if site.dtypes(exact) is None else "stock in half precision"
+    return "" if site.dtypes(exact) is None else "in half precision as stock"
 
 
 def is_sequence(module: nn.Module) -> bool:
