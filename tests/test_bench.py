@@ -357,6 +357,38 @@ def ops(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+@pytest.fixture(scope="module")
+def families(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The results file of one family of the script of all ops, without torch.compile."""
+    file = tmp_path_factory.mktemp("families") / "ops-cpu.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        import bench_ops
+
+        argv = f"--families rotary,softmax --sizes 16Ki --device cpu --quick --no-compile --json {file}"
+        assert bench_ops.main(argv.split()) == 0
+    return file
+
+
+def test_benchmark_of_all_ops(families: Path) -> None:
+    result = json.loads(families.read_text())
+    assert {case["family"] for case in result["cases"]} == {"rotary", "softmax"}
+    for case in result["cases"]:
+        assert case["ratio"]["stock"] == 1
+        expected = {"stock", "memkit"} | ({"in_place"} if case["mode"] == "forward" else set())
+        assert set(case["seconds"]) == expected
+    assert not any(
+        case["elements"] < 32768 and "32Ki" in case["op"] for case in result["cases"]
+    )  # a row's length
+    stated = {line.split(":")[0] for line in result["slower"]}
+    slow = {
+        f"{case['op']} {case['dtype']} {case['size']} {case['mode']}"
+        for case in result["cases"]
+        if case["ratio"]["memkit"] > 1.05
+    }
+    assert stated == slow
+
+
 def test_op_benchmark(scripts: tuple[ModuleType, ModuleType], ops: Path) -> None:
     script = scripts[1]
     result = json.loads(ops.read_text())
@@ -449,6 +481,7 @@ def test_pool_benchmark_without_a_compiler(
 def test_readme_tables(
     job: tuple[Path, dict[str, Any]],
     ops: Path,
+    families: Path,
     pool: Path,
     scripts: tuple[ModuleType, ModuleType],
     tmp_path: Path,
@@ -462,7 +495,9 @@ def test_readme_tables(
     report.write_json(job[1], results / "nodropout-cpu.json")
     shutil.copy(ops, results)
     shutil.copy(pool, results)
-    shutil.copy(ROOT / "benchmarks" / "results" / "optim-cpu.json", results)
+    shutil.copy(families, results)
+    for name in ("optim", "loss", "models"):
+        shutil.copy(ROOT / "benchmarks" / "results" / f"{name}-cpu.json", results)
     file = tmp_path / "README.md"
     file.write_text(
         "".join(f"# {n}\n\n<!-- table:{n} -->\n<!-- /table:{n} -->\n\nend\n" for n in readme.TABLES)
@@ -478,6 +513,8 @@ def test_readme_tables(
     assert "| gpt | memkit |" in once
     assert "| `gelu` |" in once
     assert "| pool.replay() |" in once
+    assert "| rotary, halves | float32 |" in once
+    assert "| llama |" in once
     assert "| 4,096 holes | 51 ns |  | 6,000 ns |" in once
     assert "| step of cnn |" in once
     assert "not yet run on a GPU" in once

@@ -134,10 +134,10 @@ REFUSED = {
     out_argument: "changed in place by aten.mul.out",
     returned: "the model returns its output",
     own_input: "its input is the model's",
-    parameter: "its input is a parameter",  # in memory anyway, so that the output would save nothing
 }
 # In place never, from the output where that saves something.
 OUT_OF_PLACE = {
+    parameter: "its input is a parameter",
     stored: "still held",
     stored_detached: "still held",
     stored_in_a_list: "still held",
