@@ -335,3 +335,12 @@ def test_modes_see_strided_tensors(pool):
             assert made.stride() == (1, 3)
         graph = make_fx(make)(torch.ones(2, 3).t())
         assert "pool_empty_strided" in graph.code
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint64, torch.complex64, torch.bool])
+def test_full_takes_what_torch_takes(dtype):
+    pool = Pool("1MiB")
+    assert torch.equal(pool.full((2,), 2**63, dtype=dtype), torch.full((2,), 2**63, dtype=dtype))
+    if dtype in (torch.float32, torch.uint64):
+        with pytest.raises(RuntimeError, match="overflow"):
+            pool.full((2,), 1 + 2j, dtype=dtype)

@@ -397,3 +397,20 @@ def test_unswap_of_other_things():
     unswap(nn.Linear(2, 2))
     with pytest.raises(TypeError, match=r"unswap: expected a torch\.nn\.Module, got int"):
         unswap(3)
+
+
+def test_a_forward_wrapped_after_the_swap_keeps_working():
+    """As hook libraries do."""
+    model, x = mlp(nn.GELU()), batch()
+    expected = model(x)
+    swap(model)
+    act = model[1]
+    inner = act.forward
+    act.forward = lambda input: inner(input)
+    unswap(model)
+    torch.testing.assert_close(model(x), expected)
+    swap(model)
+    torch.testing.assert_close(model(x), expected)
+    del act.forward
+    unswap(model)
+    assert type(act) is nn.GELU

@@ -4,6 +4,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/SmallVector.h>
 #include <torch/csrc/Dtype.h>
+#include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/MemoryFormat.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -159,7 +160,8 @@ struct Value {
   at::ScalarType dtype = c10::get_default_dtype_as_scalartype();
 
   explicit Value(std::int64_t value) : scalar(value) {}
-  explicit Value(PyObject* value) {
+  // given: the dtype asked for, in which torch.full takes values that are not plain numbers.
+  Value(PyObject* value, std::optional<at::ScalarType> given) {
     if (PyFloat_CheckExact(value)) {
       scalar = PyFloat_AS_DOUBLE(value);
     } else if (PyBool_Check(value)) {
@@ -169,8 +171,10 @@ struct Value {
       scalar = static_cast<std::int64_t>(PyLong_AsLongLong(value));
       dtype = at::kLong;
     } else {
-      const py::object made =
-          py::module_::import("torch").attr("full")(py::tuple(), py::handle(value), py::arg("device") = "cpu");
+      py::object asked = py::none();
+      if (given) asked = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(*given)));
+      const py::object made = py::module_::import("torch").attr("full")(
+          py::tuple(), py::handle(value), py::arg("dtype") = asked, py::arg("device") = "cpu");
       tensor = THPVariable_Unpack(made.ptr());
       dtype = tensor.scalar_type();
     }
@@ -265,7 +269,7 @@ PyObject* full(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject
   Options options = keywords ? options_of(args + count, keywords, kName) : Options();
   TORCH_CHECK_TYPE((count > 0) != (options.size != nullptr) && (count > 1) != (options.value != nullptr) && count < 3,
                    kName, ": expected a size and a fill value, got ", count, " arguments by position");
-  const Value value(options.value ? options.value : args[1]);
+  const Value value(options.value ? options.value : args[1], options.given);
   if (!options.given) options.given = value.dtype;
   options.check(kName);
   Sizes size;

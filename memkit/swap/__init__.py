@@ -111,7 +111,10 @@ def swap(
 
 
 def unswap(model: nn.Module) -> None:
-    """Undoes `swap`: every class and attribute as before. Does nothing to a model that is not swapped."""
+    """Undoes `swap`: every class and attribute as before. Does nothing to a model that is not swapped.
+
+    A module whose `forward` somebody wrapped after the swap stays as it is, since the wrapper calls the swapped one.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"unswap: expected a torch.nn.Module, got {type(model).__name__}")
     sites.undo(model)

@@ -13,6 +13,7 @@ from .. import _C
 from ..nn.activation import _Variant
 from .layers import BATCH_NORMS, FUSED, LAYERS, Choice, Norm, Sequential, is_convolution
 from .library import (
+    InLean,
     Twin,
     Verifier,
     activation_twin,
@@ -412,6 +413,8 @@ def undo(model: nn.Module) -> list[tuple[nn.Module, Any]]:
     """Changes all back. Returns what `redo` needs."""
     done: list[tuple[nn.Module, Any]] = []
     for module in model.modules():
+        if isinstance(module, Changed) and "forward" in vars(module) and not isinstance(module, InLean):
+            continue  # somebody wrapped the forward that it has, and calls it
         recipe = RECIPES.get(type(module))
         if recipe is not None and isinstance(held := vars(module).get(recipe.attribute), Swapped):
             done.append((module, held))

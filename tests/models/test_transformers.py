@@ -157,4 +157,122 @@ def test_a_thousand_modules():
     begin = time.process_time()
     report = swap(model)
     assert time.process_time() - begin < 1
-    assert len(report.changed) == 80 * 3 + 2
+    assert len(report.changed) == 80 * 3 + 2  # the last norm and the loss
+
+
+def test_a_parameter_that_starts_without_effect():
+    """Values at the start do not tell that a gain of 1 is there; its gradient does."""
+    from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+    class GainMLP(LlamaMLP):
+        def forward(self, x):
+            return self.gain * super().forward(x)
+
+    class SquaredRMSNorm(LlamaRMSNorm):
+        def forward(self, x):
+            return self.weight * super().forward(x)
+
+    subject = make("llama")
+    layer = subject.model.model.layers[0]
+    layer.mlp.__class__, layer.input_layernorm.__class__ = GainMLP, SquaredRMSNorm
+    layer.mlp.gain = nn.Parameter(torch.ones(()), requires_grad=False)
+    rows = by_path(swap(subject.model))
+    assert not rows["model.layers.0.mlp"].changed
+    assert not rows["model.layers.0.input_layernorm"].changed
+    assert rows["model.layers.1.mlp"].changed
+    assert not layer.mlp.gain.requires_grad
+
+
+class Reversed(torch.Tensor):
+    """A weight that brings its own linear, as quantised ones do."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is nn.functional.linear:
+            input, weight, bias = (*args, None)[:3]
+            return nn.functional.linear(input, weight.as_subclass(torch.Tensor).flip(0), bias)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize(("name", "path"), [("llama", "model.layers.0.mlp.down_proj"), ("vit", "")])
+def test_a_weight_with_a_linear_of_its_own(name, path):
+    subject = make(name)
+    path = path or next(k for k, _ in subject.model.named_modules() if k.endswith("fc2"))
+    layer = subject.model.get_submodule(path)
+    swap(subject.model)
+    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Reversed), requires_grad=False)
+    loss, _ = step(subject)
+    unswap(subject.model)
+    torch.testing.assert_close(loss, step(subject)[0], rtol=1e-5, atol=0)
+
+
+def test_an_adapter_around_a_layer_that_stays_float32():
+    """T5 keeps `wo` in float32 and casts to it, whatever stands around it."""
+
+    class Adapter(nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base = base
+
+        @property
+        def weight(self):
+            return self.base.weight
+
+        def forward(self, x):
+            return self.base(x)
+
+    subject = make("t5")
+    mlp = subject.model.encoder.block[0].layer[1].DenseReluDense
+    subject.model.bfloat16()
+    swap(subject.model)
+    assert isinstance(mlp, types.Changed)
+    mlp.wo = Adapter(mlp.wo.float())
+    x = torch.randn(2, 3, mlp.wi.in_features, dtype=torch.bfloat16)
+    ours = mlp(x)
+    unswap(subject.model)
+    torch.testing.assert_close(ours, mlp(x))
+
+
+def test_global_backward_hooks_run():
+    subject = make("llama")
+    stock = copy.deepcopy(subject)
+    swap(subject.model)
+    seen = {}
+    for each in (subject, stock):
+        names, calls = {m: k for k, m in each.model.named_modules()}, []
+        handle = nn.modules.module.register_module_full_backward_hook(
+            lambda module, *_, names=names, calls=calls: calls.append(names.get(module))
+        )
+        with handle:
+            step(each)
+        seen[each is stock] = sorted(calls)
+    assert seen[True] == seen[False]
+
+
+def test_logits_of_another_kind():
+    """A tensor subclass's loss, as of distributed logits, and one without values, are stock's."""
+    from memkit.swap.library.losses import causal_lm_loss
+
+    class Sharded(torch.Tensor):
+        pass
+
+    logits, labels = torch.randn(2, 4, 5, dtype=torch.bfloat16), torch.randint(5, (2, 4))
+    loss = causal_lm_loss(logits.as_subclass(Sharded), labels, 5)
+    assert type(loss) is Sharded
+    torch.testing.assert_close(loss.as_subclass(torch.Tensor), causal_lm_loss(logits, labels, 5))
+    assert causal_lm_loss(logits.to("meta"), labels.to("meta"), 5).is_meta
+
+
+def test_a_bert_layer_whose_part_was_replaced():
+    subject = make("bert")
+    swap(subject.model)
+    layer = next(m for m in subject.model.modules() if hasattr(m, "feed_forward_chunk"))
+
+    class Tripled(type(layer.intermediate)):
+        def forward(self, x):
+            return 3 * super().forward(x)
+
+    layer.intermediate.__class__ = Tripled
+    loss, _ = step(subject)
+    unswap(subject.model)
+    torch.testing.assert_close(loss, step(subject)[0], rtol=1e-5, atol=0)

@@ -1,7 +1,7 @@
 """Recipes for the modules of model libraries.
 
-A module's class name, or the names of its children, say what it may be; its values and the gradient of its input on a few
-random numbers say whether it is that. So another version of a library, or a class of another library that is written alike,
+A module's class name, or the names of its children, say what it may be; its values and all its gradients on a few random
+numbers say whether it is that. So another version of a library, or a class of another library that is written alike,
 is either the same function or left alone, with the reason in the report.
 """
 
@@ -20,10 +20,11 @@ from .losses import has_library_loss, hold, release
 from .mlps import GATINGS, STEPS
 from .norms import norm_kinds, norm_probe
 from .residual import BLOCKS, OPTIONAL
-from .twin import Twin, numbers, twin_of
+from .twin import InLean, Twin, numbers, twin_of
 
 __all__ = [
     "CLASSES",
+    "InLean",
     "Match",
     "Twin",
     "Verifier",
@@ -82,7 +83,8 @@ def candidates(module: nn.Module, names: frozenset[str], exact: bool) -> list[Ma
         layer: Any = module
         acts = (layer.intermediate.intermediate_act_fn,)
         probe = _probe(layer.intermediate.dense)
-        found.append(Match("bert_layer", "act_linear", Choice(), probe, "feed_forward_chunk", _modules(acts)))
+        parts = type(layer.intermediate), type(layer.output)
+        found.append(Match("bert_layer", "act_linear", parts, probe, "feed_forward_chunk", _modules(acts)))
     if "gated" in names and hasattr(type(module), "_apply_gate") and "act_fn" in held:
         experts: Any = module
         weight = getattr(experts, "gate_up_proj", None)
@@ -120,35 +122,51 @@ class Verifier:
             for part in module.modules():
                 if "dropout" in type(part).__name__.lower():
                     part.training = False
+            for parameter in module.parameters():  # frozen ones too: what they are used for is compared
+                parameter.requires_grad_(parameter.is_floating_point())
             try:
-                theirs = _values(getattr(module, match.method), match.probe)
+                theirs = _values(module, match)
             except Exception as error:
                 return f"{name} takes other arguments: {type(error).__name__}"
             changed._swap, changed.__class__ = match.choice, twin
             try:
-                ours = _values(getattr(module, match.method), match.probe)
+                ours = _values(module, match)
             finally:
                 changed.__class__ = stock
         tolerance = TOLERANCE.get(match.probe[0].dtype, 0.0)
-        same = len(theirs) == len(ours) and all(
-            a.dtype == b.dtype and a.shape == b.shape and _distance(a, b) <= tolerance
-            for a, b in zip(ours, theirs, strict=True)
-        )
+        same = _agree(ours, theirs, len(match.probe), tolerance)
         return "" if same else f"this version of {name} computes something else"
 
 
-def _values(function: Any, probe: tuple[Tensor, ...]) -> list[Tensor]:
-    """What it gives, and the gradient of what it was given."""
+def _values(module: nn.Module, match: Match) -> list[Tensor | None]:
+    """What it gives, and the gradients of what it was given and of its parameters; None of those that it does not use.
+
+    A parameter of its own may start at a value that changes nothing, which only its gradient shows.
+    """
     torch.manual_seed(0)
-    inputs = [tensor.clone().requires_grad_() for tensor in probe]
-    output = function(*inputs)
+    inputs = [tensor.clone().requires_grad_() for tensor in match.probe]
+    output = getattr(module, match.method)(*inputs)
     weights = torch.linspace(-1, 1, output.numel(), device=output.device).view(output.shape).to(output.dtype)
-    return [output.detach(), *torch.autograd.grad(output, inputs, weights)]
+    leaves = [*inputs, *(parameter for parameter in module.parameters() if parameter.requires_grad)]
+    return [output.detach(), *torch.autograd.grad(output, leaves, weights, allow_unused=True)]
 
 
-def _distance(a: Tensor, b: Tensor) -> float:
-    a, b = a.double(), b.double()
-    return float((a - b).norm() / b.norm().clamp_min(1e-30))
+def _agree(ours: list[Tensor | None], theirs: list[Tensor | None], inputs: int, tolerance: float) -> bool:
+    """Of the output and the inputs each by itself, of a parameter beside the largest gradient of one: a bias before a batch
+    norm has none but for rounding."""
+    norms = [0.0 if b is None else float(b.double().norm()) for b in theirs]
+    least = 1e-2 * max(norms[1 + inputs :], default=0.0)
+    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        if a is None or b is None:
+            if a is not b:
+                return False
+            continue
+        if a.dtype != b.dtype or a.shape != b.shape:
+            return False
+        scale = max(norms[i], least if i > inputs else 0.0, 1e-30)
+        if not float((a.double() - b.double()).norm()) <= tolerance * scale:
+            return False
+    return True
 
 
 def _signature(module: nn.Module) -> Hashable:

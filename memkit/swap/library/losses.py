@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import functional as F
+from ..layers import serves
 
 _HOLDER = "_loss_function"
 
@@ -25,19 +26,20 @@ def causal_lm_loss(
     shift_labels: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """As transformers' ForCausalLMLoss: of tokens < n against n."""
     """As transformers' ForCausalLMLoss: of tokens < n against n, in float32."""
     if shift_labels is None:
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]  # type: ignore[arg-type]
-    if logits.dtype == torch.float64:
-        logits = logits.float()
-    half = logits.dtype in (torch.float16, torch.bfloat16)
-    with torch.autocast(logits.device.type, logits.dtype if half else None, enabled=half):
-        loss = F.cross_entropy(
-            logits.view(-1, vocab_size),
-            shift_labels.reshape(-1).to(logits.device),
-            ignore_index=ignore_index,
-            reduction="mean" if num_items_in_batch is None else "sum",
+    targets = shift_labels.reshape(-1).to(logits.device)
+    reduction: Any = "mean" if num_items_in_batch is None else "sum"
+    if serves(logits) and logits.dtype != torch.float64:  # stock's loss is float32 whatever it is given
+        half = logits.dtype in (torch.float16, torch.bfloat16)
+        with torch.autocast(logits.device.type, logits.dtype if half else None, enabled=half):
+            loss = F.cross_entropy(
+                logits.view(-1, vocab_size), targets, ignore_index=ignore_index, reduction=reduction
+            )
+    else:
+        loss = nn.functional.cross_entropy(
+            logits.float().view(-1, vocab_size), targets, ignore_index=ignore_index, reduction=reduction
         )
     if isinstance(num_items_in_batch, Tensor):
         num_items_in_batch = num_items_in_batch.to(loss.device)

@@ -94,7 +94,7 @@ class FeedForward(Twin, kind="steps"):
 
     def forward(self, input: Tensor) -> Tensor:
         steps = [name[1:] if name[0] == "=" else getattr(self, name) for name in self._swap.names]
-        if not computes_in(input, *(step for step in steps if isinstance(step, nn.Linear))):
+        if not computes_in(input, *steps):
             return self._stock_forward(input)
         return run(steps, input, self._swap.dropout)
 
@@ -141,16 +141,16 @@ class GatedFeedForward(Twin, kind="gated"):
 
 
 class BertLayer(Twin, kind="bert_layer"):
-    """The activation and the Linear behind it, which are two modules' there."""
+    """The activation and the Linear behind it, which are two modules' there, of the classes that were verified."""
 
-    _swap: Any
+    _swap: tuple[type[nn.Module], type[nn.Module]]
     saved = "h"
 
     def feed_forward_chunk(self, attention_output: Tensor) -> Tensor:
         module: Any = self
         first, last = module.intermediate, module.output
-        layers = first.dense, last.dense
-        if not (is_plain(first) and is_plain(last) and computes_in(attention_output, *layers)):
+        known = (type(first), type(last)) == self._swap and is_plain(first) and is_plain(last)
+        if not (known and computes_in(attention_output, first.dense, last.dense)):
             return super().feed_forward_chunk(attention_output)  # type: ignore[misc,no-any-return]
         steps = (first.dense, first.intermediate_act_fn, last.dense, last.dropout)
         out = run(steps, attention_output, dropout=False)

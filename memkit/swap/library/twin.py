@@ -11,10 +11,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from ..._lean import lean
-from ..layers import serves
+from ..layers import has_global_hooks, serves
 from ..types import Changed, has_hooks
 
 MIXINS: dict[str, type[Twin]] = {}
@@ -80,13 +79,17 @@ def numbers(shape: Sequence[int], like: Tensor | None) -> Tensor:
 
 def is_plain(module: Any) -> bool:
     """Whether a call of it is its class's forward and nothing else."""
-    return not (has_hooks(module) or _global_forward_hooks or _global_forward_pre_hooks)
+    return not (has_hooks(module) or has_global_hooks())
 
 
 def linear_weights(module: Any) -> tuple[Tensor, Tensor | None] | None:
-    """Weight and bias of a layer that is a Linear and nothing else; transformers' Conv1D is one transposed."""
+    """Weight and bias of a layer that is a Linear and nothing else; transformers' Conv1D is one transposed.
+
+    A weight of a tensor subclass (quantised, distributed) brings its own linear, which only a call of the layer reaches.
+    """
     transposed = type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
-    if (type(module) is nn.Linear or transposed) and is_plain(module):
+    plain = type(module) is nn.Linear or transposed
+    if plain and is_plain(module) and type(module.weight) in (nn.Parameter, Tensor):
         return (module.weight.t() if transposed else module.weight), module.bias
     return None
 
@@ -97,4 +100,5 @@ def computes_in(input: Any, *layers: Any) -> bool:
         return False
     if torch.is_autocast_enabled(input.device.type):
         return True
-    return all(layer.weight.dtype == input.dtype for layer in layers if hasattr(layer, "weight"))
+    weights = (getattr(layer, "weight", None) for layer in layers)
+    return all(weight.dtype == input.dtype for weight in weights if isinstance(weight, Tensor))
