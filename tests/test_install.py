@@ -450,8 +450,7 @@ def test_make_test_runs_pytest_though_a_cpp_test_fails(target, tmp_path):
     command = [
         "make",
         "-s",
-        "-o",
-        "build",
+        *("-o", "build", "-o", f"{tmp_path}/.memkit/models"),
         target,
         f"VENV={tmp_path}",
         f"BUILD={tmp_path / 'cpp'}",
