@@ -152,13 +152,13 @@ def ops_table(results: Results) -> str:
         sizes = list(dict.fromkeys(case["size"] for case in result["cases"]))
         for mode in dict.fromkeys(case["mode"] for case in result["cases"]):
             rows: dict[tuple[str, str], dict[str, str]] = {}
-            shown: list[str] = ["memkit", "in_place"] if mode == "forward" else ["memkit", "compiled"]
+            shown = ["memkit", "in_place", "compiled"] if mode == "forward" else ["memkit", "compiled"]
             for case in (c for c in result["cases"] if c["mode"] == mode):
                 cells = [f"{case['ratio'][n]:.2f}" if n in case["ratio"] else "–" for n in shown]
                 rows.setdefault((case["op"], case["dtype"]), {})[case["size"]] = " / ".join(cells)
             body = [[*key, *(cells.get(size, "") for size in sizes)] for key, cells in rows.items()]
-            second = "memkit in place" if mode == "forward" else "torch.compile"
-            parts.append(f"{mode.capitalize()}, time as a ratio to stock eager: memkit / {second}.")
+            order = " / ".join(CONTENDERS["memkit_inplace" if n == "in_place" else n] for n in shown)
+            parts.append(f"{mode.capitalize()}, time as a ratio to stock eager: {order}.")
             parts.append(report.markdown_table([mode, "dtype", *sizes], body))
         slow = [line for line in result["slower"] if line.endswith("stock")]
         count = len(result["cases"])
