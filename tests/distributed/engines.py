@@ -30,6 +30,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import memkit
 from memkit.bench.models import GPT
+from memkit.swap.types import Changed
 
 STEPS, BATCH, LENGTH, VOCAB, WIDTH = 4, 4, 32, 64, 32
 Step = Callable[[Tensor], Tensor]
@@ -50,11 +51,11 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
-def plain_step(model: nn.Module) -> Step:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Step:
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
 
     def step(tokens: Tensor) -> Tensor:
-        optimizer.zero_grad()
+        model.zero_grad()
         loss = loss_of(model, tokens)
         loss.backward()
         optimizer.step()
@@ -160,7 +161,7 @@ def checkpoint(model: GPT) -> Step:
 
 
 def is_swapped(model: nn.Module) -> bool:
-    return any(type(module).__module__.startswith("memkit.swap") for module in model.modules())
+    return any(isinstance(module, Changed) for module in model.modules())
 
 
 def deepspeed(model: GPT, stage: int) -> Step:
@@ -188,16 +189,7 @@ def fairscale(model: GPT) -> Step:
     from fairscale.optim.oss import OSS
 
     optimizer = OSS(params=model.parameters(), optim=torch.optim.AdamW, lr=1e-2, foreach=False)
-    engine = ShardedDataParallel(model, optimizer)
-
-    def step(tokens: Tensor) -> Tensor:
-        engine.zero_grad()
-        loss = loss_of(engine, tokens)
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    return step
+    return plain_step(ShardedDataParallel(model, optimizer), optimizer)
 
 
 ENGINES: dict[str, Callable[[GPT], Step]] = {
