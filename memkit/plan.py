@@ -408,6 +408,10 @@ def _read(path: str | os.PathLike[str], kind: str, make: Callable[[dict[str, Any
         _expect(digest == _digest(content), "the content that its sha256 names", "a file changed since")
         del content["kind"], content["format"]
         return make(content)
+    except UnicodeDecodeError:
+        raise ValueError(f"{op}: {path}: expected a text file, got other bytes") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{op}: {path}: expected a JSON object, got text that is none ({error})") from None
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         missing = isinstance(error, KeyError)
         text = f"expected the field {error}, got none" if missing else str(error).removeprefix("Plan: ")

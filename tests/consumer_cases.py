@@ -132,6 +132,15 @@ def _conv(training: bool, act: str | None) -> Case:
     )
 
 
+def _bare_conv() -> Case:
+    def stock(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return F.conv2d(x, w, b, 2, (1, 2), 1, 2)
+
+    return Case(
+        ((3, 8, 7, 6), (6, 4, 3, 3), (6,)), lambda x, w, b: M.conv2d(x, w, b, 2, (1, 2), 1, 2), stock, stock
+    )
+
+
 def _biased() -> Case:
     return Case(
         ((ROWS, IN), (OUT, IN), (OUT,), (IN,)),
@@ -160,6 +169,7 @@ CASES: dict[str, Case] = {
     "batch_norm relu": _conv(True, "relu"),
     "batch_norm eval": _conv(False, "relu"),
     "batch_norm alone": _conv(True, None),
+    "conv2d": _bare_conv(),
 }
 
 
@@ -175,6 +185,7 @@ KINDS = (
     "rms_norm",
     "batch_norm",
     "batch_norm eval",
+    "conv2d",
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -454,7 +455,7 @@ def test_transforms(name: str) -> None:
     inputs = 2 if name in ("swiglu", "reglu") else 1
     dims = (0,) * inputs + (None,) * (len(leaves) - inputs)
     torch.testing.assert_close(torch.vmap(case.ours, dims)(*leaves), case.parts(*leaves))
-    weights = leaves[inputs].expand(3, -1, -1)
+    weights = leaves[inputs].expand(3, *leaves[inputs].shape)
     dims = tuple(0 if i == inputs else None for i in range(len(leaves)))
     many = torch.vmap(case.ours, dims)(*leaves[:inputs], weights, *leaves[inputs + 1 :])
     torch.testing.assert_close(many[2], case.parts(*leaves))
@@ -795,3 +796,16 @@ def test_norm_act_conv_module() -> None:
             ValueError, match="NormActConv2d: expected padding_mode 'zeros' and padding in numbers"
         ):
             memkit.nn.NormActConv2d(nn.BatchNorm2d(6), 6, 3, 3, **options)
+
+
+def test_unknown_activations_are_refused_at_once() -> None:
+    makes: dict[str, Callable[[], nn.Module]] = {
+        "activation: expected one of gelu": lambda: memkit.nn.MLP(4, act="swish"),
+        "glu: expected act 'silu'": lambda: memkit.nn.GatedMLP(4, 8, act="swish"),
+        "activation: expected one of gelu, silu": lambda: memkit.nn.ActLinear(4, 4, act="swish"),
+    }
+    for text, make in makes.items():
+        with pytest.raises(ValueError, match=text):
+            make()
+    with torch.device("meta"):
+        assert memkit.nn.MLP(4, act="relu").fc1.weight.is_meta

@@ -223,3 +223,14 @@ def test_command_errors(argv, message, tmp_path, capsys, monkeypatch):
     assert error.startswith(f"memkit plan {argv.split()[0]}: ")
     assert message in error
     assert not Path("out.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("data", "message"), [(b"hello", "expected a JSON object"), (b"\xfa\xfb\xfc", "expected a text file")]
+)
+def test_files_that_are_no_plans(tmp_path, data, message):
+    path = tmp_path / "plan.json"
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=message) as error:
+        Plan.load(path)
+    assert str(error.value).startswith(f"Plan.load: {path}: ")

@@ -2,6 +2,7 @@
 // least memory.
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <array>
 
 #include "checks.h"
@@ -63,6 +64,53 @@ Tensor meta_output(const Tensor& h, const Tensor& weight, at::IntArrayRef conv) 
   return at::empty_symint(shape, h.options(), format_of(h, weight));
 }
 
+std::tuple<Tensor, Tensor, Tensor> conv_gradients(const Tensor& grad, const Tensor& input, const Tensor& weight,
+                                                  at::IntArrayRef conv, std::array<bool, 3> wanted) {
+  return at::convolution_backward(grad, input, weight, at::IntArrayRef{weight.size(0)}, part(conv, 0), part(conv, 1),
+                                  part(conv, 2), false, {0, 0}, conv[6], wanted);
+}
+
+// What stands for a convolution's input where its shape alone is asked for.
+Tensor as_input(const Tensor& like, const Tensor& weight) {
+  return like.scalar_type() == weight.scalar_type() ? like : at::empty_like(like, weight.options());
+}
+
+// On the CPU a convolution puts its operands into memory of its own order and makes a gradient there before it copies it:
+// for a gradient up to three times its size in all. A part after the other takes less. What every part reads whole is put
+// in order once a part, so that it must be small beside what is divided, or time is lost.
+constexpr int64_t kParts = 4, kLeast = int64_t{1} << 17;  // elements of a part
+
+// Makes `whole` of parts along a dimension: part(begin, count).
+template <class Part>
+Tensor in_parts(Tensor whole, int64_t dim, int64_t parts, const Part& part) {
+  for (int64_t i = 0, begin = 0; i < parts; ++i) {
+    const int64_t count = whole.size(dim) * (i + 1) / parts - begin;
+    whole.narrow(dim, begin, count).copy_(part(begin, count));
+    begin += count;
+  }
+  return whole;
+}
+
+// In parts of the batch, or of the input channels where the weight is the largest. Of the input it takes the shape alone.
+Tensor conv_input_gradient(const Tensor& grad, const Tensor& like, const Tensor& weight, at::IntArrayRef conv) {
+  const auto made = [&](const Tensor& grad, const Tensor& like, const Tensor& weight) {
+    return std::get<0>(conv_gradients(grad, as_input(like, weight), weight, conv, {true, false, false}));
+  };
+  const auto whole = [&] { return at::empty(like.sizes(), weight.options(), format_of(like)); };
+  const int64_t weights = weight.numel(), values = like.numel() + grad.numel();
+  const int64_t batches = std::min({kParts, like.size(0), like.numel() / std::max(2 * weights, kLeast)});
+  if (like.is_cpu() && batches > 1)
+    return in_parts(whole(), 0, batches, [&](int64_t begin, int64_t count) {
+      return made(grad.narrow(0, begin, count), like.narrow(0, begin, count), weight);
+    });
+  if (like.is_cpu() && conv[6] == 1 && weights > std::max(2 * values, kParts * kLeast) && weights < 4 * values &&
+      like.size(1) >= kParts)
+    return in_parts(whole(), 1, kParts, [&](int64_t begin, int64_t count) {
+      return made(grad, like.narrow(1, begin, count), weight.narrow(1, begin, count));
+    });
+  return made(grad, like, weight).contiguous(format_of(like));
+}
+
 }  // namespace
 
 Tensors Consumers::forward(const Tensor& h) const {
@@ -101,23 +149,14 @@ Consumers::Gradients Consumers::backward(const Tensors& grads, const std::functi
   }
   if (!conv.empty()) {
     const Tensor& w = weights[0];
-    const auto gradients = [&](const Tensor& input, std::array<bool, 3> mask) {
-      return at::convolution_backward(grads[0], input, w, at::IntArrayRef{w.size(0)}, part(conv, 0), part(conv, 1),
-                                      part(conv, 2), false, {0, 0}, conv[6], mask);
-    };
-    // One after the other: their input is gone before its gradient is made, which takes of it the shape alone.
-    Tensor unused;
-    if (wanted[1]) std::tie(unused, found.weights[0], found.biases[0]) = gradients(h(), {false, true, wanted[2]});
-    const bool of_bias = wanted[2] && !wanted[1];
-    if (wanted[0] || of_bias) {
-      const Tensor shaped =
-          like.scalar_type() == w.scalar_type() ? like : at::empty_like(like, like.options().dtype(w.scalar_type()));
-      Tensor bias;
-      std::tie(found.h, unused, bias) = gradients(shaped, {wanted[0], false, of_bias});
-      if (of_bias) found.biases[0] = bias;
+    // One after the other: their input is gone before its gradient is made.
+    if (wanted[1] || wanted[2]) {
+      const Tensor input = wanted[1] ? h() : as_input(like, w);
+      auto [unused, weight, bias] = conv_gradients(grads[0], input, w, conv, {false, wanted[1], wanted[2]});
+      if (wanted[1]) found.weights[0] = weight.contiguous();
+      if (wanted[2]) found.biases[0] = bias;
     }
-    if (wanted[0]) found.h = found.h.contiguous(format_of(like));
-    if (wanted[1]) found.weights[0] = found.weights[0].contiguous();
+    if (wanted[0]) found.h = conv_input_gradient(grads[0], like, w, conv);
     return found;
   }
   Tensor rows;

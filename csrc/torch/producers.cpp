@@ -32,12 +32,17 @@ struct ActivationProducer : Producer {
   OptionalTensor bias() const { return optional(inputs[1]); }
   OptionalTensor seed() const { return optional(inputs[2]); }
 
+  // Nothing at all: a layer alone.
+  bool is_nothing() const { return act == "identity" && !bias() && !seed(); }
+
   void check() const override {
+    if (is_nothing()) return check_float_tensor("conv2d", x());
     ActivationSpec(act, params);
     check_arguments(act, x(), bias(), -1);
   }
 
   Tensor forward(Tensors&) const override {
+    if (is_nothing()) return x().to(dtype);
     return ops::activation(x(), bias(), -1, act, params, "input", std::nullopt, seed(), drop).to(dtype);
   }
 

@@ -19,7 +19,16 @@ from .activation import (
     Softplus,
     Tanh,
 )
-from .consumer import MLP, ActLinear, DropoutLinear, GatedMLP, GLULinear, NormActConv2d, NormLinear
+from .consumer import (
+    MLP,
+    ActLinear,
+    Conv2d,
+    DropoutLinear,
+    GatedMLP,
+    GLULinear,
+    NormActConv2d,
+    NormLinear,
+)
 from .dropout import AlphaDropout, Dropout, Dropout1d, Dropout2d, Dropout3d, DropPath, FeatureAlphaDropout
 from .glu import GeGLU, ReGLU, SwiGLU
 from .loss import CrossEntropyLoss, LinearCrossEntropyLoss
@@ -38,6 +47,7 @@ __all__ = [
     "BatchNorm1d",
     "BatchNorm2d",
     "BatchNorm3d",
+    "Conv2d",
     "CrossEntropyLoss",
     "DropPath",
     "Dropout",

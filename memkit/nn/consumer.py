@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .. import functional as F
@@ -17,7 +18,16 @@ from .._lean import lean
 from ..functional._glu import Packing
 from .norm import LayerNorm, RMSNorm, norm_act_conv_of
 
-__all__ = ["MLP", "ActLinear", "DropoutLinear", "GLULinear", "GatedMLP", "NormActConv2d", "NormLinear"]
+__all__ = [
+    "MLP",
+    "ActLinear",
+    "Conv2d",
+    "DropoutLinear",
+    "GLULinear",
+    "GatedMLP",
+    "NormActConv2d",
+    "NormLinear",
+]
 
 
 class ActLinear(nn.Linear):
@@ -35,7 +45,7 @@ class ActLinear(nn.Linear):
         **params: Any,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.act = act
+        self.act = _activation(act)
         self.params = params
 
     def forward(self, input: Tensor) -> Tensor:
@@ -63,7 +73,7 @@ class DropoutLinear(nn.Linear):
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self.p = _probability("DropoutLinear", p)
-        self.act = act
+        self.act = act if act is None else _activation(act)
 
     def forward(self, input: Tensor) -> Tensor:
         return F.dropout_linear(input, self.weight, self.bias, self.p, self.training, act=self.act)
@@ -87,7 +97,7 @@ class GLULinear(nn.Linear):
         dtype: Any = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.act = act
+        self.act = _gate(act)
         self.packing: Packing = packing
 
     def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
@@ -134,6 +144,15 @@ class NormLinear(nn.Module):
         return outs[0] if len(outs) == 1 else outs
 
 
+class Conv2d(nn.Conv2d):
+    """``torch.nn.Conv2d`` by :func:`memkit.functional.conv2d`; where padding is text or not of zeros, as it is."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.padding_mode != "zeros" or isinstance(self.padding, str):
+            return super().forward(input)
+        return F.conv2d(input, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
+
+
 class NormActConv2d(nn.Conv2d):
     """conv2d(act(norm(x))) with ``norm`` a ``torch.nn.BatchNorm2d``, as pre-activation networks and DenseNets have it."""
 
@@ -154,7 +173,7 @@ class NormActConv2d(nn.Conv2d):
                 f"{self.padding_mode!r} and {self.padding!r}"
             )
         self.norm = norm
-        self.act = act
+        self.act = act if act is None else _activation(act)
 
     def forward(self, input: Tensor) -> Tensor:
         norm = self.norm
@@ -194,7 +213,7 @@ class MLP(nn.Module):
         out = in_features if out_features is None else out_features
         self.fc1 = nn.Linear(in_features, hidden, bias, device, dtype)
         self.fc2 = nn.Linear(hidden, out, bias, device, dtype)
-        self.act = act
+        self.act = _activation(act)
         self.dropout = _probability("MLP", dropout)
         self.out_dropout = _probability("MLP", out_dropout)
 
@@ -238,7 +257,7 @@ class GatedMLP(nn.Module):
         self.gate_proj = nn.Linear(in_features, hidden, bias, device, dtype)
         self.up_proj = nn.Linear(in_features, hidden, bias, device, dtype)
         self.down_proj = nn.Linear(hidden, out, bias, device, dtype)
-        self.act = act
+        self.act = _gate(act)
         self.dropout = _probability("GatedMLP", dropout)
         self.out_dropout = _probability("GatedMLP", out_dropout)
 
@@ -262,6 +281,17 @@ class GatedMLP(nn.Module):
 
 
 _ROW_NORMS = (nn.LayerNorm, nn.RMSNorm, LayerNorm, RMSNorm)
+
+
+def _activation(act: str) -> str:
+    """Raises at once what the first forward would."""
+    F.act_dropout(torch.empty(0, device="cpu"), act, 0.0, save="input")
+    return act
+
+
+def _gate(act: str) -> str:
+    F.gated(torch.empty(0, 2, device="cpu"), None, act)  # type: ignore[arg-type]
+    return act
 
 
 def _probability(name: str, p: float) -> float:

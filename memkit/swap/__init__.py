@@ -125,7 +125,7 @@ def _swap_by_sample(trial: Trial, found: Found, exact: bool, lean: bool | str) -
     if (
         not any(decision.proof for decision in decisions.values())
         and not found.losses
-        and not (lean and found.batch_norms)
+        and not (lean and found.in_lean)
     ):
         return SwapReport(_rows(decisions, found))
     # Elements dropped are not the same: compared without those dropouts, counted with them.

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_exporting
+from torch.compiler import is_dynamo_compiling, is_exporting
 from torch.nn.modules import module as torch_module
 
 from .. import nn as memkit_nn
@@ -158,6 +158,22 @@ class BatchNorm3d(BatchNorm, memkit_nn.BatchNorm3d):
     pass
 
 
+class Conv2d(Layer, memkit_nn.Conv2d):
+    """Brings less memory in backward, on the CPU, where the input is much larger than the weight."""
+
+    _op = "conv2d"
+
+    def _stays(self, input: Tensor) -> bool:
+        return not (
+            is_lean()
+            and input.device.type == "cpu"
+            and input.numel() >= max(4 * self.weight.numel(), 1 << 18)
+            and takes(self, input)
+            and not torch.is_autocast_enabled("cpu")
+            and not is_dynamo_compiling()
+        )
+
+
 LAYERS: dict[str, type[Layer]] = {
     "layer_norm": LayerNorm,
     "rms_norm": RMSNorm,
@@ -222,7 +238,7 @@ def takes(conv: Any, input: Tensor) -> bool:
 def is_convolution(module: Any) -> bool:
     """One that does what its parameters say, and nothing else."""
     return (
-        type(module) is nn.Conv2d
+        type(module) in (nn.Conv2d, Conv2d)
         and type(module.weight) is nn.Parameter
         and module.padding_mode == "zeros"
         and not isinstance(module.padding, str)

@@ -11,7 +11,7 @@ from torch import nn
 
 from .. import _C
 from ..nn.activation import _Variant
-from .layers import BATCH_NORMS, FUSED, LAYERS, Choice, Norm, Sequential, is_convolution
+from .layers import BATCH_NORMS, FUSED, LAYERS, Choice, Conv2d, Norm, Sequential, is_convolution
 from .library import (
     InLean,
     Twin,
@@ -51,6 +51,7 @@ OPS = (
     "relu_squared",
     *LAYERS,
     "batch_norm_act",
+    "conv2d",
     "act_linear",
     "gated",
     "cross_entropy",
@@ -203,7 +204,8 @@ Decisions = dict["Site | LayerSite", "Decision"]
 class Found:
     activations: list[Site]
     layers: list[LayerSite]
-    batch_norms: list[nn.Module]
+    in_lean: list[tuple[nn.Module, type[Any]]]
+    """Batch norms and convolutions, with their twins: changed where there is memkit.lean()."""
     sequences: list[nn.Module]
     """Those with a batch norm and an activation behind it."""
     losses: list[nn.Module]
@@ -258,7 +260,9 @@ def find(model: nn.Module, names: frozenset[str], exact: bool) -> Found:
             name = LAYER_NAMES[type(module)]
             found.layers.append(LayerSite(module, name, where, LAYERS[name]))
         if type(module) in BATCH_NORMS and "batch_norm_act" in names:
-            found.batch_norms.append(module)
+            found.in_lean.append((module, BATCH_NORMS[type(module)]))
+        if is_convolution(module) and "conv2d" in names:
+            found.in_lean.append((module, Conv2d))
         recipe = RECIPES.get(type(module))
         held: Any = recipe and getattr(module, recipe.attribute)
         if recipe is not None and not isinstance(held, nn.Module):
@@ -403,10 +407,10 @@ def apply_others(found: Found, lean: bool) -> None:
     for changed in found.sequences:
         changed._swap = None
         changed.__class__ = Sequential
-    for changed in found.batch_norms if lean else ():
+    for changed, twin in found.in_lean if lean else ():
         if "forward" not in vars(changed):
             changed._swap = None
-            changed.__class__ = BATCH_NORMS[type(changed)]
+            changed.__class__ = twin
 
 
 def undo(model: nn.Module) -> list[tuple[nn.Module, Any]]:
