@@ -26,8 +26,10 @@ from typing import Any, Literal, overload
 import torch
 from torch import Generator, Tensor
 
+from .._sharding import call
 from ._activation import _parameters
 from ._channel_norm import _update
+from ._dropout import draw_seed, drop_numbers
 from ._glu import Packing
 from ._norm import _resolve_eps
 
@@ -123,8 +125,8 @@ def dropout_linear(
     numbers = _parameters("dropout_linear", act, params)
     seed = None
     if training and p > 0 and input.numel():
-        seed = _draw_seed(input, generator)
-        numbers = [p, 1.0 if p == 1 else 1 / (1 - p), 0.0, 0.0, *numbers]
+        seed = draw_seed("dropout_linear", input, generator)
+        numbers = [*drop_numbers(p), *numbers]
     elif act == "identity" and act_bias is None:  # nothing in front of the layers
         weights, biases = _layers("dropout_linear", weight, bias)
         outs = tuple(torch.nn.functional.linear(input, w, b) for w, b in zip(weights, biases, strict=True))
@@ -255,7 +257,8 @@ def norm_act_conv2d(
         groups,
     ]
     given = (None, None) if training else (running_mean, running_var)
-    outputs, statistics = torch.ops.memkit._consumer.default(
+    outputs, statistics = call(
+        "_consumer",
         [input, norm_weight, norm_bias, *given],
         "batch_norm",
         act or "",
@@ -285,7 +288,7 @@ def _linear(
     numbers: Sequence[float] = (),
 ) -> Tensor | tuple[Tensor, ...]:
     weights, biases = _layers(f"{op}_linear", weight, bias)
-    outputs, _ = torch.ops.memkit._consumer.default(inputs, op, act, packing, numbers, weights, biases, [])
+    outputs, _ = call("_consumer", inputs, op, act, packing, numbers, weights, biases, [])
     out: Tensor | tuple[Tensor, ...] = outputs[0] if isinstance(weight, Tensor) else tuple(outputs)
     return out
 
@@ -312,14 +315,3 @@ def _pair(name: str, value: int | Sequence[int], least: int) -> tuple[int, int]:
             f"norm_act_conv2d: expected {name} of one or two whole numbers, at least {least}, got {value!r}"
         )
     return pair
-
-
-def _draw_seed(input: Tensor, generator: Generator | None) -> Tensor:
-    """One random int64 on the input's device, as dropout draws it."""
-    device = input.device if generator is None else generator.device
-    if device != input.device and device.type != "cpu":
-        raise RuntimeError(
-            f"dropout_linear: expected a generator on {input.device} or the CPU, got one on {device}"
-        )
-    seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device, generator=generator)
-    return seed.to(input.device, non_blocking=True)

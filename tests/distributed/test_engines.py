@@ -18,6 +18,7 @@ ENGINES = (
     "fsdp2_bf16_offload",
     "tensor_parallel",
     "activation_on_dtensors",
+    "sequence_parallel",
     "pipeline",
     "checkpoint",
     *NEEDS,
