@@ -73,7 +73,8 @@ def _dropout(
         return residual + _dropout(name, input, p, training, generator=generator, bias=bias, dim=dim)
     if bias is not None and bias.dtype != input.dtype and torch.is_autocast_enabled(input.device.type):
         bias = bias.to(input.dtype)
-    seed, drop = None, list[float]()
+    seed = None
+    drop: list[float] = []
     if training and p > 0 and input.numel() > 0:
         seed = draw_seed(name, input, generator)
         drop = drop_numbers(p, alpha=name == "alpha_dropout")
@@ -219,7 +220,8 @@ def _consumer(
 ) -> Any:
     """Layers sharded over their outputs leave the input as it is; over their inputs, they give sums over the ranks."""
     x, *others = inputs
-    batch, rest = _names(x)[:-1], Names()
+    batch: Names = _names(x)[:-1]
+    rest: Names = ()
     features: str | None = None
     outputs: str | None = "outputs"
     kept = 0  # statistics that the caller wants

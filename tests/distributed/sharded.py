@@ -60,7 +60,7 @@ def main() -> None:
         function, shapes, _ = CASES[name]
         torch.compiler.reset()
         compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
-        check(compiled, tensors_of(shapes), row, one)
+        check(compiled, tensors_of(shapes), row, one, compiled=True)
         passed.append(f"{name}, compiled")
     if drops_alike(one):
         passed.append("dropout, compiled")
