@@ -53,13 +53,19 @@ def is_dtensor(x: Any) -> bool:
 def call(name: str, *args: Any, **kwargs: Any) -> Any:
     """torch.ops.memkit.<name>, on the local parts where a DTensor is among the arguments."""
     op = getattr(torch.ops.memkit, name).default
-    if "torch.distributed.tensor" in sys.modules:
-        for arg in (*args, *kwargs.values()):
-            if any(map(is_dtensor, arg)) if isinstance(arg, list) else is_dtensor(arg):
-                from ._sharding_rules import RULES
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is not None and _has((*args, *kwargs.values()), module.DTensor):
+        from ._sharding_rules import RULES
 
-                return RULES[name](op, *args, **kwargs)
+        return RULES[name](op, *args, **kwargs)
     return op(*args, **kwargs)
+
+
+def _has(args: Sequence[Any], kind: type) -> bool:
+    for arg in args:
+        if type(arg) is kind or (type(arg) is list and _has(arg, kind)):
+            return True
+    return False
 
 
 def run(
