@@ -62,7 +62,7 @@ def call(name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def _has(args: Sequence[Any], kind: type) -> bool:
-    for arg in args:
+    for arg in args:  # noqa: SIM110  any() takes half as long again
         if type(arg) is kind or (type(arg) is list and _has(arg, kind)):
             return True
     return False

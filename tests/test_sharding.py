@@ -34,6 +34,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.testing._internal.common_distributed import spawn_threads_and_init_comms
+from torch.utils.checkpoint import checkpoint
 
 import memkit
 import memkit.functional as F
@@ -295,41 +296,67 @@ class Outside(nn.Module):
         return self.inner(shared.redistribute(self.mesh, [Shard(1)])).full_tensor()
 
 
-def test_swapped_models_keep_less():
-    """Sequence parallel norms, columns and rows of the layers around an activation: memkit's operators serve them all."""
+def parallel(network, mesh):
+    """Sequence parallel norms; columns and rows of the layers around an activation."""
+    plan = {
+        "norm": SequenceParallel(use_local_output=False),
+        "up": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
+        "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+    }
+    return Outside(parallelize_module(copy.deepcopy(network), mesh, plan), mesh)
+
+
+@pytest.mark.parametrize("lean", [False, True], ids=["", "lean"])
+def test_swapped_models(lean):
+    """They keep less, and their gradients are the stock model's."""
+    x = numbers(8, 6, 8)
+    stock = Network().double()
+    swapped = copy.deepcopy(stock)
+    memkit.swap(swapped, sample=x, lean=lean)
     saved = {}
+
+    def step(network, mesh, context):
+        model = parallel(network, mesh)
+        with context:
+            loss = model(x).square().sum()
+        loss.backward()
+        return [loss.detach(), *(p.grad.full_tensor() for p in model.parameters())]
 
     def rank():
         mesh = init_device_mesh("cpu", (2,))
-        x = numbers(8, 6, 8)
         found = []
-        for swapped in (False, True):
-            torch.manual_seed(0)
-            model = Network().double()
-            if swapped:
-                memkit.swap(model, sample=x)
-            plan = {
-                "norm": SequenceParallel(use_local_output=False),
-                "up": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
-                "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
-            }
-            model = Outside(parallelize_module(model, mesh, plan), mesh)
+        for network in (stock, swapped):
             kept = {}
 
             def pack(t, kept=kept):
-                local = t.to_local() if isinstance(t, DTensor) else t
-                kept[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
+                storage = (t.to_local() if isinstance(t, DTensor) else t).untyped_storage()
+                kept[storage.data_ptr()] = storage.nbytes()
                 return t
 
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-                loss = model(x).square().sum()
-            saved[swapped, dist.get_rank()] = sum(kept.values())
-            loss.backward()
-            found.append([loss.detach(), *(p.grad.full_tensor() for p in model.parameters())])
+            found.append(step(network, mesh, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)))
+            saved[network is swapped, dist.get_rank()] = sum(kept.values())
+        if lean:
+            found[1] = step(swapped, mesh, memkit.lean())
         for ours, theirs in zip(*found, strict=True):
             torch.testing.assert_close(ours, theirs)
 
     on_ranks(rank, 2)
     hidden = 8 * 6 * 16 * 8
     for i in range(2):
-        assert saved[False, i] - saved[True, i] >= hidden - hidden // 16  # but for a bit an element
+        less = (
+            hidden - hidden // 16 if not lean else 0
+        )  # but for a bit an element; lean keeps inputs, elsewhere
+        assert saved[False, i] - saved[True, i] >= less
+
+
+def test_checkpoints_drop_alike():
+    """Recomputation draws the seed again, and the first rank's counts again."""
+
+    def rank():
+        mesh = init_device_mesh("cpu", (RANKS,))
+        x = distributed(torch.ones(8, 64, requires_grad=True), mesh, "R")
+        y = checkpoint(lambda x: 2 * F.act_dropout(x, "relu", 0.5), x, use_reentrant=False)
+        y.sum().backward()
+        assert torch.equal(x.grad.to_local() != 0, y.to_local() != 0)
+
+    on_ranks(rank)
