@@ -126,7 +126,10 @@ def run(
 
     def local(arg: Arg, x: Any) -> Any:
         if arg.seed and arg.tensor is not None:
-            return _seed_here(arg.tensor, mesh, [choice in args[0].names for choice in chosen])
+            masked = args[0].names
+            return _seed_here(
+                arg.tensor, mesh, [choice is not None and choice in masked for choice in chosen]
+            )
         if x is None:
             return None
         wanted = placements(

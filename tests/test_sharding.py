@@ -360,3 +360,40 @@ def test_checkpoints_drop_alike():
         assert torch.equal(x.grad.to_local() != 0, y.to_local() != 0)
 
     on_ranks(rank)
+
+
+class LlamaMLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(8, 24, bias=False), nn.Linear(8, 24, bias=False)
+        self.down_proj = nn.Linear(24, 8, bias=False)
+        self.act_fn = nn.SiLU()
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def test_twins_of_library_classes():
+    """Columns and rows without a hook: gate and up are kept, and the product of a rank's rows is a summand."""
+    x = numbers(6, 8)
+    stock = LlamaMLP().double()
+    swapped = copy.deepcopy(stock)
+    memkit.swap(swapped)
+    assert type(swapped) is not type(stock)
+    stock(x).square().sum().backward()
+    expected = [stock(x), *(p.grad for p in stock.parameters())]
+
+    def rank():
+        mesh = init_device_mesh("cpu", (RANKS,))
+        model = copy.deepcopy(swapped)
+        for layer, dim in ((model.gate_proj, 0), (model.up_proj, 0), (model.down_proj, 1)):
+            layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(dim)]))
+        out = model(distribute_tensor(x, mesh, [Replicate()]))
+        assert out.placements == (Partial(),)
+        assert out.grad_fn.next_functions[0][0].name() == "memkit::glu_linear_backward"
+        whole = out.full_tensor()
+        whole.square().sum().backward()
+        for ours, theirs in zip([whole, *(p.grad for p in model.parameters())], expected, strict=True):
+            torch.testing.assert_close(full(ours), theirs)
+
+    on_ranks(rank)
