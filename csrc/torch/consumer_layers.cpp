@@ -50,6 +50,9 @@ at::MemoryFormat format_of(const Tensor& x, const Tensor& weight) {
   return format_of(x) == at::MemoryFormat::Contiguous ? format_of(weight) : format_of(x);
 }
 
+// As a matrix of rows; -1 would say nothing where a row is empty.
+Tensor as_rows(const Tensor& x) { return x.dim() == 1 ? x.unsqueeze(0) : x.flatten(0, -2); }
+
 Tensor meta_output(const Tensor& h, const Tensor& weight, at::IntArrayRef conv) {
   auto shape = c10::SymDimVector(h.sym_sizes().begin(), h.sym_sizes().end());
   if (conv.empty()) {
@@ -163,12 +166,12 @@ Consumers::Gradients Consumers::backward(const Tensors& grads, const std::functi
   bool is_own = false;
   for (size_t i = 0; i < n; ++i) {
     if (!grads[i].defined()) continue;
-    const Tensor g = grads[i].reshape_symint({-1, weights[i].sym_size(0)});
+    const Tensor g = as_rows(grads[i]);
     if (wanted[1 + i]) {
       if (!rows.defined()) {
         const Tensor made = h();
         const bool is_sole = made.use_count() == 1 && made.storage().use_count() == 1;
-        rows = made.reshape_symint({-1, shape.back()});
+        rows = as_rows(made);
         is_own = rows.is_contiguous() && (is_sole || !rows.is_alias_of(made));
       }
       found.weights[i] = at::mm(g.t(), rows);
@@ -180,7 +183,7 @@ Consumers::Gradients Consumers::backward(const Tensors& grads, const std::functi
   rows.reset();
   for (size_t i = 0; i < n; ++i) {
     if (!grads[i].defined()) continue;
-    const Tensor g = grads[i].reshape_symint({-1, weights[i].sym_size(0)});
+    const Tensor g = as_rows(grads[i]);
     if (found.h.defined()) {
       at::addmm_out(found.h, found.h, g, weights[i]);
     } else {

@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from .. import _C
+from .._sharding import call
 
 __all__ = [
     "bias_act",
@@ -85,7 +86,7 @@ def _dispatched(
     bias: Tensor | None,
     dim: int,
 ) -> Tensor:
-    """Through torch.ops: what a compiler traces and tensor subclasses intercept. Functional, with a copy in place."""
+    """Through torch.ops: what a compiler traces, and what DTensors take. Functional, with a copy in place."""
     if inplace not in (True, False, "auto"):
         raise ValueError(f"{op}: expected inplace True, False or 'auto', got {inplace!r}")
     if inplace is True and save == "input":
@@ -94,7 +95,7 @@ def _dispatched(
         )
     if inplace is True and save == "auto":
         save = "output"
-    out: Tensor = torch.ops.memkit._activation(input, bias, dim, op, params, save)
+    out: Tensor = call("_activation", input, bias, dim, op, params, save)
     return input.copy_(out) if inplace is True else out
 
 

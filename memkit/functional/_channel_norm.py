@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from .. import _C
+from .._sharding import call
 from ._activation import _PARAMETERS
 from ._norm import output_dtype
 
@@ -35,7 +36,7 @@ def group_norm(
         out: Tensor | None = _C.group_norm(input, num_groups, weight, bias, eps)
         if out is not None:
             return out
-    found: Tensor = torch.ops.memkit._group_norm(input, num_groups, weight, bias, eps, output_dtype(input))
+    found: Tensor = call("_group_norm", input, num_groups, weight, bias, eps, output_dtype(input))
     return found
 
 
@@ -107,8 +108,8 @@ def _run(
         )
         if out is not None:
             return out
-    found: tuple[Tensor, Tensor, Tensor] = torch.ops.memkit._batch_norm_act(
-        input, weight, bias, mean, variance, eps, act, params, output_dtype(input)
+    found: tuple[Tensor, Tensor, Tensor] = call(
+        "_batch_norm_act", input, weight, bias, mean, variance, eps, act, params, output_dtype(input)
     )
     return found
 

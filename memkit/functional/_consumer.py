@@ -26,8 +26,10 @@ from typing import Any, Literal, overload
 import torch
 from torch import Generator, Tensor
 
+from .._sharding import call
 from ._activation import _parameters
 from ._channel_norm import _update
+from ._dropout import draw_seed, drop_numbers
 from ._glu import Packing
 from ._norm import _resolve_eps
 
@@ -123,8 +125,8 @@ def dropout_linear(
     numbers = _parameters("dropout_linear", act, params)
     seed = None
     if training and p > 0 and input.numel():
-        seed = _draw_seed(input, generator)
-        numbers = [p, 1.0 if p == 1 else 1 / (1 - p), 0.0, 0.0, *numbers]
+        seed = draw_seed("dropout_linear", input, generator)
+        numbers = [*drop_numbers(p), *numbers]
     elif act == "identity" and act_bias is None:  # nothing in front of the layers
         weights, biases = _layers("dropout_linear", weight, bias)
         outs = tuple(torch.nn.functional.linear(input, w, b) for w, b in zip(weights, biases, strict=True))
@@ -233,8 +235,8 @@ def conv2d(
     if input.dim() != 4:
         raise ValueError(f"conv2d: expected an input [N, C, H, W] or [C, H, W], got {list(input.shape)}")
     conv = _convolution("conv2d", stride, padding, dilation, groups)
-    outputs, _ = torch.ops.memkit._consumer.default(
-        [input, None, None], "activation", "identity", "", [], [weight], [bias], conv
+    outputs, _ = call(
+        "_consumer", [input, None, None], "activation", "identity", "", [], [weight], [bias], conv
     )
     out: Tensor = outputs[0]
     return out
@@ -277,7 +279,8 @@ def norm_act_conv2d(
         )
     conv = _convolution("norm_act_conv2d", stride, padding, dilation, groups)
     given = (None, None) if training else (running_mean, running_var)
-    outputs, statistics = torch.ops.memkit._consumer.default(
+    outputs, statistics = call(
+        "_consumer",
         [input, norm_weight, norm_bias, *given],
         "batch_norm",
         act or "",
@@ -307,7 +310,7 @@ def _linear(
     numbers: Sequence[float] = (),
 ) -> Tensor | tuple[Tensor, ...]:
     weights, biases = _layers(f"{op}_linear", weight, bias)
-    outputs, _ = torch.ops.memkit._consumer.default(inputs, op, act, packing, numbers, weights, biases, [])
+    outputs, _ = call("_consumer", inputs, op, act, packing, numbers, weights, biases, [])
     out: Tensor | tuple[Tensor, ...] = outputs[0] if isinstance(weight, Tensor) else tuple(outputs)
     return out
 
@@ -343,14 +346,3 @@ def _convolution(
             )
         numbers += pair
     return [*numbers, groups]
-
-
-def _draw_seed(input: Tensor, generator: Generator | None) -> Tensor:
-    """One random int64 on the input's device, as dropout draws it."""
-    device = input.device if generator is None else generator.device
-    if device != input.device and device.type != "cpu":
-        raise RuntimeError(
-            f"dropout_linear: expected a generator on {input.device} or the CPU, got one on {device}"
-        )
-    seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device, generator=generator)
-    return seed.to(input.device, non_blocking=True)

@@ -19,7 +19,6 @@ Shapes: any; the result has the input's shape and dtype. Dtypes: float32, float6
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from torch import Generator, Tensor
 from torch.compiler import is_compiling
 
 from .. import _C
+from .._sharding import call
 from ._activation import Inplace, Save, _parameters
 
 __all__ = [
@@ -42,16 +42,36 @@ __all__ = [
     "feature_alpha_dropout",
 ]
 
+_LIMIT = 1.7580993408473766
+"""selu's scale times alpha."""
+
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
-def _dispatched(
-    op: Callable[..., Tensor], input: Tensor, inplace: Inplace, *args: Any, **kwargs: Any
-) -> Tensor:
-    """Through torch.ops: what a compiler traces and tensor subclasses intercept. Functional, with a copy in place."""
+def drop_numbers(p: float, alpha: bool = False) -> list[float]:
+    """[p, scale, kept, dropped] of ``memkit::_activation``: a kept x becomes x * scale + kept, a dropped one `dropped`."""
+    if p == 1:
+        return [p, 1.0, 0.0, 0.0]
+    if not alpha:
+        return [p, 1 / (1 - p), 0.0, 0.0]
+    a = float(((_LIMIT**2 * p + 1) * (1 - p)) ** -0.5)
+    return [p, a, _LIMIT * a * p, _LIMIT * a * (p - 1)]
+
+
+def draw_seed(op: str, input: Tensor, generator: Generator | None) -> Tensor:
+    """One random int64 on the input's device."""
+    device = input.device if generator is None else generator.device
+    if device != input.device and device.type != "cpu":
+        raise RuntimeError(f"{op}: expected a generator on {input.device} or the CPU, got one on {device}")
+    seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device, generator=generator)
+    return seed.to(input.device, non_blocking=True)
+
+
+def _dispatched(op: str, input: Tensor, inplace: Inplace, *args: Any, **kwargs: Any) -> Tensor:
+    """Through torch.ops: what a compiler traces, and what DTensors take. Functional, with a copy in place."""
     if inplace not in (True, False, "auto"):
         raise ValueError(f"dropout: expected inplace True, False or 'auto', got {inplace!r}")
-    out = op(input, *args, **kwargs)
+    out: Tensor = call(op, input, *args, **kwargs)
     return input.copy_(out) if inplace is True else out
 
 
@@ -81,7 +101,7 @@ def dropout(
         out = _C.dropout(input, p, training, inplace, generator, False)
         if out is not None:
             return out
-    return _dispatched(torch.ops.memkit.dropout, input, inplace, p, training, generator=generator)
+    return _dispatched("dropout", input, inplace, p, training, generator=generator)
 
 
 def alpha_dropout(
@@ -100,7 +120,7 @@ def alpha_dropout(
         out = _C.dropout(input, p, training, inplace, generator, True)
         if out is not None:
             return out
-    return _dispatched(torch.ops.memkit.alpha_dropout, input, inplace, p, training, generator=generator)
+    return _dispatched("alpha_dropout", input, inplace, p, training, generator=generator)
 
 
 def dropout_add(
@@ -121,9 +141,7 @@ def dropout_add(
         out = _C.dropout_add(input, residual, p, training, inplace, generator)
         if out is not None:
             return out
-    return _dispatched(
-        torch.ops.memkit.dropout_add, input, inplace, residual, p, training, generator=generator
-    )
+    return _dispatched("dropout_add", input, inplace, residual, p, training, generator=generator)
 
 
 def bias_dropout_add(
@@ -146,7 +164,7 @@ def bias_dropout_add(
         if out is not None:
             return out
     return _dispatched(
-        torch.ops.memkit.bias_dropout_add,
+        "bias_dropout_add",
         input,
         inplace,
         bias,
@@ -187,7 +205,7 @@ def act_dropout(
     if inplace is True and save == "auto":
         save = "output"
     return _dispatched(
-        torch.ops.memkit.act_dropout,
+        "act_dropout",
         input,
         inplace,
         act,
@@ -196,7 +214,7 @@ def act_dropout(
         generator=generator,
         bias=bias,
         dim=dim,
-        params=given,
+        params=_parameters("act_dropout", act, params),
         save=save,
     )
 
@@ -335,8 +353,7 @@ def feature_alpha_dropout(
     if p == 1:
         return input.mul_(0) if inplace is True else input * 0
     kept = _feature_mask(input, 2, p, generator) != 0
-    limit = 1.7580993408473766  # selu's scale times alpha
-    a = ((limit**2 * p + 1) * (1 - p)) ** -0.5
+    a = ((_LIMIT**2 * p + 1) * (1 - p)) ** -0.5
     scale = kept * a
-    shift = (kept.to(input.dtype) - (1 - p)) * (limit * a)
+    shift = (kept.to(input.dtype) - (1 - p)) * (_LIMIT * a)
     return input.mul_(scale).add_(shift) if inplace is True else input * scale + shift

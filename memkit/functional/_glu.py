@@ -17,11 +17,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
 from .. import _C
+from .._sharding import call
 
 __all__ = ["gated", "geglu", "reglu", "swiglu"]
 
@@ -43,7 +43,7 @@ def gated(
         out = _C.glu(gate, up, act, packing)
         if out is not None:
             return out
-    product: Tensor = torch.ops.memkit.glu(gate, up, act, packing)
+    product: Tensor = call("glu", gate, up, act, packing)
     return product
 
 

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from .. import _C
+from .._sharding import call
 from ._activation import Inplace
 
 __all__ = ["cross_entropy", "linear_cross_entropy"]
@@ -78,7 +79,8 @@ def cross_entropy(
             return out
     if inplace not in (True, False, "auto"):
         raise ValueError(f"cross_entropy: expected inplace True, False or 'auto', got {inplace!r}")
-    result: Tensor = torch.ops.memkit.cross_entropy(
+    result: Tensor = call(
+        "cross_entropy",
         input,
         target,
         weight,
@@ -142,7 +144,8 @@ def linear_cross_entropy(
             z_loss,
             softcap,
         )
-    result: Tensor = torch.ops.memkit.linear_cross_entropy(
+    result: Tensor = call(
+        "linear_cross_entropy",
         input,
         linear_weight,
         target,

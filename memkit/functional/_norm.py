@@ -35,6 +35,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from .. import _C
+from .._sharding import call
 from ._activation import Inplace, Save
 
 __all__ = [
@@ -146,10 +147,11 @@ def _dispatched(
     inplace: Inplace,
     save: str,
 ) -> Tensor:
-    """Through torch.ops: what a compiler traces and tensor subclasses intercept. Functional, with a copy in place."""
+    """Through torch.ops: what a compiler traces, and what DTensors take. Functional, with a copy in place."""
     _check(op, input, normalized_shape, inplace, save)
     dtype = output_dtype(input)
-    out: Tensor = torch.ops.memkit._row_norm(
+    out: Tensor = call(
+        "_row_norm",
         input,
         len(normalized_shape),
         weight,
@@ -177,7 +179,8 @@ def _dispatched_adding(
     total = torch.promote_types(input.dtype, residual.dtype)
     input = input.to(total)
     dtype = output_dtype(input)
-    out: tuple[Tensor, Tensor] = torch.ops.memkit._add_row_norm(
+    out: tuple[Tensor, Tensor] = call(
+        "_add_row_norm",
         input,
         residual.to(total),
         len(normalized_shape),

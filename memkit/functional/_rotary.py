@@ -23,11 +23,11 @@ from __future__ import annotations
 
 from typing import Literal, overload
 
-import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
 from .. import _C
+from .._sharding import call
 from ._activation import Inplace
 
 __all__ = ["apply_rotary"]
@@ -90,8 +90,8 @@ def apply_rotary(
             return out
     if inplace not in (True, False, "auto"):
         raise ValueError(f"apply_rotary: expected inplace True, False or 'auto', got {inplace!r}")
-    turned: tuple[Tensor, Tensor] = torch.ops.memkit._rotary(
-        q, k, cos, sin, position_ids, interleaved, heads_at, rotary, False
+    turned: tuple[Tensor, Tensor] = call(
+        "_rotary", q, k, cos, sin, position_ids, interleaved, heads_at, rotary, False
     )
     if inplace is True:  # a compiler removes the copies
         turned = (q.copy_(turned[0]), turned[1] if k is None else k.copy_(turned[1]))

@@ -38,6 +38,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from .. import _C
+from .._sharding import call
 from ._activation import Inplace
 
 __all__ = ["log_softmax", "softmax"]
@@ -100,5 +101,5 @@ def _call(
         raise TypeError(
             f"{op}: expected, in place, an input of the output's dtype {dtype}, got {input.dtype}"
         )
-    out: Tensor = torch.ops.memkit._softmax(input, dim, mask, scale, causal, log, dtype)
+    out: Tensor = call("_softmax", input, dim, mask, scale, causal, log, dtype)
     return input.copy_(out) if inplace is True else out

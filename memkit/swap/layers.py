@@ -22,6 +22,7 @@ from torch.nn.modules import module as torch_module
 
 from .. import nn as memkit_nn
 from .._lean import is_lean
+from .._sharding import is_dtensor
 from ..functional import Save, norm_saves
 from ..functional._activation import _PARAMETERS
 from ..functional._norm import output_dtype
@@ -44,7 +45,7 @@ class Layer(Changed):
     _op: str
 
     def forward(self, input: Tensor) -> Tensor:
-        if not serves(input) or self._stays(input):
+        if not serves(input, sharded=True) or self._stays(input):
             return self._stock_forward(input)
         try:
             return self._memkit(input)
@@ -74,10 +75,10 @@ class Norm(Layer):
         return self._memkit(input)
 
 
-def serves(input: Tensor) -> bool:
-    """Whether memkit may have a kernel for it, and nothing but tensors is to be seen."""
+def serves(input: Tensor, sharded: bool = False) -> bool:
+    """Whether memkit may have a kernel for it, and nothing but tensors is to be seen, or DTensors if `sharded`."""
     return (
-        (type(input) is Tensor or type(input) is nn.Parameter)
+        (type(input) is Tensor or type(input) is nn.Parameter or (sharded and is_dtensor(input)))
         and input.dtype in FLOATS
         and input.device.type in ("cpu", "cuda")
         and input.layout == torch.strided

@@ -11,7 +11,7 @@ was proven. Each call checks what cannot be proven once and for all:
 - The dtype, where the slope from the output is not exact in all of them.
 
 Whatever is not proven or not supported (integers, other devices, tensor subclasses, hooks added later) goes to the
-stock forward.
+stock forward. DTensors are worked on out of place.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from torch.nn.modules.module import _global_forward_hooks
 from .. import _C
 from .. import nn as memkit_nn
 from .._lean import is_lean
+from .._sharding import is_dtensor
 from ..functional._activation import Inplace, Save, _dispatched
 from .recipes import CALLERS
 
@@ -118,7 +119,9 @@ class Swapped(Changed):
                 inplace = False
             out = _C.activation(self._op, input, None, -1, self._params, inplace, save)
             if out is None:  # a tensor subclass, or a torch function mode
-                if type(input) is not Tensor:
+                if is_dtensor(input):
+                    inplace = False  # else the result would be copied into it
+                elif type(input) is not Tensor:
                     return self._stock_forward(input)
                 out = _dispatched(self._op, input, self._params, inplace, save, None, -1)
         except (RuntimeError, TypeError, ValueError) as error:

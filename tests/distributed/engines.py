@@ -25,8 +25,14 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInputOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 import memkit
 from memkit.bench.models import GPT
@@ -93,11 +99,39 @@ def tensor_parallel(model: GPT) -> Step:
 
 
 def activation_on_dtensors(model: GPT) -> Step:
-    """The activation itself is given DTensors, which stock's forward serves."""
+    """The activation itself is given DTensors."""
     mesh = init_device_mesh("cpu", (2,))
     for block in model.blocks:
         up, down = ColwiseParallel(use_local_output=False), RowwiseParallel(input_layouts=Shard(-1))
         parallelize_module(block, mesh, {"mlp.up": up, "mlp.down": down})
+    return plain_step(model)
+
+
+def sequence_parallel(model: GPT) -> Step:
+    """Norms, sums and activations are given DTensors, parts of the sequence or of the features."""
+    mesh = init_device_mesh("cpu", (2,))
+    norm = SequenceParallel(use_local_output=False)
+    plan = {
+        "norm1": norm,
+        "attention": PrepareModuleInputOutput(
+            input_layouts=Shard(1),
+            desired_input_layouts=Replicate(),
+            use_local_input=True,
+            output_layouts=Replicate(),
+            desired_output_layouts=Shard(1),
+            use_local_output=False,
+        ),
+        "norm2": norm,
+        "mlp.up": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
+        "mlp.down": RowwiseParallel(input_layouts=Shard(-1), output_layouts=Shard(1), use_local_output=False),
+    }
+    for block in model.blocks:
+        parallelize_module(block, mesh, plan)
+    parallelize_module(model, mesh, {"norm": norm})
+    model.blocks.register_forward_pre_hook(
+        lambda _, inputs: DTensor.from_local(inputs[0], mesh, [Replicate()]).redistribute(mesh, [Shard(1)])
+    )
+    model.norm.register_forward_hook(lambda _, inputs, output: output.full_tensor())
     return plain_step(model)
 
 
@@ -198,6 +232,7 @@ ENGINES: dict[str, Callable[[GPT], Step]] = {
     "fsdp2_bf16_offload": fsdp2_bf16_offload,
     "tensor_parallel": tensor_parallel,
     "activation_on_dtensors": activation_on_dtensors,
+    "sequence_parallel": sequence_parallel,
     "pipeline": pipeline,
     "checkpoint": checkpoint,
     "deepspeed_zero1": lambda model: deepspeed(model, 1),

@@ -18,6 +18,7 @@ ENGINES = (
     "fsdp2_bf16_offload",
     "tensor_parallel",
     "activation_on_dtensors",
+    "sequence_parallel",
     "pipeline",
     "checkpoint",
     *NEEDS,
@@ -25,21 +26,26 @@ ENGINES = (
 TOLERANCE = {"fsdp2_bf16_offload": 2e-3}  # bfloat16: one unit in the last place of these losses is 3e-2
 
 
-def train(engine):
-    """What engines.py prints for this engine."""
+def torchrun(script, *args, processes=2):
+    """The JSON lines that a script of this folder prints."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(processes),
+    ]
     run = subprocess.run(
-        [*command, str(HERE / "engines.py"), engine],
+        [*command, str(HERE / script), *args],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
         timeout=600,
     )
-    lines = [line for line in run.stdout.splitlines() if line.startswith('{"engine"')]
     assert run.returncode == 0, run.stderr[-4000:]
-    assert len(lines) == 1, run.stderr[-4000:]
-    return json.loads(lines[0])
+    return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
 
 
 @pytest.mark.slow
@@ -47,7 +53,7 @@ def train(engine):
 def test_engine(engine):
     if engine in NEEDS and importlib.util.find_spec(NEEDS[engine]) is None:
         pytest.skip(f"needs {NEEDS[engine]}")
-    found = train(engine)
+    (found,) = torchrun("engines.py", engine)
     stock = found["stock"]
     assert stock["losses"][0] != stock["losses"][-1]  # it trains
     for kind in found.keys() - {"engine", "stock"}:

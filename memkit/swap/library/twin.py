@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._lean import lean
+from ..._sharding import is_dtensor
 from ..layers import has_global_hooks, serves
 from ..types import Changed, has_hooks
 
@@ -85,18 +86,19 @@ def is_plain(module: Any) -> bool:
 def linear_weights(module: Any) -> tuple[Tensor, Tensor | None] | None:
     """Weight and bias of a layer that is a Linear and nothing else; transformers' Conv1D is one transposed.
 
-    A weight of a tensor subclass (quantised, distributed) brings its own linear, which only a call of the layer reaches.
+    A weight of another tensor subclass (quantised) brings its own linear, which only a call of the layer reaches.
     """
     transposed = type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
     plain = type(module) is nn.Linear or transposed
-    if plain and is_plain(module) and type(module.weight) in (nn.Parameter, Tensor):
+    known = plain and (type(module.weight) in (nn.Parameter, Tensor) or is_dtensor(module.weight))
+    if known and is_plain(module):
         return (module.weight.t() if transposed else module.weight), module.bias
     return None
 
 
 def computes_in(input: Any, *layers: Any) -> bool:
     """Whether memkit's operators give what stock gives: no dtypes that promote each other, but under autocast."""
-    if not serves(input):
+    if not serves(input, sharded=True):
         return False
     if torch.is_autocast_enabled(input.device.type):
         return True
