@@ -220,21 +220,21 @@ def _consumer(
 ) -> Any:
     """Layers sharded over their outputs leave the input as it is; over their inputs, they give sums over the ranks."""
     x, *others = inputs
-    batch: Names = _names(x)[:-1]
-    rest: Names = ()
+    batch: Names = (0,) if conv else _names(x)[:-1]
+    rest: Names = (None, None) if conv else ()
     features: str | None = None
-    outputs: str | None = "outputs"
+    divisible = not conv or conv[-1] == 1  # no groups of channels
+    outputs = "outputs" if divisible else None
     kept = 0  # statistics that the caller wants
     if producer == "activation":
-        features = "features"
+        features = "features" if divisible else None
         behind = [Arg(others[0], (features,)), Arg(others[1], seed=True)]
     elif producer == "glu":
         features = _pairs(x, packing) if others[0] is None else "features"
         behind = [Arg(others[0], (*batch, features))]
     elif producer == "batch_norm":
         training = others[2] is None
-        batch, rest, kept = (None if training else 0,), (None, None), 2 * training
-        outputs = "outputs" if conv[-1] == 1 else None
+        batch, kept = (None if training else 0,), 2 * training
         behind = [*map(Arg, others[:2]), *(Arg(each, plain=True) for each in others[2:])]
     else:
         behind = [*map(Arg, others)]

@@ -294,6 +294,21 @@ CASES = {
         [X, (6,), (8, 6), (8,)],
         ["S1 R R R -> S1 | S1 P P P", "R R S0 S0 -> S2 | P P S0 S0", "S2 R R R -> R !"],
     ),
+    "conv2d": (
+        lambda x, w, b: F.conv2d(x, w, b, padding=1),
+        [(5, 4, 6, 7), (8, 4, 3, 3), (8,)],
+        [
+            "S0 R R -> S0 | S0 P P",
+            "S1 S1 R -> P | S1 S1 P",
+            "R S0 S0 -> S1 | P S0 S0",
+            "S2 R R -> R !",
+        ],
+    ),
+    "conv2d, groups": (
+        lambda x, w: F.conv2d(x, w, groups=2),
+        [(5, 4, 6, 7), (8, 2, 3, 3)],
+        ["S0 R -> S0 | S0 P", "R S0 -> R !"],
+    ),
     "norm_act_conv2d, training": (
         lambda x, w, b, g: F.norm_act_conv2d(x, w, b, norm_weight=g, training=True, padding=1),
         [(5, 4, 6, 7), (8, 4, 3, 3), (8,), (4,)],
