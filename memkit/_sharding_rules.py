@@ -223,11 +223,10 @@ def _consumer(
     batch: Names = (0,) if conv else _names(x)[:-1]
     rest: Names = (None, None) if conv else ()
     features: str | None = None
-    divisible = not conv or conv[-1] == 1  # no groups of channels
-    outputs = "outputs" if divisible else None
+    outputs = "outputs" if not conv or conv[-1] == 1 else None  # no groups of channels
     kept = 0  # statistics that the caller wants
     if producer == "activation":
-        features = "features" if divisible else None
+        features = None if conv else "features"  # PyTorch's convolution of no channels makes no zeros
         behind = [Arg(others[0], (features,)), Arg(others[1], seed=True)]
     elif producer == "glu":
         features = _pairs(x, packing) if others[0] is None else "features"
