@@ -15,7 +15,8 @@ processes over gloo.
 from __future__ import annotations
 
 import argparse
-import importlib
+import contextlib
+import importlib.metadata
 import json
 import multiprocessing
 import os
@@ -36,7 +37,7 @@ from memkit.bench.zoo import ZOO
 
 KIND = "memkit-matrix"
 FORMAT = 1
-WORDS = {PASSES: "yes", FAILS: "NO", STOCK_TOO: "stock fails too", NOTHING: "–"}
+MARKS = {PASSES: "✓", FAILS: "✗", STOCK_TOO: "stock ✗", NOTHING: "–"}
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 LIBRARIES = ("transformers", "timm", "torchvision", "deepspeed", "fairscale")
 
@@ -45,7 +46,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {"kind": KIND, "format": FORMAT, **machine.stamp("cpu"), "cells": {}}
     before = json.loads(args.json.read_text()) if args.json and args.json.exists() else {"cells": {}}
     for library in LIBRARIES:
-        result["versions"][library] = importlib.metadata.version(library)
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            result["versions"][library] = importlib.metadata.version(library)
     kept: dict[str, dict[str, Any]] = before["cells"]
     result["cells"] = {name: dict(kept.get(name, {})) for name in ZOO if name in kept or name in args.models}
     lock, begin = threading.Lock(), time.monotonic()
@@ -68,8 +70,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     preload = ["torch", "memkit", "matrix.cells", *LIBRARIES, "transformers.models.llama.modeling_llama"]
     multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
     with ThreadPoolExecutor(args.jobs) as pool:
-        for done in [pool.submit(one, name) for name in args.models]:
-            done.result()
+        rows = [pool.submit(one, name) for name in args.models]
+        try:
+            for each in rows:
+                each.result()
+        except KeyboardInterrupt:
+            with lock:  # the file is whole; processes end when they find nobody to answer to
+                os._exit(130)
     return result
 
 
@@ -80,7 +87,7 @@ def columns_of(result: dict[str, Any]) -> list[str]:
 def table(result: dict[str, Any]) -> str:
     columns = columns_of(result)
     body = [
-        [name, *(WORDS[cells[column]["state"]] if column in cells else "" for column in columns)]
+        [name, *(MARKS[cells[column]["state"]] if column in cells else "" for column in columns)]
         for name, cells in result["cells"].items()
     ]
     return text_table(["model", *columns], body)
@@ -98,7 +105,7 @@ def reasons(result: dict[str, Any]) -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", metavar="A,B", help=f"of {', '.join(ZOO)} (default: all)")
-    parser.add_argument("--columns", metavar="A;B", help=f"of {'; '.join(COLUMNS)} (default: all)")
+    parser.add_argument("--columns", metavar="A,B", help=f"of {', '.join(COLUMNS)} (default: all)")
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count(), help="models at a time (default: a core each)"
     )
@@ -109,7 +116,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     for option, known in (("models", list(ZOO)), ("columns", list(COLUMNS))):
         text = getattr(args, option)
-        chosen = [each.strip() for each in text.split(";" if ";" in text else ",")] if text else known
+        chosen = [each.strip() for each in text.split(",")] if text else known
         if unknown := set(chosen) - set(known):
             parser.error(f"--{option}: expected some of {', '.join(known)}, got {', '.join(sorted(unknown))}")
         setattr(args, option, chosen)

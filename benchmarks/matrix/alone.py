@@ -72,8 +72,8 @@ ALONE: dict[str, Run] = {
     "plain": plain,
     "AMP": amp,
     "checkpoint": checkpointed(CheckpointImpl.NO_REENTRANT),
-    "checkpoint, reentrant": checkpointed(CheckpointImpl.REENTRANT),
-    "checkpoint, selective": checkpointed(CheckpointImpl.NO_REENTRANT, context_fn=selective),
+    "checkpoint reentrant": checkpointed(CheckpointImpl.REENTRANT),
+    "checkpoint selective": checkpointed(CheckpointImpl.NO_REENTRANT, context_fn=selective),
     "compile": compiled,
     "export": exported,
 }

@@ -7,6 +7,7 @@ import copy
 import functools
 import multiprocessing
 import os
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -104,6 +105,7 @@ def examine(name: str, column: str, stock_runs: bool) -> Answer:
 
 def work(name: str, columns: list[str], stock_runs: bool, rank: int, port: int, answers: Connection) -> None:
     """A process's life. The first error ends it: the other rank may be waiting for this one anywhere."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # or an interrupted run would note that all has failed
     quiet = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(quiet, stream)
