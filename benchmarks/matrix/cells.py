@@ -187,7 +187,7 @@ def row(name: str, columns: list[str], tell: Callable[[str, dict[str, Any]], Non
     for chosen in ([c for c in columns if c not in ENGINES], [c for c in columns if c in ENGINES]):
         left = list(chosen)
         while left:
-            for answers, seconds in attempt(name, left):
+            for answers, seconds in attempt(name, list(left)):
                 column = left.pop(0)
                 cell = verdict(answers, seconds)
                 if any(answer.failed and answer.of_stock for answer in answers):
