@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.metadata
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -39,6 +40,7 @@ KIND = "memkit-matrix"
 FORMAT = 1
 MARKS = {PASSES: "✓", FAILS: "✗", STOCK_TOO: "stock ✗", NOTHING: "–"}
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
+NEEDS = {"FairScale": "fairscale", "DeepSpeed ZeRO 1": "deepspeed", "DeepSpeed ZeRO 3": "deepspeed"}
 LIBRARIES = ("transformers", "timm", "torchvision", "deepspeed", "fairscale")
 
 
@@ -105,7 +107,7 @@ def reasons(result: dict[str, Any]) -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", metavar="A,B", help=f"of {', '.join(ZOO)} (default: all)")
-    parser.add_argument("--columns", metavar="A,B", help=f"of {', '.join(COLUMNS)} (default: all)")
+    parser.add_argument("--columns", metavar="A,B", help=f"of {', '.join(COLUMNS)} (default: all installed)")
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count(), help="models at a time (default: a core each)"
     )
@@ -114,9 +116,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--resume", action="store_true", help="run only the cells that the file lacks")
     args = parser.parse_args(argv)
-    for option, known in (("models", list(ZOO)), ("columns", list(COLUMNS))):
+    installed = [name for name in COLUMNS if name not in NEEDS or importlib.util.find_spec(NEEDS[name])]
+    for option, known, default in (("models", ZOO, list(ZOO)), ("columns", COLUMNS, installed)):
         text = getattr(args, option)
-        chosen = [each.strip() for each in text.split(",")] if text else known
+        chosen = [each.strip() for each in text.split(",")] if text else default
         if unknown := set(chosen) - set(known):
             parser.error(f"--{option}: expected some of {', '.join(known)}, got {', '.join(sorted(unknown))}")
         setattr(args, option, chosen)

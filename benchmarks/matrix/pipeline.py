@@ -28,7 +28,6 @@ class Stage(nn.Module):
         super().__init__()
         paths = blocks(model)
         middle = len(paths) // 2
-        self.names = list(sample)
         self.model = model
         self.rank = rank
         self.received: tuple[Tensor, ...] = ()
@@ -44,7 +43,7 @@ class Stage(nn.Module):
         for hook in hooks:
             hook.remove()
         cut.register_forward_pre_hook(self.at_cut, with_kwargs=True)
-        for block in before if rank else ():  # behind the cut nobody looks at what they return
+        for block in before if rank else ():  # what they return is overwritten at the cut
             out = pytree.tree_map_only(Tensor, Tensor.detach, outputs[block])
             block.forward = lambda *args, out=out, **kwargs: out
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,11 +24,17 @@ def finish(loss: Tensor, model: nn.Module) -> Result:
     return loss.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-def steps(model: nn.Module, train: Callable[[], Tensor]) -> Result:
-    """For engines that do not leave gradients behind: how far SGD at a rate of 1 goes."""
-    before = [p.detach().clone() for p in model.parameters()]
+def steps(
+    model: nn.Module,
+    train: Callable[[], Tensor],
+    whole: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Result:
+    """For engines that leave no gradients behind: how far SGD at a rate of 1 goes. Inside `whole()` parameters are whole."""
+    with whole():
+        before = [p.detach().clone() for p in model.parameters()]
     loss = train()
-    return loss.detach(), [old - p.detach() for old, p in zip(before, model.parameters(), strict=True)]
+    with whole():
+        return loss.detach(), [old - p.detach() for old, p in zip(before, model.parameters(), strict=True)]
 
 
 def blocks(model: nn.Module) -> list[str]:
