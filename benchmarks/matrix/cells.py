@@ -84,10 +84,11 @@ def anywhere(found: bool) -> bool:
 
 
 def examine(name: str, column: str, stock_runs: bool) -> Answer:
-    answer = Answer(column, of_stock=stock_runs)
+    answer = Answer(column)
     run = COLUMNS[column]
     try:
         stock, swapped = pair(name, column == "AMP")
+        answer.of_stock = stock_runs
         theirs = run(copy.deepcopy(stock)) if stock_runs else None
         answer.of_stock = False
         ours = run(copy.deepcopy(swapped))

@@ -60,7 +60,7 @@ class Stage(nn.Module):
     def at_cut(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if self.rank == 0:
-            raise ReachedError(*(leaves[i] for i in self.travelling))
+            raise ReachedError(*(leaves[i].contiguous() for i in self.travelling))  # gloo sends no others
         for i, x in zip(self.travelling, self.received, strict=True):
             leaves[i] = x
         return pytree.tree_unflatten(leaves, spec)
