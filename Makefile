@@ -26,7 +26,7 @@ CODE := -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh'
 SOURCES := setup.py setup_checks.py $(shell find csrc $(CODE))
 BINARY := $(or $(wildcard memkit/_build_info.py),FORCE) $(or $(wildcard memkit/_C.*.so),FORCE)
 
-.PHONY: setup build bench bench-ops bench-models test test-all lint format wheel gpu clean FORCE
+.PHONY: setup build bench bench-ops bench-models bench-matrix test test-all lint format wheel gpu clean FORCE
 .DELETE_ON_ERROR:
 
 setup: $(CORE) $(EXTRAS)
@@ -40,6 +40,9 @@ bench-ops: build
 
 bench-models: build $(MODELS)
 	$(BIN)/python benchmarks/bench_models.py $(ARGS)
+
+bench-matrix: build $(MODELS)
+	$(BIN)/python benchmarks/bench_matrix.py $(ARGS)
 
 # Targets of tests/cpp, then pytest with arguments; both run, whatever the first says.
 define run_tests

@@ -9,6 +9,7 @@
     python benchmarks/bench_pool.py --json
     python benchmarks/bench_optim.py --json
     python benchmarks/bench_models.py --json
+    python benchmarks/bench_matrix.py --json
     python benchmarks/report.py                 # fills README.md; --check only says whether it is up to date
 
 A table stands between `<!-- table:NAME -->` and `<!-- /table:NAME -->`; TABLES lists the names. The newest
@@ -26,6 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import bench_matrix
 import bench_models
 import bench_pool
 
@@ -304,13 +306,30 @@ def models_table(results: Results) -> str:
     """A row for each model."""
     parts = []
     for result in of_kind(results, bench_models.KIND):
-        libraries = ", ".join(
-            f"{name} {result['versions'][name]}"
-            for name in ("transformers", "timm", "torchvision")
-            if name in result["versions"]
-        )
         table = report.markdown_table(bench_models.COLUMNS, bench_models.rows(result))
-        parts += [table, f"{libraries}; {report.origin(result)}"]
+        parts += [table, f"{_libraries(result)}; {report.origin(result)}"]
+    return "\n\n".join(parts)
+
+
+def matrix_table(results: Results) -> str:
+    """A row for each model: ticks, and the numbers of notes."""
+    parts = []
+    for result in of_kind(results, bench_matrix.KIND):
+        columns = bench_matrix.columns_of(result)
+        notes: dict[str, int] = {}
+        body = []
+        for name, cells in result["cells"].items():
+            marks = []
+            for cell in map(cells.get, columns):
+                mark = bench_matrix.MARKS[cell["state"]] if cell else ""
+                if cell and cell["reason"]:
+                    note = f"{cell['state']}: `{cell['reason']}`"
+                    mark = f"{mark} ({notes.setdefault(note, len(notes) + 1)})".strip()
+                marks.append(mark)
+            body.append([name, *marks])
+        parts.append(report.markdown_table(["", *columns], body))
+        parts += ["\n".join(f"{number}. {note}" for note, number in notes.items())] if notes else []
+        parts.append(f"{_libraries(result)}; {report.origin(result)}")
     return "\n\n".join(parts)
 
 
@@ -327,8 +346,14 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "pool-core": core_table,
     "optim": optim_table,
     "models": models_table,
+    "matrix": matrix_table,
     "support": support_table,
 }
+
+
+def _libraries(result: Result) -> str:
+    versions = result["versions"]
+    return ", ".join(f"{name} {versions[name]}" for name in bench_matrix.LIBRARIES if versions.get(name))
 
 
 def _whole_pool(results: Results) -> list[Result]:

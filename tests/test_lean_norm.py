@@ -117,6 +117,26 @@ def test_with_other_hooks(kind: str) -> None:
         assert_equal(results(model, run), want)
 
 
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_checkpointed_blocks_that_take_what_is_rebuilt(early_stop: bool) -> None:
+    """A rebuild runs a block again, whose own input is rebuilt meanwhile: what the block then hands out is not a rebuild."""
+    norms = nn.ModuleList(memkit.nn.LayerNorm(WIDTH, save="input") for _ in range(4))
+    layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+    model = nn.ModuleList([norms, layers])
+
+    def run(x: Tensor, checkpointed: bool = False) -> Tensor:
+        h = norms[0](x * 3)
+        for norm, layer in zip(norms[1:], layers, strict=True):
+
+            def block(h: Tensor, norm: nn.Module = norm, layer: nn.Module = layer) -> Tensor:
+                return norm(h + layer(h))
+
+            h = checkpoint(block, h, use_reentrant=False, early_stop=early_stop) if checkpointed else block(h)
+        return h
+
+    assert_equal(results(model, lean(lambda x: run(x, checkpointed=True))), results(model, run))
+
+
 def test_chains() -> None:
     """What a rebuild starts from may itself be rebuilt; a norm's result that goes through views is."""
     weight, down = torch.randn(WIDTH, requires_grad=True), nn.Linear(WIDTH // 2, 3)

@@ -177,6 +177,25 @@ def test_what_only_looks_alike_is_left():
     assert_as_stock(model, batch())
 
 
+class Doubled(nn.Module):
+    """The names of timm's gated network, the shapes of its plain one, the forward of neither."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.act, self.drop1 = nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.0)
+        self.norm, self.fc2, self.drop2 = nn.Identity(), nn.Linear(16, 8), nn.Dropout(0.0)
+
+    def forward(self, x):
+        return 2 * self.fc2(self.act(self.fc1(x)))
+
+
+def test_a_proposal_whose_shapes_do_not_fit_is_refused():
+    report = swap(nn.Sequential(Doubled(), nn.Linear(8, 8)), sample=torch.randn(3, 8))
+    assert [row.reason for row in report.left if row.path == "0"] == [
+        "this version of Doubled computes something else"
+    ]
+
+
 def test_verifying_leaves_no_trace():
     model = nn.Sequential(BasicConv2d(), nn.Flatten(), nn.Dropout(0.5))
     before = {k: v.clone() for k, v in model.state_dict().items()}

@@ -76,6 +76,7 @@ std::optional<Recipe> pack(const Tensor& x) {
   const NodePtr& node = made.grad_fn();
   // Written to since it was made: the node would rebuild another tensor.
   if (!node || made._version() != 0 || !can_rebuild(*node, made.output_nr())) return std::nullopt;
+  packed_recipe = true;
   return Recipe{node, made.strides().vec(), x.sizes().vec(), x.strides().vec(), x.storage_offset()};
 }
 
@@ -84,7 +85,6 @@ Tensor unpack(const Recipe& recipe) {
   Tensor made = rebuild(*recipe.node);
   // Hooks inside this one may have handed the node its input in another order of memory.
   if (made.strides() != recipe.made) made = at::empty_strided(made.sizes(), recipe.made, made.options()).copy_(made);
-  was_rebuilt = true;
   if (made.sizes() == recipe.sizes && made.strides() == recipe.strides) return made;
   return made.as_strided(recipe.sizes, recipe.strides, recipe.offset);
 }

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <atomic>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "checks.h"
@@ -15,8 +16,8 @@
 
 namespace memkit {
 
-// Whether the tensor that a saved-tensor hook of this thread handed back last was made for it by lean().
-inline thread_local bool was_rebuilt = false;
+// Whether lean() took the tensor that this thread saved last: it then keeps a recipe, and each unpacking makes it anew.
+inline thread_local bool packed_recipe = false;
 
 struct SavedNode : torch::autograd::Node {
   // How many operators run to rebuild the result, one after the other; 0: not known yet. See lean.cpp.
@@ -24,7 +25,9 @@ struct SavedNode : torch::autograd::Node {
 
   // Keeps an input, or with is_output a result of the operator; undefined tensors are kept as such.
   void save(const at::Tensor& x, bool is_output = false, bool is_inplace_on_view = false) {
+    const bool outer = std::exchange(packed_recipe, false);
     saved_.emplace_back(x, is_output, is_inplace_on_view);
+    is_recipe_.push_back(std::exchange(packed_recipe, outer));
     if (is_output) kept_outputs_.push_back(x.output_nr());
   }
   void save(const std::optional<at::Tensor>& x) { save(x.value_or(at::Tensor())); }
@@ -75,16 +78,15 @@ struct SavedNode : torch::autograd::Node {
   // What was saved i-th.
   at::Tensor unpack(size_t i) {
     if (i < unpacked_.size() && unpacked_[i].defined()) return unpacked_[i];
-    at::Tensor x = unpack_anew(i);
-    if (i < unpacked_.size() && !was_rebuilt) unpacked_[i] = x;
+    at::Tensor x = saved_[i].unpack(getptr());
+    if (i < unpacked_.size() && !is_recipe_[i]) unpacked_[i] = x;
     return x;
   }
 
   // As unpack for a recompute. A tensor that lean() had to rebuild belongs to nobody else: `is_own` says so.
   at::Tensor unpack_for_rebuild(size_t i, bool& is_own) {
-    const at::Tensor x = unpack(i);
-    is_own = was_rebuilt && !(i < unpacked_.size() && unpacked_[i].defined());
-    return x;
+    is_own = is_recipe_[i];
+    return unpack(i);
   }
 
   // As unpack; where the graph is not kept, the node lets go of it, so that the result may be its memory's sole owner.
@@ -98,12 +100,9 @@ struct SavedNode : torch::autograd::Node {
   }
 
  private:
-  at::Tensor unpack_anew(size_t i) {
-    was_rebuilt = false;
-    return saved_[i].unpack(getptr());
-  }
-
   std::vector<torch::autograd::SavedVariable> saved_;
+  // Known from the packing: an unpacking may run a checkpoint, which unpacks others meanwhile.
+  std::vector<bool> is_recipe_;
   // From a rebuild to the backward that follows it: hooks may cost, and a checkpoint's allow one unpacking only. Not what
   // lean() rebuilds, which is made twice rather than kept meanwhile.
   std::vector<at::Tensor> unpacked_;

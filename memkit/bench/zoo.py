@@ -39,7 +39,11 @@ class Subject:
         else:
             out = self.model(*self.sample)
         outs = out if isinstance(out, tuple) else (out,)  # inception's auxiliary head comes second
-        return torch.stack([_cross_entropy(each) for each in outs]).sum()
+        return torch.stack([cross_entropy(each) for each in outs]).sum()
+
+
+Maker = Callable[..., Subject]
+"""Takes `layers`: how many blocks, where a model's depth is no part of its name."""
 
 
 class _Wide(TorchFunctionMode):
@@ -82,16 +86,17 @@ def distance(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> float:
     return float((squares / sum(b.square().sum().item() for _, b in pairs)) ** 0.5)
 
 
-def _cross_entropy(logits: Tensor) -> Tensor:
+def cross_entropy(logits: Tensor) -> Tensor:
     flat = logits.flatten(0, -2)
     target = torch.arange(len(flat), device=flat.device) % flat.shape[-1]
     return nn.functional.cross_entropy(flat, target)
 
 
-def _text(cls: str, config: str, **options: Any) -> Callable[[], Subject]:
-    def make() -> Subject:
+def _text(cls: str, config: str, **options: Any) -> Maker:
+    def make(layers: int = LAYERS) -> Subject:
         transformers: Any = importlib.import_module("transformers")
-        model = getattr(transformers, cls)(getattr(transformers, config)(**options))
+        depth = {name: layers for name in ("num_hidden_layers", "num_layers", "n_layer") if name in options}
+        model = getattr(transformers, cls)(getattr(transformers, config)(**options | depth))
         ids = torch.randint(2, VOCABULARY, (BATCH, TOKENS))
         return Subject(model.train(), {"input_ids": ids, "labels": ids})
 
@@ -131,12 +136,12 @@ _T5: dict[str, Any] = {
 }
 
 
-def _vit() -> Subject:
+def _vit(layers: int = LAYERS) -> Subject:
     transformers: Any = importlib.import_module("transformers")
     config = transformers.ViTConfig(
         hidden_size=WIDTH,
         intermediate_size=4 * WIDTH,
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=layers,
         num_attention_heads=HEADS,
         image_size=96,
         patch_size=8,
@@ -147,13 +152,13 @@ def _vit() -> Subject:
     return Subject(model, {"pixel_values": torch.randn(4, 3, 96, 96), "labels": labels})
 
 
-def _whisper() -> Subject:
+def _whisper(layers: int = LAYERS) -> Subject:
     transformers: Any = importlib.import_module("transformers")
     config = transformers.WhisperConfig(
         **_COMMON,
         d_model=WIDTH,
-        encoder_layers=LAYERS,
-        decoder_layers=LAYERS,
+        encoder_layers=layers,
+        decoder_layers=layers,
         encoder_attention_heads=HEADS,
         decoder_attention_heads=HEADS,
         encoder_ffn_dim=4 * WIDTH,
@@ -171,17 +176,18 @@ def _whisper() -> Subject:
     return Subject(model, {"input_features": features, "labels": labels})
 
 
-def _timm(name: str, side: int, batch: int = 4, **options: Any) -> Callable[[], Subject]:
-    def make() -> Subject:
+def _timm(name: str, side: int, batch: int = 4, **options: Any) -> Maker:
+    def make(layers: int = LAYERS) -> Subject:
         timm: Any = importlib.import_module("timm")
-        model = timm.create_model(name, num_classes=100, **options)
+        depth = {"depth": layers} if "depth" in options else {}
+        model = timm.create_model(name, num_classes=100, **options | depth)
         return Subject(model.train(), (torch.randn(batch, 3, side, side),))
 
     return make
 
 
-def _torchvision(name: str, side: int, batch: int = 4, **options: Any) -> Callable[[], Subject]:
-    def make() -> Subject:
+def _torchvision(name: str, side: int, batch: int = 4, **options: Any) -> Maker:
+    def make(layers: int = LAYERS) -> Subject:
         models: Any = importlib.import_module("torchvision.models")
         model = getattr(models, name)(weights=None, num_classes=100, **options)
         for module in model.modules():
@@ -192,15 +198,15 @@ def _torchvision(name: str, side: int, batch: int = 4, **options: Any) -> Callab
     return make
 
 
-def _encoder() -> Subject:
+def _encoder(layers: int = LAYERS) -> Subject:
     layer = nn.TransformerEncoderLayer(
         WIDTH, HEADS, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True
     )
-    model = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
+    model = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
     return Subject(model.train(), (torch.randn(BATCH, TOKENS, WIDTH),))
 
 
-ZOO: dict[str, Callable[[], Subject]] = {
+ZOO: dict[str, Maker] = {
     "llama": _text("LlamaForCausalLM", "LlamaConfig", **_GROUPED),
     "mistral": _text("MistralForCausalLM", "MistralConfig", **_GROUPED, sliding_window=64),
     "qwen2": _text("Qwen2ForCausalLM", "Qwen2Config", **_GROUPED),
@@ -245,7 +251,7 @@ ZOO: dict[str, Callable[[], Subject]] = {
     "timm resnet50": _timm("resnet50", 96),
     "timm efficientnet_b0": _timm("efficientnet_b0", 96),
     "timm convnext_atto": _timm("convnext_atto", 96),
-    "timm vit_tiny": _timm("vit_tiny_patch16_224", 96, img_size=96, depth=4),
+    "timm vit_tiny": _timm("vit_tiny_patch16_224", 96, img_size=96, depth=LAYERS),
     "timm swin_tiny": _timm("swin_tiny_patch4_window7_224", 112, 2, img_size=112, drop_path_rate=0.0),
     "timm mobilenetv3": _timm("mobilenetv3_large_100", 96),
     "torchvision resnet18": _torchvision("resnet18", 96),
