@@ -28,6 +28,35 @@ class TinyRMSNorm(nn.Module):
         return (self.weight + self.offset) * normed
 
 
+class OwnLayerNorm(nn.Module):
+    """As in Cohere's models."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(D) + 0.5)
+        self.variance_epsilon = 1e-5
+
+    def forward(self, x):
+        x = x - x.mean(-1, keepdim=True)
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+
+
+class OffsetLayerNorm(nn.LayerNorm):
+    """As in Nemotron."""
+
+    def forward(self, x):
+        return nn.functional.layer_norm(x, self.normalized_shape, self.weight + 1, self.bias, self.eps)
+
+
+class FirstLayerNorm(nn.LayerNorm):
+    """As in transformers' ConvNeXt."""
+
+    data_format = "channels_first"
+
+    def forward(self, x):
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
 class QuickGELU(nn.Module):
     def forward(self, x):
         return x * torch.sigmoid(1.702 * x)
@@ -40,6 +69,12 @@ class MLP(nn.Module):
 
     def forward(self, x):
         return self.fc2(self.act(self.fc1(x)))
+
+
+class ConvMLP(MLP):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Conv2d(2, D, 1), nn.Conv2d(D, 2, 1)
 
 
 class GatedMLP(nn.Module):
@@ -90,7 +125,11 @@ def images():
 KNOWN = {
     "rms_norm": (TinyRMSNorm, batch),
     "rms_norm+1": (lambda: TinyRMSNorm(1.0), batch),
+    "layer_norm": (OwnLayerNorm, batch),
+    "layer_norm+1": (lambda: OffsetLayerNorm(D), batch),
+    "layer_norm, channels first": (lambda: FirstLayerNorm(2), images),
     "mlp": (MLP, batch),
+    "mlp of convolutions": (ConvMLP, images),
     "mlp with a library's activation": (lambda: MLP(QuickGELU()), batch),
     "mlp with parameters": (lambda: MLP(nn.LeakyReLU(0.3)), batch),
     "gated": (GatedMLP, batch),

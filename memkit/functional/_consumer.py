@@ -31,7 +31,7 @@ from ._channel_norm import _update
 from ._glu import Packing
 from ._norm import _resolve_eps
 
-__all__ = ["act_linear", "dropout_linear", "glu_linear", "norm_act_conv2d", "norm_linear"]
+__all__ = ["act_conv2d", "act_linear", "dropout_linear", "glu_linear", "norm_act_conv2d", "norm_linear"]
 
 Tensors = Sequence[Tensor]
 Biases = Sequence["Tensor | None"]
@@ -213,6 +213,31 @@ def norm_linear(
     return _linear(norm, [input, norm_weight, norm_bias], weight, bias, numbers=[1.0, eps])
 
 
+def act_conv2d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    *,
+    act: str = "gelu",
+    **params: Any,
+) -> Tensor:
+    """conv2d(act(input)); keeps the input, [N, C, H, W].
+
+    Arguments as in ``torch.nn.functional.conv2d``, ``padding`` in numbers; ``act`` and ``params`` as in :func:`act_linear`.
+    """
+    conv = _convolution("act_conv2d", input, stride, padding, dilation, groups)
+    numbers = _parameters("act_conv2d", act, params)
+    outputs, _ = torch.ops.memkit._consumer.default(
+        [input, None, None], "activation", act, "", numbers, [weight], [bias], conv
+    )
+    out: Tensor = outputs[0]
+    return out
+
+
 def norm_act_conv2d(
     input: Tensor,
     weight: Tensor,
@@ -237,10 +262,7 @@ def norm_act_conv2d(
     The first arguments are those of ``torch.nn.functional.conv2d``, the others those of :func:`batch_norm_act`.
     ``padding`` in numbers. ``ValueError``: one value a channel in training.
     """
-    if input.dim() != 4:
-        raise ValueError(
-            f"norm_act_conv2d: expected an input of 4 dimensions, [N, C, H, W], got {list(input.shape)}"
-        )
+    conv = _convolution("norm_act_conv2d", input, stride, padding, dilation, groups)
     if not training and (running_mean is None or running_var is None):
         raise ValueError("norm_act_conv2d: expected running_mean and running_var outside training, got None")
     count = input.numel() // max(1, input.shape[1])
@@ -248,12 +270,6 @@ def norm_act_conv2d(
         raise ValueError(
             f"norm_act_conv2d: expected more than 1 value per channel when training, got {list(input.shape)}"
         )
-    conv = [
-        *_pair("stride", stride, 1),
-        *_pair("padding", padding, 0),
-        *_pair("dilation", dilation, 1),
-        groups,
-    ]
     given = (None, None) if training else (running_mean, running_var)
     outputs, statistics = torch.ops.memkit._consumer.default(
         [input, norm_weight, norm_bias, *given],
@@ -305,11 +321,24 @@ def _layers(
     return weights, biases
 
 
-def _pair(name: str, value: int | Sequence[int], least: int) -> tuple[int, int]:
+def _convolution(op: str, input: Tensor, *how: Any) -> list[int]:
+    """Stride, padding and dilation of two numbers each, then the groups."""
+    if input.dim() != 4:
+        raise ValueError(f"{op}: expected an input of 4 dimensions, [N, C, H, W], got {list(input.shape)}")
+    stride, padding, dilation, groups = how
+    return [
+        *_pair(op, "stride", stride, 1),
+        *_pair(op, "padding", padding, 0),
+        *_pair(op, "dilation", dilation, 1),
+        groups,
+    ]
+
+
+def _pair(op: str, name: str, value: int | Sequence[int], least: int) -> tuple[int, int]:
     pair = (value, value) if isinstance(value, int) else tuple(value)
     if len(pair) != 2 or not all(isinstance(each, int) and each >= least for each in pair):
         raise ValueError(
-            f"norm_act_conv2d: expected {name} of one or two whole numbers, at least {least}, got {value!r}"
+            f"{op}: expected {name} of one or two whole numbers, at least {least}, got {value!r}"
         )
     return pair
 

@@ -19,6 +19,9 @@ from ..types import Changed, has_hooks
 MIXINS: dict[str, type[Twin]] = {}
 """By the names that pickles hold."""
 
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+"""How far, relatively, a twin's values and gradients may be from those of what it stands for."""
+
 _made: dict[tuple[str, type[nn.Module]], type[Any]] = {}
 
 
