@@ -20,7 +20,7 @@ from .attention import is_attention
 from .losses import has_library_loss, hold, release
 from .mlps import GATINGS, STEPS
 from .norms import norm_kinds, norm_probe
-from .residual import BLOCKS, OPTIONAL
+from .residual import BLOCKS, DENSE, OPTIONAL, is_dense_layer
 from .twin import TOLERANCE, InLean, Twin, numbers, twin_of
 
 __all__ = [
@@ -79,6 +79,9 @@ def candidates(module: nn.Module, names: frozenset[str], exact: bool) -> list[Ma
             found.append(
                 Match("residual", block.op, block, probe, "forward", _acts(module, set(block.names)))
             )
+    if "batch_norm_act" in names and is_dense_layer(module):
+        probe = _probe(module._modules["conv1"])
+        found.append(Match("dense_layer", "batch_norm_act", Choice(), probe, "forward", _acts(module, DENSE)))
     if "act_linear" in names and _is_bert_layer(module):
         layer: Any = module
         acts = (layer.intermediate.intermediate_act_fn,)

@@ -91,10 +91,16 @@ def linear_weights(module: Any) -> tuple[Tensor, Tensor | None] | None:
     A weight of a tensor subclass (quantised, distributed) brings its own linear, which only a call of the layer reaches.
     """
     transposed = type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
-    plain = type(module) is nn.Linear or transposed
+    plain = type(module) is nn.Linear or transposed or _is_another_linear(module)
     if plain and is_plain(module) and type(module.weight) in (nn.Parameter, Tensor):
         return (module.weight.t() if transposed else module.weight), module.bias
     return None
+
+
+def _is_another_linear(module: Any) -> bool:
+    """transformers' layer for Falcon writes a Linear's product out."""
+    cls = type(module)
+    return cls.__name__ == "FalconLinear" and cls.__module__ == "transformers.models.falcon.modeling_falcon"
 
 
 def computes_in(input: Any, *layers: Any) -> bool:
