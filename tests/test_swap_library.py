@@ -335,6 +335,16 @@ def test_rounding_that_a_model_enlarges_is_not_an_error():
     assert any(row.changed for row in report), report
 
 
+def test_a_root_that_is_a_twin_falls_back_to_stock():
+    mlp, x = GatedMLP().double(), batch()
+    expected = mlp(x)
+    swap(mlp, lean="call")
+    mlp.act_fn.register_forward_hook(lambda module, args, out: None)
+    torch.testing.assert_close(mlp(x), expected)
+    unswap(mlp)
+    assert type(mlp) is GatedMLP
+
+
 def test_a_dense_layer_that_is_given_several():
     class Block(nn.Module):
         def __init__(self):

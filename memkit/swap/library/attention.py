@@ -39,14 +39,20 @@ _rebound: dict[Any, Callable[..., Any]] = {}
 
 class Attention(Twin, kind="attention"):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if is_lean() and torch.is_grad_enabled() and is_attention(self._stock):
-            return _with_our_table(self._stock.forward)(self, *args, **kwargs)
-        return self._stock.forward(self, *args, **kwargs)
+        forward = type(self)._stock_forward
+        if (
+            is_lean() and torch.is_grad_enabled() and _asks(forward)
+        ):  # of a pickle, the library may be another now
+            forward = _with_our_table(forward)
+        return forward(self, *args, **kwargs)
 
 
 def is_attention(cls: type[nn.Module]) -> bool:
     """Whether its forward asks the table for the function, by the table's name."""
-    forward: Any = cls.forward
+    return _asks(cls.forward)
+
+
+def _asks(forward: Any) -> bool:
     return (
         type(forward) is FunctionType
         and {TABLE, "get_interface"} <= set(forward.__code__.co_names)
