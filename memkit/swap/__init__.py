@@ -156,7 +156,7 @@ def _swap_by_sample(trial: Trial, found: Found, exact: bool, lean: bool | str) -
         _apply(trial.model, decisions, found, lean)
         note = "stock does not repeat itself on the sample, so values were not compared"
     after = trial.run("swapped, with dropout").saved if dropouts else swapped.saved
-    if before is not None and after is not None and after > 1.01 * before:
+    if before is not None and after is not None and after > 1.02 * before:
         sites.undo(trial.model)
         decisions = _refused(decisions, found, "swapped, the model would keep more on the sample")
         after = before
