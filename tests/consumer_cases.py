@@ -141,6 +141,16 @@ def _bare_conv() -> Case:
     )
 
 
+def _act_conv() -> Case:
+    how: Any = (2, (1, 2), 1, 2)
+    return Case(
+        ((3, 8, 7, 6), (6, 4, 3, 3), (6,)),
+        lambda x, w, b: M.act_conv2d(x, w, b, *how, act="gelu"),
+        lambda x, w, b: F.conv2d(M.gelu(x, save="input"), w, b, *how),
+        lambda x, w, b: F.conv2d(F.gelu(x), w, b, *how),
+    )
+
+
 def _biased() -> Case:
     return Case(
         ((ROWS, IN), (OUT, IN), (OUT,), (IN,)),
@@ -165,6 +175,7 @@ CASES: dict[str, Case] = {
     "interleaved": _glu("silu", "interleaved"),
     "layer_norm": _norm("layer_norm"),
     "rms_norm": _norm("rms_norm"),
+    "gelu conv": _act_conv(),
     "batch_norm": _conv(True, "silu"),
     "batch_norm relu": _conv(True, "relu"),
     "batch_norm eval": _conv(False, "relu"),
@@ -183,6 +194,7 @@ KINDS = (
     "interleaved",
     "layer_norm",
     "rms_norm",
+    "gelu conv",
     "batch_norm",
     "batch_norm eval",
     "conv2d",

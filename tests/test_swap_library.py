@@ -28,6 +28,35 @@ class TinyRMSNorm(nn.Module):
         return (self.weight + self.offset) * normed
 
 
+class OwnLayerNorm(nn.Module):
+    """As in Cohere's models."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(D) + 0.5)
+        self.variance_epsilon = 1e-5
+
+    def forward(self, x):
+        x = x - x.mean(-1, keepdim=True)
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+
+
+class OffsetLayerNorm(nn.LayerNorm):
+    """As in Nemotron."""
+
+    def forward(self, x):
+        return nn.functional.layer_norm(x, self.normalized_shape, self.weight + 1, self.bias, self.eps)
+
+
+class FirstLayerNorm(nn.LayerNorm):
+    """As in transformers' ConvNeXt."""
+
+    data_format = "channels_first"
+
+    def forward(self, x):
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
 class QuickGELU(nn.Module):
     def forward(self, x):
         return x * torch.sigmoid(1.702 * x)
@@ -40,6 +69,12 @@ class MLP(nn.Module):
 
     def forward(self, x):
         return self.fc2(self.act(self.fc1(x)))
+
+
+class ConvMLP(MLP):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Conv2d(2, D, 1), nn.Conv2d(D, 2, 1)
 
 
 class GatedMLP(nn.Module):
@@ -83,6 +118,26 @@ class Bottleneck(nn.Module):
         return self.relu(out)
 
 
+class DenseLayer(nn.Module):
+    """As in torchvision's DenseNet: given one tensor or several."""
+
+    memory_efficient = False
+    drop_rate = 0.0
+
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.relu1, self.conv1 = nn.BatchNorm2d(2), nn.ReLU(inplace=True), nn.Conv2d(2, D, 1)
+        self.norm2, self.relu2 = nn.BatchNorm2d(D), nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(D, 2, 3, padding=1)
+
+    def bn_function(self, given):
+        return self.conv1(self.relu1(self.norm1(torch.cat(given, 1))))
+
+    def forward(self, given):
+        x = self.bn_function([given] if isinstance(given, torch.Tensor) else given)
+        return self.conv2(self.relu2(self.norm2(x)))
+
+
 def images():
     return torch.randn(3, 2, 8, 8, dtype=torch.float64)
 
@@ -90,7 +145,11 @@ def images():
 KNOWN = {
     "rms_norm": (TinyRMSNorm, batch),
     "rms_norm+1": (lambda: TinyRMSNorm(1.0), batch),
+    "layer_norm": (OwnLayerNorm, batch),
+    "layer_norm+1": (lambda: OffsetLayerNorm(D), batch),
+    "layer_norm, channels first": (lambda: FirstLayerNorm(2), images),
     "mlp": (MLP, batch),
+    "mlp of convolutions": (ConvMLP, images),
     "mlp with a library's activation": (lambda: MLP(QuickGELU()), batch),
     "mlp with parameters": (lambda: MLP(nn.LeakyReLU(0.3)), batch),
     "gated": (GatedMLP, batch),
@@ -98,6 +157,7 @@ KNOWN = {
     "dropout inside": (T5MLP, batch),
     "conv": (BasicConv2d, images),
     "block": (Bottleneck, images),
+    "dense layer": (DenseLayer, images),
 }
 known = pytest.mark.parametrize("name", KNOWN)
 
@@ -292,3 +352,58 @@ def test_rounding_that_a_model_enlarges_is_not_an_error():
     )
     report = swap(model, sample=torch.randn(2, 2, 8, 8))
     assert any(row.changed for row in report), report
+
+
+def test_a_root_that_is_a_twin_falls_back_to_stock():
+    mlp, x = GatedMLP().double(), batch()
+    expected = mlp(x)
+    swap(mlp, lean="call")
+    mlp.act_fn.register_forward_hook(lambda module, args, out: None)
+    torch.testing.assert_close(mlp(x), expected)
+    unswap(mlp)
+    assert type(mlp) is GatedMLP
+
+
+def test_a_dense_layer_that_is_given_several():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Conv2d(2, 1, 1), DenseLayer()
+
+        def forward(self, x):
+            return self.second([self.first(x), x[:, :1]])
+
+    model, x = Block().double(), images()
+    before = measure(lambda: model(x)).saved
+    report = swap(model, sample=x, lean="call")
+    assert [row.path for row in report.changed] == ["second"], report
+    assert measure(lambda: model(x)).saved < 0.75 * before
+    assert_as_stock(model, x)
+
+
+def test_an_activation_behind_a_batch_norm_is_rebuilt():
+    """In a forward of its own: with the norm's input kept, neither the norm's result nor the activation's is."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.act, self.conv = nn.BatchNorm2d(2), nn.ReLU(), nn.Conv2d(2, D, 3)
+
+        def forward(self, x):
+            return self.conv(self.act(self.norm(1.5 * x)))
+
+    model, x = Block().double(), images()
+    before = measure(lambda: model(x)).saved
+    report = swap(model, sample=x, lean="call")
+    assert measure(lambda: model(x)).saved <= before - 0.9 * 8 * x.numel(), report
+    assert_as_stock(model, x)
+
+
+def test_what_would_keep_more_is_undone():
+    """A batch norm's statistics are kept in double precision, which is more where nothing else is spared."""
+    model = nn.Sequential(nn.BatchNorm2d(2), nn.ReLU(), nn.AvgPool2d(2))
+    x = torch.randn(2, 2, 2, 2, requires_grad=True)
+    report = swap(model, sample=x)
+    assert not report.changed, report
+    assert report.saved_after == report.saved_before
+    assert not any(isinstance(module, types.Changed) for module in model.modules())

@@ -33,7 +33,15 @@ from ._dropout import draw_seed, drop_numbers
 from ._glu import Packing
 from ._norm import _resolve_eps
 
-__all__ = ["act_linear", "conv2d", "dropout_linear", "glu_linear", "norm_act_conv2d", "norm_linear"]
+__all__ = [
+    "act_conv2d",
+    "act_linear",
+    "conv2d",
+    "dropout_linear",
+    "glu_linear",
+    "norm_act_conv2d",
+    "norm_linear",
+]
 
 Tensors = Sequence[Tensor]
 Biases = Sequence["Tensor | None"]
@@ -230,13 +238,45 @@ def conv2d(
     times the gradient's size in all: where it is large beside the weight, a quarter of the batch at a time. Values are
     those of stock's convolution, to the bit where that computes an image alike whatever the batch.
     """
+    return _convolved("conv2d", "identity", [], input, weight, bias, stride, padding, dilation, groups)
+
+
+def act_conv2d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    *,
+    act: str = "gelu",
+    **params: Any,
+) -> Tensor:
+    """conv2d(act(input)); keeps the input, [N, C, H, W] or [C, H, W].
+
+    Arguments as in :func:`conv2d`; ``act`` and ``params`` as in :func:`act_linear`.
+    """
+    numbers = _parameters("act_conv2d", act, params)
+    return _convolved("act_conv2d", act, numbers, input, weight, bias, stride, padding, dilation, groups)
+
+
+def _convolved(
+    op: str,
+    act: str,
+    numbers: Sequence[float],
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *how: Any,
+) -> Tensor:
     if input.dim() == 3:
-        return conv2d(input.unsqueeze(0), weight, bias, stride, padding, dilation, groups).squeeze(0)
+        return _convolved(op, act, numbers, input.unsqueeze(0), weight, bias, *how).squeeze(0)
     if input.dim() != 4:
-        raise ValueError(f"conv2d: expected an input [N, C, H, W] or [C, H, W], got {list(input.shape)}")
-    conv = _convolution("conv2d", stride, padding, dilation, groups)
+        raise ValueError(f"{op}: expected an input [N, C, H, W] or [C, H, W], got {list(input.shape)}")
+    conv = _convolution(op, *how)
     outputs, _ = call(
-        "_consumer", [input, None, None], "activation", "identity", "", [], [weight], [bias], conv
+        "_consumer", [input, None, None], "activation", act, "", numbers, [weight], [bias], conv
     )
     out: Tensor = outputs[0]
     return out

@@ -67,16 +67,17 @@ def swap(
             its input, in torch.nn's transformer layers), and norms keep their input.
         ops: which, by their names in `memkit.functional`: of activations, of norms ("layer_norm", "rms_norm",
             "group_norm"; "batch_norm_act" for a batch norm with what is behind it), of dropouts ("dropout", ...), of
-            feed-forward networks ("act_linear", "gated") and of losses ("cross_entropy"). "gelu" means both forms of gelu,
-            "gelu_tanh" that with approximate="tanh" alone.
+            feed-forward networks ("act_linear", "gated"), of "attention" and of losses ("cross_entropy"). "gelu" means
+            both forms of gelu, "gelu_tanh" that with approximate="tanh" alone.
         exact: only where the slope from the output is off by at most 2e-4, and that only by its own rounding near the
             function's minimum: for gelu, silu, mish, hardswish, elu, selu, celu and softplus in float32 and
             float64. Calls in half precision then stay as in stock, and so do norms whose result is float32 under
             autocast in stock PyTorch.
         lean: for a model that runs inside :class:`memkit.lean`: activations keep their input and their output is
             dropped, exact in every dtype, so that only those that work in place by themselves have to be proven.
-            Outside `memkit.lean()` they are stock's. "call": each call of the model runs inside it, so that nothing
-            else has to be written; a part of the model that is called by itself does not.
+            Outside `memkit.lean()` they are stock's. Attention of transformers' models keeps no weights inside it.
+            "call": each call of the model runs inside it, so that nothing else has to be written; a part of the model
+            that is called by itself does not.
 
     Raises:
         TypeError, ValueError: on unknown arguments, a compiled model, parameters that are not there yet.
@@ -93,7 +94,7 @@ def swap(
         _check_sample(model, sample)
     previous = sites.undo(model)
     try:
-        found = sites.find(model, names, exact)
+        found = sites.find(model, names, exact, bool(lean))
         if sample is None:
             decisions = {site: sites.by_structure(site, exact, bool(lean)) for site in found.sites}
             report = SwapReport(_rows(decisions, found))
@@ -125,6 +126,7 @@ def _swap_by_sample(trial: Trial, found: Found, exact: bool, lean: bool | str) -
     if (
         not any(decision.proof for decision in decisions.values())
         and not found.losses
+        and not found.attentions
         and not (lean and found.in_lean)
     ):
         return SwapReport(_rows(decisions, found))
@@ -134,6 +136,7 @@ def _swap_by_sample(trial: Trial, found: Found, exact: bool, lean: bool | str) -
     before = trial.run("stock, with dropout").saved if dropouts else stock.saved
     _apply(trial.model, decisions, found, lean)
     swapped = trial.run("swapped", dropouts)
+    dtypes = dtypes or {parameter.dtype for parameter in trial.model.parameters()}
     tolerance = max((TOLERANCE.get(dtype, 0.0) for dtype in dtypes), default=0.0)
     note = ""
     if not swapped.agrees_with(stock, tolerance):
@@ -148,18 +151,27 @@ def _swap_by_sample(trial: Trial, found: Found, exact: bool, lean: bool | str) -
         sites.undo(trial.model)
         if stock.agrees_with(trial.run("stock, again", dropouts), tolerance):
             reason = "values or gradients of the swapped model differ on the sample"
-            decisions = {
-                site: Decision(None, reason if d.proof else d.reason, d.bytes_before, d.bytes_before)
-                for site, d in decisions.items()
-            }
-            found.others = [
-                replace(row, after="unchanged", reason=reason) if row.changed else row for row in found.others
-            ]
+            decisions = _refused(decisions, found, reason)
             return SwapReport(_rows(decisions, found), before, before, note)
         _apply(trial.model, decisions, found, lean)
         note = "stock does not repeat itself on the sample, so values were not compared"
     after = trial.run("swapped, with dropout").saved if dropouts else swapped.saved
+    if before is not None and after is not None and after > 1.02 * before:
+        sites.undo(trial.model)
+        decisions = _refused(decisions, found, "swapped, the model would keep more on the sample")
+        after = before
     return SwapReport(_rows(decisions, found), before, after, note)
+
+
+def _refused(decisions: Decisions, found: Found, reason: str) -> Decisions:
+    """For all that would have been changed."""
+    found.others = [
+        replace(row, after="unchanged", reason=reason) if row.changed else row for row in found.others
+    ]
+    return {
+        site: Decision(None, reason if d.proof else d.reason, d.bytes_before, d.bytes_before)
+        for site, d in decisions.items()
+    }
 
 
 def _apply(model: nn.Module, decisions: Decisions, found: Found, lean: bool | str) -> None:

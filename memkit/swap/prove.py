@@ -193,15 +193,16 @@ def _observe(site: Site | LayerSite, watch: Watch) -> None:
     method = site.method if isinstance(site, LayerSite) else "forward"
     stock: Any = getattr(type(site.module), method)
 
-    def forward(self: nn.Module, input: Tensor) -> Tensor:
+    def forward(self: nn.Module, input: Any) -> Tensor:
         references = getrefcount(input) - ALONE  # as in Swapped.forward
         outer = watch.current
-        call = watch.begin(site, input, references)
+        first: Tensor = tensors(input)[0]  # a block may be given several
+        call = watch.begin(site, first, references)
         try:
             output: Tensor = stock(self, input)
         finally:
             watch.current = outer
-        watch.end(call, input, output)
+        watch.end(call, first, output)
         return output
 
     vars(site.module)[method] = MethodType(forward, site.module)
@@ -333,13 +334,14 @@ def _beyond(kept: dict[int, int], watch: Watch) -> int:
 
 
 def _gains_from_lean(site: Site, decision: Decision, calls: list[Call]) -> bool:
-    """Called, and either not proven, or given a sum, which may be rebuilt as well.
+    """Called, and either not proven, or given a sum or a batch norm's result, which may be rebuilt as well.
 
     One that overwrites its input: where that is a batch norm's result, which is rebuilt only if nobody changes it.
     """
     if site.overwrites:
         return any(call.of_a_batch_norm for call in calls)
-    return bool(calls) and (decision.proof is None or all(call.of_a_sum for call in calls))
+    rebuilt = all(call.of_a_sum or call.of_a_batch_norm for call in calls)
+    return bool(calls) and (decision.proof is None or (rebuilt and decision.proof is not FUSED))
 
 
 def _why_not(site: Site, dtype: torch.dtype) -> str:

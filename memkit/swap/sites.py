@@ -20,6 +20,7 @@ from .library import (
     candidates,
     has_library_loss,
     hold,
+    is_attention,
     library_activation,
     release,
     twin_of,
@@ -54,6 +55,7 @@ OPS = (
     "conv2d",
     "act_linear",
     "gated",
+    "attention",
     "cross_entropy",
 )
 
@@ -210,21 +212,22 @@ class Found:
     """Those with a batch norm and an activation behind it."""
     losses: list[nn.Module]
     """Those that hold their loss as a function."""
+    attentions: list[nn.Module]
     others: list[Row]
-    """Activations that are none of the above, and losses."""
+    """Activations that are none of the above, losses and attention."""
 
     @property
     def sites(self) -> list[Site | LayerSite]:
         return [*self.activations, *self.layers]
 
 
-def find(model: nn.Module, names: frozenset[str], exact: bool) -> Found:
+def find(model: nn.Module, names: frozenset[str], exact: bool, lean: bool) -> Found:
     """Everything with these names."""
     paths: dict[nn.Module, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         paths.setdefault(module, []).append(path)
     sites: dict[nn.Module, Site] = {}
-    found = Found([], [], [], [], [], [])
+    found = Found([], [], [], [], [], [], [])
     verifier = Verifier()
     taken: set[nn.Module] = set()
     for module, places in paths.items():
@@ -237,6 +240,12 @@ def find(model: nn.Module, names: frozenset[str], exact: bool) -> Found:
             path = f"{places[0]}.loss_function".lstrip(".")
             found.losses.append(module)
             found.others.append(Row(path, "ForCausalLMLoss", "memkit", "logits", None, None, ""))
+        if lean and "attention" in names and is_attention(type(module)) and "forward" not in vars(module):
+            before = type(module).__name__
+            found.attentions.append(module)
+            found.others.append(
+                Row(", ".join(places), before, "in lean()", "query, key, value", None, None, "")
+            )
     for module, places in paths.items():
         if module in taken:
             continue
@@ -400,13 +409,16 @@ def apply(site: Site | LayerSite, proof: Any) -> None:
 
 
 def apply_others(found: Found, lean: bool) -> None:
-    """Losses, batch norms with what is behind them, and where there is memkit.lean() by themselves."""
+    """Losses, attention, batch norms with what is behind them, and where there is memkit.lean() by themselves."""
     changed: Any
     for changed in found.losses:
         hold(changed)
     for changed in found.sequences:
         changed._swap = None
         changed.__class__ = Sequential
+    for changed in found.attentions:
+        changed._swap = None
+        changed.__class__ = twin_of("attention", type(changed))
     for changed, twin in found.in_lean if lean else ():
         if "forward" not in vars(changed):
             changed._swap = None

@@ -86,7 +86,10 @@ class Changed(nn.Module):
         if stock is not None or not concrete:  # else it was parametrized
             torchs = (base for base in cls.__mro__ if base.__module__.startswith("torch.nn."))
             cls._stock = stock or next(torchs)
-            cls._stock_forward = cast(Any, cls._stock).forward
+            innermost: Any = cls._stock
+            while issubclass(innermost, Changed):  # a root may be changed twice
+                innermost = innermost._stock
+            cls._stock_forward = innermost.forward
 
     def __prepare_scriptable__(self) -> nn.Module:
         stock = self._stock.__new__(self._stock)

@@ -10,6 +10,7 @@ from torch.nn.utils import parametrize
 
 from memkit import swap, unswap
 from memkit.bench.zoo import LAYERS
+from memkit.memory import measure
 from memkit.swap import types
 from memkit.swap.library import Twin
 
@@ -276,3 +277,36 @@ def test_a_bert_layer_whose_part_was_replaced():
     loss, _ = step(subject)
     unswap(subject.model)
     torch.testing.assert_close(loss, step(subject)[0], rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "share"),
+    [
+        ("gpt_neox", 0.65),
+        ("gemma2", 0.65),
+        pytest.param("phi3", 0.65, marks=pytest.mark.slow),
+        pytest.param("t5", 0.65, marks=pytest.mark.slow),
+    ],
+)
+def test_attention_keeps_query_key_and_value(name, share):
+    subject = make(name)
+    before = measure(subject.loss, device="cpu").saved
+    expected, theirs = step(copy.deepcopy(subject))
+    swap(subject.model, sample=subject.sample, lean="call")
+    assert measure(subject.loss, device="cpu").saved <= share * before
+    loss, gradients = step(subject)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    assert apart(gradients, theirs) < 1e-4
+
+
+def test_attention_with_dropout():
+    """The weights that backward makes again are dropped as they were."""
+    subject = make("gemma2")
+    for module in subject.model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.2
+    expected, theirs = step(copy.deepcopy(subject))
+    swap(subject.model, sample=subject.sample, lean="call")
+    loss, gradients = step(subject)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    assert apart(gradients, theirs) < 1e-4

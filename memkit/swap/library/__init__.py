@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from ..layers import Choice
 from ..trial import untouched
 from .activations import CLASSES, activation_of, activation_twin, library_activation
+from .attention import is_attention
 from .losses import has_library_loss, hold, release
 from .mlps import GATINGS, STEPS
 from .norms import norm_kinds, norm_probe
-from .residual import BLOCKS, OPTIONAL
-from .twin import InLean, Twin, numbers, twin_of
+from .residual import BLOCKS, DENSE, OPTIONAL, is_dense_layer
+from .twin import TOLERANCE, InLean, Twin, numbers, twin_of
 
 __all__ = [
     "CLASSES",
@@ -32,12 +33,11 @@ __all__ = [
     "candidates",
     "has_library_loss",
     "hold",
+    "is_attention",
     "library_activation",
     "release",
     "twin_of",
 ]
-
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 
 
 class Match(NamedTuple):
@@ -66,7 +66,7 @@ def candidates(module: nn.Module, names: frozenset[str], exact: bool) -> list[Ma
     held = children | vars(module).keys()
     for row in (*STEPS, *GATINGS):
         own = [name for name in row.names if name[0] != "="]
-        if row.op in names and held >= set(own) and children <= set(own):
+        if row.op in names and held >= set(own) and children <= set(own) and not _has_act(module):
             kind = "gated" if row.op == "gated" else "steps"
             choice = row._replace(dropout="dropout" in names)
             found.append(
@@ -79,6 +79,9 @@ def candidates(module: nn.Module, names: frozenset[str], exact: bool) -> list[Ma
             found.append(
                 Match("residual", block.op, block, probe, "forward", _acts(module, set(block.names)))
             )
+    if "batch_norm_act" in names and is_dense_layer(module):
+        probe = _probe(module._modules["conv1"])
+        found.append(Match("dense_layer", "batch_norm_act", Choice(), probe, "forward", _acts(module, DENSE)))
     if "act_linear" in names and _is_bert_layer(module):
         layer: Any = module
         acts = (layer.intermediate.intermediate_act_fn,)
@@ -195,6 +198,11 @@ def _probe(layer: Any) -> tuple[Tensor, ...]:
         features = weight.shape[0] if type(layer).__name__ == "Conv1D" else weight.shape[1]
         shape = (2, 3, features)
     return (numbers(shape, weight),)
+
+
+def _has_act(module: Any) -> bool:
+    """Of a batch norm that calls its activation itself: nothing is left for the module around it."""
+    return hasattr(module._modules.get("bn"), "act")
 
 
 def _acts(module: nn.Module, names: Iterable[str]) -> tuple[nn.Module, ...]:

@@ -20,7 +20,8 @@ from ...functional._activation import _apply
 from ...functional._glu import Packing
 from ...functional._norm import output_dtype
 from ...nn.norm import batch_norm_of
-from ..layers import BATCH_NORMS, BatchNorm, Dropout, serves
+from ..layers import BATCH_NORMS, BatchNorm, Dropout, serves, takes
+from ..types import KEEPS_OUTPUT
 from .activations import activation_of
 from .twin import Twin, computes_in, is_plain, linear_weights
 
@@ -211,12 +212,18 @@ def _next(steps: Sequence[Any], at: int, input: Tensor, dropout: bool) -> tuple[
         ):
             p = p or (0.0 if _is_idle(steps[after]) else steps[after].p)
             after += 1
-        weights = linear_weights(steps[after]) if after < len(steps) else None
+        layer: Any = steps[after] if after < len(steps) else None
+        weights = linear_weights(layer)
         if weights is not None and p:
             # The hidden features of a dropout_linear are the ones that act_dropout would drop.
             return F.dropout_linear(input, *weights, p, act=act[0], **params), after + 1
+        if p or act[0] in KEEPS_OUTPUT:  # which the layer keeps too: making it again would bring nothing
+            return step(input), at + 1
         if weights is not None:
             return F.act_linear(input, *weights, act[0], **params), after + 1
+        if takes(layer, input):
+            how = (layer.stride, layer.padding, layer.dilation, layer.groups)
+            return F.act_conv2d(input, layer.weight, layer.bias, *how, act=act[0], **params), after + 1
     if isinstance(step, str):
         return getattr(torch, step)(input), at + 1
     return step(input), at + 1

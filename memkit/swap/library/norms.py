@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import functional as F
+from ..._lean import is_lean
 from ...functional._norm import output_dtype
 from ...nn.norm import batch_norm_of
 from ..layers import Norm, row_shape, serves
@@ -47,15 +48,26 @@ class OffsetRMSNorm(_RMSNorm, kind="rms_norm+1"):
 
 
 class LayerNorm(Norm, Twin, kind="layer_norm"):
-    """A subclass of torch.nn.LayerNorm that computes the same."""
+    """A class like torch.nn.LayerNorm, or of its own without a bias as in Cohere's models, that computes the same."""
 
     _op = "layer_norm"
 
     def _memkit(self, input: Tensor) -> Tensor:
         module: Any = self
-        return F.layer_norm(
-            input, module.normalized_shape, module.weight, module.bias, module.eps, save=self.save
-        )
+        weight, bias = self._gain(), getattr(module, "bias", None)
+        return F.layer_norm(input, row_shape(self), weight, bias, _eps(self), save=self.save)
+
+    def _gain(self) -> Tensor | None:
+        module: Any = self
+        return module.weight  # type: ignore[no-any-return]
+
+
+class OffsetLayerNorm(LayerNorm, kind="layer_norm+1"):
+    """With 1 + weight, as in Nemotron."""
+
+    def _gain(self) -> Tensor | None:
+        module: Any = self
+        return module.weight + 1  # type: ignore[no-any-return]
 
 
 class LayerNorm2d(LayerNorm, kind="layer_norm_2d"):
@@ -81,6 +93,8 @@ class BatchNormAct(Twin, kind="batch_norm_act"):
         alone = type(module.drop) is nn.Identity and is_plain(module.drop)
         if act is None or not alone or not serves(input) or output_dtype(input) != input.dtype:
             return self._stock_forward(input)
+        if idle and not is_lean():  # alone, all it brings is that lean() can rebuild its result
+            return self._stock_forward(input)
         return batch_norm_of(self, input, *act)
 
     @staticmethod
@@ -94,14 +108,18 @@ def norm_kinds(module: nn.Module) -> tuple[str, ...]:
     if isinstance(module, nn.BatchNorm2d):
         return ("batch_norm_act",) if module._modules.keys() == {"drop", "act"} else ()
     if isinstance(module, nn.LayerNorm):
-        two = "2d" in cls.__name__ and len(module.normalized_shape) == 1
-        return () if cls is nn.LayerNorm else (("layer_norm_2d",) if two else ("layer_norm",))
+        images = "2d" in cls.__name__ or getattr(module, "data_format", "") == "channels_first"
+        two = images and len(module.normalized_shape) == 1
+        return () if cls is nn.LayerNorm else ("layer_norm_2d",) if two else ("layer_norm", "layer_norm+1")
     rms = cls.__name__.lower().endswith("rmsnorm") or cls.__name__ == "T5LayerNorm"
     names = [name for name, held in module._parameters.items() if held is not None]
-    if not rms or isinstance(module, nn.RMSNorm) or names != ["weight"] or module._modules:
+    rows = rms or cls.__name__.endswith("LayerNorm")
+    if not rows or isinstance(module, nn.RMSNorm) or names != ["weight"] or module._modules:
         return ()
     weight: Any = module.weight
-    return ("rms_norm", "rms_norm+1") if weight.dim() == 1 and _eps(module) is not None else ()
+    if weight.dim() != 1 or _eps(module) is None:
+        return ()
+    return ("rms_norm", "rms_norm+1") if rms else ("layer_norm",)
 
 
 def norm_probe(module: nn.Module, kind: str) -> tuple[Tensor, ...]:

@@ -1,7 +1,9 @@
-"""Residual blocks of convolutional networks: two or three convolutions, then the sum with the input, then an activation.
+"""Blocks of convolutional networks. Residual ones: two or three convolutions, the sum with the input, then an activation.
 
 Each batch norm runs with the activation behind it. Inside `memkit.lean` the sum is a tensor of its own, as what was changed
 in place afterwards could not be rebuilt; outside it is written into the last batch norm's result, as stock does.
+
+DenseNet's: twice a batch norm, an activation and a convolution, of all that the layers before have given.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..._lean import is_lean
 from ..layers import serves
@@ -62,3 +64,31 @@ class ResidualBlock(Twin, kind="residual"):
     @staticmethod
     def kept(module: Any, shape: torch.Size) -> int:
         return 2 * shape.numel()
+
+
+DENSE = ("norm1", "relu1", "conv1", "norm2", "relu2", "conv2")
+
+
+class DenseLayer(Twin, kind="dense_layer"):
+    _swap: Any
+    saved = "input of each norm"
+
+    def forward(self, input: Any) -> Tensor:
+        module: Any = self
+        given = [input] if isinstance(input, Tensor) else input
+        if module.memory_efficient or not all(map(serves, given)):
+            return self._stock_forward(input)
+        out = run([getattr(self, name) for name in DENSE], torch.cat(given, 1), dropout=False)
+        if module.drop_rate > 0:
+            out = nn.functional.dropout(out, module.drop_rate, self.training)
+        return out
+
+    @staticmethod
+    def kept(module: Any, shape: torch.Size) -> int:
+        return shape.numel() // shape[1] * int(module.norm1.num_features + module.norm2.num_features)
+
+
+def is_dense_layer(module: nn.Module) -> bool:
+    """By its children, and a method that joins what it is given."""
+    joins: Any = getattr(type(module), "bn_function", None)
+    return module._modules.keys() == set(DENSE) and joins is not None and "cat" in joins.__code__.co_names

@@ -20,6 +20,9 @@ from ..types import Changed, has_hooks
 MIXINS: dict[str, type[Twin]] = {}
 """By the names that pickles hold."""
 
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+"""How far, relatively, a twin's values and gradients may be from those of what it stands for."""
+
 _made: dict[tuple[str, type[nn.Module]], type[Any]] = {}
 
 
@@ -89,11 +92,17 @@ def linear_weights(module: Any) -> tuple[Tensor, Tensor | None] | None:
     A weight of another tensor subclass (quantised) brings its own linear, which only a call of the layer reaches.
     """
     transposed = type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
-    plain = type(module) is nn.Linear or transposed
+    plain = type(module) is nn.Linear or transposed or _is_another_linear(module)
     known = plain and (type(module.weight) in (nn.Parameter, Tensor) or is_dtensor(module.weight))
     if known and is_plain(module):
         return (module.weight.t() if transposed else module.weight), module.bias
     return None
+
+
+def _is_another_linear(module: Any) -> bool:
+    """transformers' layer for Falcon writes a Linear's product out."""
+    cls = type(module)
+    return cls.__name__ == "FalconLinear" and cls.__module__ == "transformers.models.falcon.modeling_falcon"
 
 
 def computes_in(input: Any, *layers: Any) -> bool:

@@ -1,0 +1,139 @@
+"""Attention written out: softmax(scale · query keyᵀ + what is added) value, of which query, key and value are kept.
+
+Backward makes the weights again, one product and one softmax more, and is spared some passes over them that stock takes. For
+what transformers' models write out because no fused kernel has it: scores that are capped (Gemma 2), a position's bias that
+is learned (T5), weights that are returned.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import functional as F
+
+
+class Scores(NamedTuple):
+    scale: float
+    cap: float | None = None
+    """cap · tanh(scores / cap) stands for the scores, before a mask is added."""
+
+    @property
+    def factor(self) -> float:
+        """Of the product."""
+        return self.scale / (self.cap or 1.0)
+
+    @property
+    def after(self) -> float:
+        """Of what the softmax is taken of."""
+        return self.cap or 1.0
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None, scores: Scores
+) -> tuple[Tensor, Tensor]:
+    """The result, [batch, heads, tokens, width] as the query, and the weights, [batch, heads, tokens, keys].
+
+    ``key`` and ``value`` have as many heads, or a part of them, each for some neighbours. ``mask`` is added to the scores;
+    beside a ``bias``, which is added too and may be learned, it says (bool) where that is the least number there is instead.
+    """
+    return _Attend.apply(query, key, value, mask, bias, scores)  # type: ignore[no-any-return]
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, bias: Any, scores: Scores
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(query, key, value, mask, bias)
+        ctx.scores = scores
+        _, weights = _weights(query, key, mask, bias, scores)
+        out = torch.bmm(_grouped(weights, key), value.flatten(0, 1))
+        return out.view(*query.shape[:3], value.shape[3]), weights
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, grad_weights: Tensor | None) -> tuple[Any, ...]:
+        query, key, value, mask, bias = ctx.saved_tensors
+        scores: Scores = ctx.scores
+        if grad is None and grad_weights is None:
+            return None, None, None, None, None, None
+        if torch.is_grad_enabled():  # the gradient is to be differentiated
+            return (*_gradients(ctx.saved_tensors, scores, ctx.needs_input_grad, (grad, grad_weights)), None)
+        capped, weights = _weights(query, key, mask, bias, scores)
+        grad_value = None
+        if grad is None:  # the weights' alone, which is not ours to write to
+            d = torch.empty_like(weights).copy_(grad_weights)  # type: ignore[arg-type]
+        else:
+            grad = _grouped(grad, key)
+            grad_value = torch.bmm(_grouped(weights, key).mT, grad).view(value.shape)
+            d = torch.bmm(grad, value.flatten(0, 1).mT).view(weights.shape)
+            if grad_weights is not None:
+                d += grad_weights
+        masked = mask is not None
+        torch.ops.memkit._softmax_backward_(d, weights, -1, scores.after, False, False, masked)
+        del weights, grad
+        if capped is not None:
+            torch.ops.aten.tanh_backward.grad_input(d, capped, grad_input=d)
+        grad_bias = None
+        if ctx.needs_input_grad[4]:
+            kept = d if mask is None or mask.shape[0] == 1 else d.masked_fill(~mask, 0)
+            grad_bias = kept.sum_to_size(bias.shape)
+            if kept is d and mask is not None:
+                grad_bias = grad_bias.masked_fill(~mask, 0)
+        d = _grouped(d, key)
+        grad_query = _product(d, key.flatten(0, 1), scores.factor).view(query.shape)
+        grad_key = _product(d.mT, _grouped(query, key), scores.factor).view(key.shape)
+        return grad_query, grad_key, grad_value, None, grad_bias, None
+
+
+def _gradients(given: Any, scores: Scores, wanted: Any, grads: tuple[Any, Any]) -> list[Any]:
+    """Of the inputs wanted, by operators that have derivatives."""
+    query, key, value, mask, bias = given
+    leaves = [x for x, each in zip(given, wanted, strict=False) if each]
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    s = torch.matmul(query, key.mT) * scores.factor
+    if scores.cap is not None:
+        s = s.tanh() * scores.cap
+    if bias is not None:
+        s = s + (bias if mask is None else torch.where(mask, bias, torch.finfo(bias.dtype).min))
+    elif mask is not None:
+        s = s + mask
+    weights = s.softmax(-1)
+    outs = [
+        out for out, g in zip((torch.matmul(weights, value), weights), grads, strict=True) if g is not None
+    ]
+    arrived = [g for g in grads if g is not None]
+    found = iter(torch.autograd.grad(outs, leaves, arrived, create_graph=True, allow_unused=True))
+    return [next(found) if each else None for each in wanted[:5]]
+
+
+def _weights(
+    query: Tensor, key: Tensor, mask: Tensor | None, bias: Tensor | None, scores: Scores
+) -> tuple[Tensor | None, Tensor]:
+    """The tanh of the scores, where they are capped, and the weights."""
+    rows, columns = _grouped(query, key), key.flatten(0, 1).mT
+    shape = (*query.shape[:3], key.shape[2])
+    if bias is None:
+        s = _product(rows, columns, scores.factor).view(shape)
+    else:
+        if mask is not None:
+            bias, mask = torch.where(mask, bias, torch.finfo(bias.dtype).min), None
+        s = torch.empty(shape, dtype=query.dtype, device=query.device).copy_(bias)
+        _grouped(s, key).baddbmm_(rows, columns, alpha=scores.factor)
+    if scores.cap is None:
+        return None, F.softmax(s, -1, mask=mask, inplace=True)
+    s.tanh_()
+    return s, F.softmax(s, -1, scale=scores.after, mask=mask)
+
+
+def _grouped(x: Tensor, key: Tensor) -> Tensor:
+    """[batch, heads, tokens, width] with the heads of one key below each other."""
+    return x.reshape(key.shape[0] * key.shape[1], -1, x.shape[3])
+
+
+def _product(a: Tensor, b: Tensor, factor: float) -> Tensor:
+    return torch.baddbmm(a.new_empty(()), a, b, beta=0, alpha=factor)

@@ -1,0 +1,201 @@
+"""Attention as transformers' models call it: inside :class:`memkit.lean`, query, key and value are all that is kept.
+
+Their attention layers take the function that attends, fused or written out, from a table that their module knows under one
+name. The twin runs the layer's own forward with a table of ours under that name, which hands out the same functions and
+looks at what they are given:
+
+- For a function that keeps the attention's weights, a number for each pair of tokens, :func:`attend` stands in where it
+  computes the same, which values and gradients on some tokens of the first call say. Elsewhere, and with dropout, it runs
+  under a checkpoint: backward makes the weights again and drops the same. Fused kernels, which keep none, are called as
+  they are.
+- Where one projection gives query, key and value, and rotary embeddings have made new tensors of the first two, the value
+  alone holds all its memory: it is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..._lean import is_lean
+from ..layers import serves
+from .attend import Scores, attend
+from .twin import TOLERANCE, Twin, numbers
+
+TABLE = "ALL_ATTENTION_FUNCTIONS"
+FUSED = "sdpa_attention_forward"
+TOKENS = 8
+
+_same: dict[Any, bool] = {}
+"""Whether `attend` is what a function computes, as a module of that class calls it."""
+_rebound: dict[Any, Callable[..., Any]] = {}
+
+
+class Attention(Twin, kind="attention"):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        forward = type(self)._stock_forward
+        if (
+            is_lean() and torch.is_grad_enabled() and _asks(forward)
+        ):  # of a pickle, the library may be another now
+            forward = _with_our_table(forward)
+        return forward(self, *args, **kwargs)
+
+
+def is_attention(cls: type[nn.Module]) -> bool:
+    """Whether its forward asks the table for the function, by the table's name."""
+    return _asks(cls.forward)
+
+
+def _asks(forward: Any) -> bool:
+    return (
+        type(forward) is FunctionType
+        and {TABLE, "get_interface"} <= set(forward.__code__.co_names)
+        and hasattr(forward.__globals__.get(TABLE), "get_interface")
+    )
+
+
+def _with_our_table(forward: Any) -> Callable[..., Any]:
+    """The same code, where the name stands for our table."""
+    if forward not in _rebound:
+        names = {**forward.__globals__, TABLE: _Table(forward.__globals__[TABLE])}
+        made = FunctionType(
+            forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
+        )
+        made.__kwdefaults__ = forward.__kwdefaults__
+        _rebound[forward] = made
+    return _rebound[forward]
+
+
+class _Table:
+    def __init__(self, stock: Any) -> None:
+        self._stock = stock
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stock, name)
+
+    def get_interface(self, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        return partial(_attend, self._stock.get_interface(name, default), default)
+
+
+def _attend(
+    function: Callable[..., Any],
+    written_out: Callable[..., Any],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if not (query.requires_grad or key.requires_grad or value.requires_grad):
+        return function(module, query, key, value, *args, **kwargs)
+    value = _alone(value, query, key)
+    call = partial(function, module)
+    dropout = kwargs.get("dropout", 0.0)
+    # PyTorch's kernels for the CPU have neither dropout nor the gradient of what is added.
+    slow = query.device.type == "cpu" and (dropout > 0 or any(map(_is_learned, (*args, *kwargs.values()))))
+    keeps_weights = function is written_out or (_is_fused(function) and slow)
+    if not keeps_weights or key.shape[-2] < query.shape[-1]:  # weights smaller than the query
+        return call(query, key, value, *args, **kwargs)
+    if (how := _as_written(function, module, query, key, value, args, kwargs)) is not None:
+        out, weights = attend(query, key, value, *how)
+        return out.transpose(1, 2).contiguous(), None if _is_fused(function) else weights
+    return checkpoint(
+        call,
+        *(query, key, value, *args),
+        use_reentrant=False,
+        preserve_rng_state=dropout > 0,
+        determinism_check="none",
+        **kwargs,
+    )
+
+
+def _as_written(
+    function: Any, module: Any, query: Tensor, key: Tensor, value: Tensor, args: Any, kwargs: Any
+) -> tuple[Tensor | None, Tensor | None, Scores] | None:
+    """Mask, bias and scores for `attend`, where it computes what the function does."""
+    mask, *more = args or (None,)
+    bias, scale, cap = kwargs.get("position_bias"), kwargs.get("scaling"), kwargs.get("softcap")
+    plain = (
+        not more
+        and not kwargs.get("dropout", 0.0)
+        and isinstance(scale, float)
+        and (cap is None or (isinstance(cap, float) and bias is None))
+        and serves(query)
+        and query.dtype == key.dtype == value.dtype
+        and query.dim() == key.dim() == value.dim() == 4
+        and not torch.is_autocast_enabled(query.device.type)
+    )
+    for each in (mask, bias):
+        plain = plain and (each is None or (type(each) in (Tensor, nn.Parameter) and each.dim() == 4))
+    if not plain:
+        return None
+    if mask is not None and (mask.requires_grad or (mask.dtype == torch.bool) != (bias is not None)):
+        return None
+    if mask is None and _is_fused(function):
+        causal = kwargs.get("is_causal")
+        if query.shape[2] > 1 and (getattr(module, "is_causal", True) if causal is None else causal):
+            mask = query.new_ones(1, 1, query.shape[2], key.shape[2], dtype=torch.bool).tril_()
+    how = (mask, bias, Scores(scale, cap))
+    given = tuple(sorted(name for name, held in kwargs.items() if held is not None))
+    seen = (function, type(module), given, mask is None, query.dtype, query.shape[1] // key.shape[1])
+    if seen not in _same:
+        _same[seen] = _is_same(function, module, (query, key, value), args, how, kwargs)
+    return how if _same[seen] else None
+
+
+def _is_same(function: Any, module: Any, tensors: Any, args: Any, how: Any, kwargs: Any) -> bool:
+    """Of some tokens: results, weights and gradients; and no parameter of the module has part in them."""
+    mask, bias, scores = how
+    with torch.enable_grad():
+        query, key, value = (x[:1, :, :TOKENS].detach().clone().requires_grad_() for x in tensors)
+        given = (*args, None)[0]
+        given, mask, bias = (
+            x if x is None else x[:1, :, :TOKENS, :TOKENS].detach().clone() for x in (given, mask, bias)
+        )
+        leaves = [query, key, value]
+        if bias is not None:
+            leaves.append(bias.requires_grad_())
+        theirs, weights = function(module, query, key, value, given, **{**kwargs, "position_bias": bias})
+        ours, our_weights = attend(query, key, value, mask, bias, scores)
+        pairs = [(ours.transpose(1, 2), theirs)]
+        if weights is not None:
+            pairs.append((our_weights, weights))
+        if any(a.shape != b.shape for a, b in pairs):
+            return False
+        weight = numbers(theirs.shape, theirs.detach())
+        own = [p for p in module.parameters() if p.requires_grad]
+        found = torch.autograd.grad(theirs, [*leaves, *own], weight, allow_unused=True)
+        if any(grad is not None for grad in found[len(leaves) :]):
+            return False
+        pairs += zip(torch.autograd.grad(pairs[0][0], leaves, weight), found, strict=False)
+    return all(b is not None and _near(a, b) for a, b in pairs)
+
+
+def _near(ours: Tensor, theirs: Tensor) -> bool:
+    tolerance = TOLERANCE[theirs.dtype]
+    return bool((ours.double() - theirs.double()).norm() <= tolerance * theirs.double().norm())
+
+
+def _is_fused(function: Any) -> bool:
+    return getattr(function, "__name__", "") == FUSED
+
+
+def _is_learned(given: Any) -> bool:
+    return isinstance(given, Tensor) and given.requires_grad
+
+
+def _alone(x: Tensor, *others: Tensor) -> Tensor:
+    """A copy, where x is a smaller part of a memory in which none of the others lies."""
+    memory = x.untyped_storage()
+    if memory.nbytes() < 2 * x.nbytes or any(
+        other.untyped_storage()._cdata == memory._cdata for other in others
+    ):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
