@@ -329,6 +329,9 @@ def matrix_table(results: Results) -> str:
             body.append([name, *marks])
         parts.append(report.markdown_table(["", *columns], body))
         parts += ["\n".join(f"{number}. {note}" for note, number in notes.items())] if notes else []
+        states = [cell["state"] for cells in result["cells"].values() for cell in cells.values()]
+        counted = [f"{state} {states.count(state)}" for state in bench_matrix.MARKS if state in states]
+        parts.append(f"Of {len(states)} cells: {', '.join(counted)}.")
         parts.append(f"{_libraries(result)}; {report.origin(result)}")
     return "\n\n".join(parts)
 

@@ -496,7 +496,7 @@ def test_readme_tables(
     shutil.copy(ops, results)
     shutil.copy(pool, results)
     shutil.copy(families, results)
-    for name in ("optim", "loss", "models"):
+    for name in ("optim", "loss", "models", "matrix"):
         shutil.copy(ROOT / "benchmarks" / "results" / f"{name}-cpu.json", results)
     file = tmp_path / "README.md"
     file.write_text(
@@ -520,6 +520,22 @@ def test_readme_tables(
     assert "not yet run on a GPU" in once
     assert once.count("\nend\n") == len(readme.TABLES)
     assert (results / "bench-cpu.png").exists()
+
+
+def test_matrix_table(job: tuple[Path, dict[str, Any]], scripts: tuple[ModuleType, ModuleType]) -> None:
+    import bench_matrix
+
+    passes, error = {"state": "passes", "reason": ""}, {"state": "stock fails too", "reason": "E: a | b"}
+    cells = {
+        "one": {"plain": passes, "TP": {"state": "not applicable", "reason": "no pair"}, "PP": error},
+        "two": {"plain": {"state": "fails", "reason": "far"}, "PP": error},
+    }
+    result = job[1] | {"kind": bench_matrix.KIND, "cells": cells}
+    lines = scripts[0].matrix_table({(bench_matrix.KIND, "cpu"): result}).splitlines()
+    assert lines[0] == "|  | plain | TP | PP |"
+    assert lines[2:4] == ["| one | ✓ | – (1) | stock ✗ (2) |", "| two | ✗ (3) |  | stock ✗ (2) |"]
+    assert lines[5:8] == ["1. not applicable: `no pair`", "2. stock fails too: `E: a | b`", "3. fails: `far`"]
+    assert "Of 5 cells: passes 1, fails 1, stock fails too 2, not applicable 1." in lines
 
 
 def test_gpu_results_change_the_support_table(

@@ -70,6 +70,7 @@ def cell_of(
     made = subject()
     models = [Subject(Broken(copy.deepcopy(made.model), scale), made.sample) for scale in (stock, ours)]
     monkeypatch.setattr(cells, "pair", lambda name, autocast: models)
+    cells.rounding.cache_clear()
     return cells.verdict([cells.examine(MODEL, column, True)], 1.0)
 
 

@@ -63,6 +63,8 @@ class Stage(nn.Module):
             raise ReachedError(*(leaves[i].contiguous() for i in self.travelling))  # gloo sends no others
         for i, x in zip(self.travelling, self.received, strict=True):
             leaves[i] = x
+            if x.requires_grad:
+                x.register_hook(Tensor.contiguous)
         return pytree.tree_unflatten(leaves, spec)
 
     def forward(self, *received: Tensor, **sample: Tensor) -> Any:
