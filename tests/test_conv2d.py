@@ -17,6 +17,7 @@ SHAPES = {
     "batch": (9, 32, 48, 48, 3, 2, 1),
     "groups": (6, 64, 64, 48, 3, 1, 64),
     "pointwise": (7, 48, 16, 56, 1, 1, 1),
+    "steps": (5, 64, 64, 56, 1, 2, 1),
     "channels": (256, 256, 250, 2, 3, 1, 1),
     "whole": (2, 8, 8, 5, 3, 1, 1),
 }
@@ -49,7 +50,7 @@ def test_gradients_made_in_parts_are_stock_s(name: str, format: torch.memory_for
     assert ours[0].is_contiguous(memory_format=format)
 
 
-@pytest.mark.parametrize("name", ["batch", "channels"])
+@pytest.mark.parametrize("name", ["batch", "groups", "steps", "channels"])
 def test_backward_peaks_lower(name: str) -> None:
     (x, weight, _), numbers = leaves(name)
 

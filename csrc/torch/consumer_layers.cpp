@@ -100,14 +100,16 @@ Tensor conv_input_gradient(const Tensor& grad, const Tensor& like, const Tensor&
     return std::get<0>(conv_gradients(grad, as_input(like, weight), weight, conv, {true, false, false}));
   };
   const auto whole = [&] { return at::empty(like.sizes(), weight.options(), format_of(like)); };
+  // A product of matrices in the order that they have.
+  const bool is_pointwise = weight.size(2) * weight.size(3) * conv[0] * conv[1] == 1;
+  if (!like.is_cpu() || is_pointwise) return made(grad, like, weight).contiguous(format_of(like));
   const int64_t weights = weight.numel(), values = like.numel() + grad.numel();
   const int64_t batches = std::min({kParts, like.size(0), like.numel() / std::max(2 * weights, kLeast)});
-  if (like.is_cpu() && batches > 1)
+  if (batches > 1)
     return in_parts(whole(), 0, batches, [&](int64_t begin, int64_t count) {
       return made(grad.narrow(0, begin, count), like.narrow(0, begin, count), weight);
     });
-  if (like.is_cpu() && conv[6] == 1 && weights > std::max(2 * values, kParts * kLeast) && weights < 4 * values &&
-      like.size(1) >= kParts)
+  if (conv[6] == 1 && weights > std::max(2 * values, kParts * kLeast) && weights < 4 * values && like.size(1) >= kParts)
     return in_parts(whole(), 1, kParts, [&](int64_t begin, int64_t count) {
       return made(grad, like.narrow(1, begin, count), weight.narrow(1, begin, count));
     });

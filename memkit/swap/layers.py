@@ -169,6 +169,7 @@ class Conv2d(Layer, memkit_nn.Conv2d):
             is_lean()
             and input.device.type == "cpu"
             and input.numel() >= max(4 * self.weight.numel(), 1 << 18)
+            and self.kernel_size + self.stride != (1, 1, 1, 1)
             and takes(self, input)
             and not torch.is_autocast_enabled("cpu")
             and not is_dynamo_compiling()
