@@ -6,9 +6,11 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from memkit import lean, swap, unswap
 from memkit.memory import measure
+from memkit.swap.library import attention as attention_module
 from memkit.swap.library.attend import Scores, attend
 
 pytestmark = pytest.mark.usefixtures("repeatable")
@@ -41,6 +43,10 @@ def with_a_gain(module, *args, **kwargs):
     """Starts as if it were not there; its gradient shows that it is."""
     out, weights = written_out(module, *args, **kwargs)
     return module.gain * out, weights
+
+
+def dropped(module, out, weights):
+    return nn.functional.dropout(out, 0.3, module.training), weights
 
 
 def sdpa_attention_forward(
@@ -182,6 +188,90 @@ def test_kept_by_copies_and_undone(name):
         torch.testing.assert_close(step(copied, x), expected)
     unswap(model)
     assert {key: (type(m), set(vars(m))) for key, m in model.named_modules()} == names
+
+
+@pytest.fixture
+def written_out_as(monkeypatch):
+    """Makes the function that layers write out another one, of which nothing is known."""
+
+    def patch(function):
+        monkeypatch.setattr(attention_module, "_same", {})
+        monkeypatch.setitem(globals(), "written_out", function)
+
+    return patch
+
+
+@pytest.mark.parametrize("first", ["training", "evaluation"])
+def test_dropout_that_a_function_takes_by_itself(first, written_out_as):
+    """Neither taken for none, as the first call may say, nor drawn anew in backward."""
+    model, x = make("plain")
+    stock = copy.deepcopy(model)
+    swap(model, lean="call")
+    plain = written_out
+    written_out_as(lambda module, *args, **kwargs: dropped(module, *plain(module, *args, **kwargs)))
+    model.train(first != "evaluation")
+    step(model, x)
+    torch.testing.assert_close(step(model.train(), x), step(stock, x), rtol=1e-4, atol=1e-5)
+
+
+def test_names_patched_later(written_out_as):
+    model, x = make("plain")
+    swap(model, lean="call")
+    expected = 0.5 * model(x)
+    plain = written_out
+    written_out_as(lambda *args, **kwargs: (0.5 * plain(*args, **kwargs)[0], None))
+    torch.testing.assert_close(model(x), expected)
+
+
+def test_layers_that_start_from_zero(written_out_as):
+    """Say nothing of the scores."""
+    model, x = make("plain")
+    plain = written_out
+    written_out_as(lambda module, query, *rest, **kwargs: plain(module, 2 * query, *rest, **kwargs))
+    stock = copy.deepcopy(model)
+    swap(model, lean="call")
+    started = copy.deepcopy(model)
+    with torch.no_grad():
+        for each in (started.attention.q, started.attention.k):
+            each.weight.zero_(), each.bias.zero_()
+    step(started, x)
+    torch.testing.assert_close(step(model, x), step(stock, x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["keys for the whole batch", "a longer mask"])
+def test_keys_and_masks_of_other_sizes(kind, written_out_as):
+    """What the function expands or cuts."""
+    model, x = make("plain")
+    plain = written_out
+
+    def cut(module, query, key, value, mask, **kwargs):
+        return plain(module, query, key, value, mask[..., : key.shape[2]], **kwargs)
+
+    if kind == "a longer mask":
+        model.attention.mask = torch.randn(1, 1, TOKENS, TOKENS + 3)
+        written_out_as(cut)
+    else:
+        for each in (model.attention.k, model.attention.v):
+            each.register_forward_hook(lambda module, args, out: out[:1])
+        written_out_as(plain)
+    stock = copy.deepcopy(model)
+    swap(model, lean="call")
+    torch.testing.assert_close(step(model, x), step(stock, x), rtol=1e-4, atol=1e-5)
+
+
+def test_inside_a_checkpoint(written_out_as):
+    """What the first call tries out is none of the checkpoint's business."""
+    model, x = make("capped")
+    stock = copy.deepcopy(model)
+    swap(model, lean="call")
+    written_out_as(written_out)
+    x.requires_grad_()
+
+    grads = []
+    for each in (model, stock):
+        checkpoint(each, x, use_reentrant=False).square().sum().backward()
+        grads.append([p.grad for p in each.parameters()])
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
 
 
 def test_weights_that_are_returned_have_their_gradient():

@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
 from ..._lean import is_lean
@@ -34,16 +36,13 @@ TOKENS = 8
 
 _same: dict[Any, bool] = {}
 """Whether `attend` is what a function computes, as a module of that class calls it."""
-_rebound: dict[Any, Callable[..., Any]] = {}
 
 
 class Attention(Twin, kind="attention"):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         forward = type(self)._stock_forward
-        if (
-            is_lean() and torch.is_grad_enabled() and _asks(forward)
-        ):  # of a pickle, the library may be another now
-            forward = _with_our_table(forward)
+        if is_lean() and torch.is_grad_enabled() and not torch.jit.is_tracing() and _asks(forward):
+            forward = _with_our_table(forward)  # asked again: of a pickle, the library may be another now
         return forward(self, *args, **kwargs)
 
 
@@ -61,15 +60,11 @@ def _asks(forward: Any) -> bool:
 
 
 def _with_our_table(forward: Any) -> Callable[..., Any]:
-    """The same code, where the name stands for our table."""
-    if forward not in _rebound:
-        names = {**forward.__globals__, TABLE: _Table(forward.__globals__[TABLE])}
-        made = FunctionType(
-            forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
-        )
-        made.__kwdefaults__ = forward.__kwdefaults__
-        _rebound[forward] = made
-    return _rebound[forward]
+    """The same code, where the name stands for our table; made in each call, as the other names may be patched."""
+    names = {**forward.__globals__, TABLE: _Table(forward.__globals__[TABLE])}
+    made = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    made.__kwdefaults__ = forward.__kwdefaults__
+    return made
 
 
 class _Table:
@@ -110,7 +105,7 @@ def _attend(
         call,
         *(query, key, value, *args),
         use_reentrant=False,
-        preserve_rng_state=dropout > 0,
+        preserve_rng_state=dropout > 0 or module.training,  # a function may take dropout from its module
         determinism_check="none",
         **kwargs,
     )
@@ -130,12 +125,18 @@ def _as_written(
         and serves(query)
         and query.dtype == key.dtype == value.dtype
         and query.dim() == key.dim() == value.dim() == 4
+        and query.numel() > 0
+        and query.shape[0] == key.shape[0]  # else the product broadcasts
+        and query.shape[1] % key.shape[1] == 0
+        and key.shape[:3] == value.shape[:3]
         and not torch.is_autocast_enabled(query.device.type)
     )
-    for each in (mask, bias):
-        plain = plain and (each is None or (type(each) in (Tensor, nn.Parameter) and each.dim() == 4))
     if not plain:
         return None
+    scores = (*query.shape[:3], key.shape[2])
+    for each in (mask, bias):
+        if each is not None and not (type(each) in (Tensor, nn.Parameter) and _expands(each, scores)):
+            return None
     if mask is not None and (mask.requires_grad or (mask.dtype == torch.bool) != (bias is not None)):
         return None
     if mask is None and _is_fused(function):
@@ -144,17 +145,29 @@ def _as_written(
             mask = query.new_ones(1, 1, query.shape[2], key.shape[2], dtype=torch.bool).tril_()
     how = (mask, bias, Scores(scale, cap))
     given = tuple(sorted(name for name, held in kwargs.items() if held is not None))
-    seen = (function, type(module), given, mask is None, query.dtype, query.shape[1] // key.shape[1])
+    groups = query.shape[1] // key.shape[1]
+    seen = (function, type(module), module.training, given, mask is None, query.dtype, groups)
     if seen not in _same:
         _same[seen] = _is_same(function, module, (query, key, value), args, how, kwargs)
     return how if _same[seen] else None
 
 
 def _is_same(function: Any, module: Any, tensors: Any, args: Any, how: Any, kwargs: Any) -> bool:
-    """Of some tokens: results, weights and gradients; and no parameter of the module has part in them."""
+    """Of some tokens: results, weights and gradients; and no parameter of the module has part in them.
+
+    A checkpoint around the model sees nothing of it, since it is not done again when that computes again.
+    """
     mask, bias, scores = how
-    with torch.enable_grad():
-        query, key, value = (x[:1, :, :TOKENS].detach().clone().requires_grad_() for x in tensors)
+    devices = [tensors[0].device] if tensors[0].is_cuda else []
+    with (
+        torch.enable_grad(),
+        saved_tensors_hooks(_itself, _itself),
+        _disable_current_modes(),
+        torch.random.fork_rng(devices),
+    ):
+        some = [x[:1, :, :TOKENS].detach() for x in tensors]
+        # Layers that start from zero would show nothing.
+        query, key, value = ((x + numbers(x.shape, x)).requires_grad_() for x in some)
         given = (*args, None)[0]
         given, mask, bias = (
             x if x is None else x[:1, :, :TOKENS, :TOKENS].detach().clone() for x in (given, mask, bias)
@@ -175,12 +188,20 @@ def _is_same(function: Any, module: Any, tensors: Any, args: Any, how: Any, kwar
         if any(grad is not None for grad in found[len(leaves) :]):
             return False
         pairs += zip(torch.autograd.grad(pairs[0][0], leaves, weight), found, strict=False)
-    return all(b is not None and _near(a, b) for a, b in pairs)
+        return all(b is not None and _near(a, b) for a, b in pairs)
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
 
 
 def _near(ours: Tensor, theirs: Tensor) -> bool:
     tolerance = TOLERANCE[theirs.dtype]
     return bool((ours.double() - theirs.double()).norm() <= tolerance * theirs.double().norm())
+
+
+def _expands(x: Tensor, shape: tuple[int, ...]) -> bool:
+    return x.dim() == 4 and all(a in (1, b) for a, b in zip(x.shape, shape, strict=True))
 
 
 def _is_fused(function: Any) -> bool:
