@@ -407,3 +407,17 @@ def test_what_would_keep_more_is_undone():
     assert not report.changed, report
     assert report.saved_after == report.saved_before
     assert not any(isinstance(module, types.Changed) for module in model.modules())
+
+
+def test_function_transforms_of_a_lean_model():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2))
+    x, parameters = torch.randn(3, 4), dict(model.named_parameters())
+
+    def loss(parameters):
+        return torch.func.functional_call(model, parameters, (x,)).square().sum()
+
+    stock = torch.func.grad(loss)(parameters)
+    swap(model, sample=x, lean="call")
+    for name, grad in torch.func.grad(loss)(parameters).items():
+        torch.testing.assert_close(grad, stock[name])

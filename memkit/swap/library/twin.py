@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from ..._lean import lean
 from ..._sharding import is_dtensor
@@ -68,9 +69,12 @@ def _make(kinds: tuple[str, ...], cls: Any) -> Any:
 
 
 class InLean(Twin, kind="lean"):
-    """Each call runs inside :class:`memkit.lean`. May stand before another twin."""
+    """Each call runs inside :class:`memkit.lean`, but in function transforms, which allow no saved-tensor hooks. May stand
+    before another twin."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+            return super().__call__(*args, **kwargs)
         with lean():
             return super().__call__(*args, **kwargs)
 
