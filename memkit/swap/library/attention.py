@@ -41,9 +41,14 @@ _same: dict[Any, bool] = {}
 class Attention(Twin, kind="attention"):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         forward = type(self)._stock_forward
-        if is_lean() and torch.is_grad_enabled() and not torch.jit.is_tracing() and _asks(forward):
+        if is_lean() and torch.is_grad_enabled() and not _is_tracing() and _asks(forward):
             forward = _with_our_table(forward)  # asked again: of a pickle, the library may be another now
         return forward(self, *args, **kwargs)
+
+
+def _is_tracing() -> bool:
+    jit: Any = torch.jit
+    return bool(jit.is_tracing())
 
 
 def is_attention(cls: type[nn.Module]) -> bool:
