@@ -590,7 +590,7 @@ def test_bad_input() -> None:
             "layer_norm: expected a weight of shape",
         ),
         (lambda: M.act_conv2d(x, w), ValueError, "act_conv2d: expected an input .N, C, H, W."),
-        (lambda: M.norm_act_conv2d(x, w), ValueError, "norm_act_conv2d: expected an input .N, C, H, W."),
+        (lambda: M.norm_act_conv2d(x, w), ValueError, "norm_act_conv2d: expected an input of 4 dimensions"),
         (
             lambda: M.norm_act_conv2d(image, w),
             ValueError,
