@@ -1,6 +1,6 @@
 """Swapped models beside what people run: AMP, checkpoints, torch.compile, torch.export, and engines of several processes.
 
-    python benchmarks/bench_matrix.py                    # every model; some twenty minutes on two cores
+    python benchmarks/bench_matrix.py                    # every model; up to an hour on two cores that are busy
     python benchmarks/bench_matrix.py --models llama --columns AMP,compile
     python benchmarks/bench_matrix.py --json             # into benchmarks/results/matrix-cpu.json, cell by cell
     python benchmarks/bench_matrix.py --json --resume    # only the cells that the file lacks

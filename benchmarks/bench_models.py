@@ -1,6 +1,6 @@
 """Models of transformers, timm and torchvision, stock and swapped: what memory, time and exactness `swap` costs or brings.
 
-    python benchmarks/bench_models.py                    # all, some five minutes on two cores
+    python benchmarks/bench_models.py                    # all, some seven minutes on two cores
     python benchmarks/bench_models.py --models llama,bert
     python benchmarks/bench_models.py --json --update --models llama    # renews one row of the results file
 

@@ -252,7 +252,8 @@ def _consumer(
 
     names = (*batch, outputs, *rest)
     outs = [Out(names, (*x.shape[: len(batch)], weight.shape[0], *rest)) for weight in weights]
-    found = run(f"{producer}_linear", function, args, [*outs, *[Out((None,), ())] * kept], ["features"])
+    name = f"{producer}_conv2d" if conv else f"{producer}_linear"
+    found = run(name, function, args, [*outs, *[Out((None,), ())] * kept], ["features"])
     return list(found[:layers]), list(found[layers:])
 
 

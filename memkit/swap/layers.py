@@ -160,7 +160,8 @@ class BatchNorm3d(BatchNorm, memkit_nn.BatchNorm3d):
 
 
 class Conv2d(Layer, memkit_nn.Conv2d):
-    """Brings less memory in backward, on the CPU, where the input is much larger than the weight."""
+    """Brings less memory in backward where the input's gradient is made in parts of the batch: on the CPU, where the input
+    is much larger than the weight (`conv_input_gradient` in csrc/torch/consumer_layers.cpp)."""
 
     _op = "conv2d"
 
