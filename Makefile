@@ -4,6 +4,7 @@
 #   TORCH=2.14.0    the torch to install in it; another value reinstalls and rebuilds
 #   PYTHON=python3  the interpreter that makes VENV, 3.10 or newer
 #   ARGS=           passed on to the benchmark or to pytest
+#   JOBS=           tests at a time: the number of cores, 4 at most
 #   MEMKIT_CUDA, TORCH_CUDA_ARCH_LIST, CUDA_HOME, CXX, MAX_JOBS: see setup.py
 
 VENV ?= .venv
@@ -11,6 +12,8 @@ TORCH ?= 2.14.0
 PYTHON ?= python3
 ARGS ?=
 OUT ?= build/gpu
+# At a time: C++ tests, and processes of pytest.
+JOBS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -46,8 +49,8 @@ bench-matrix: build $(MODELS)
 
 # Targets of tests/cpp, then pytest with arguments; both run, whatever the first says.
 define run_tests
-@cpp=0; $(MAKE) --no-print-directory --keep-going -C tests/cpp $(1) || cpp=$$?; \
-  $(BIN)/python -m pytest -q $(2) $(ARGS) && \
+@cpp=0; $(MAKE) -j$(JOBS) --output-sync=target --no-print-directory --keep-going -C tests/cpp $(1) || cpp=$$?; \
+  $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal $(2) $(ARGS) && \
   if [ $$cpp != 0 ]; then echo "memkit: C++ tests failed, see above" >&2; exit $$cpp; fi
 endef
 

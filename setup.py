@@ -30,6 +30,20 @@ CXX_FLAGS += ["-Wno-maybe-uninitialized"]
 # -compress-all: object code an eighth the size, line numbers kept.
 NVCC_FLAGS = ["-O3", "-lineinfo", "-Xcompiler=-fvisibility=hidden", "-Xfatbin=-compress-all"]
 
+# Files of csrc/torch compiled as one: torch's headers take longer than most of these files themselves. The files of a unit
+# may not give one name to two things. A file that is named nowhere is compiled alone.
+UNITS = [
+    "activation_* checks eager fast_call fresh spec stock",
+    "channel_*",
+    "consumer consumer_layers lean norm_engine producers",
+    "cross_entropy loss optimizer_call",
+    "dropout engine glu named_ops rotary",
+    "linear_cross_entropy optimizer tap",
+    "planning cuda_memory schemas",
+    "pool pool_*",
+    "row_norm_* softmax",
+]
+
 
 def say(text: str) -> None:
     print(text if text.startswith("memkit") else f"memkit: {text}", file=sys.stderr, flush=True)
@@ -50,6 +64,22 @@ def use_ccache(toolkit: checks.Toolkit | None) -> None:
         os.environ.setdefault("PYTORCH_NVCC", f"{ccache} {toolkit.root / 'bin' / 'nvcc'}")
 
 
+def torch_sources(folder: Path) -> list[Path]:
+    """csrc/torch, each unit as one file in `folder` that includes its files: written where it changed, for ninja's sake."""
+    folder.mkdir(parents=True, exist_ok=True)
+    alone = sorted((ROOT / "csrc" / "torch").glob("*.cpp"))
+    sources = []
+    for number, patterns in enumerate(UNITS):
+        files = [path for path in alone if any(path.match(f"{pattern}.cpp") for pattern in patterns.split())]
+        alone = [path for path in alone if path not in files]
+        text = "".join(f'#include "torch/{path.name}"\n' for path in files)
+        source = folder / f"unit_{number}.cpp"
+        if not source.exists() or source.read_text() != text:
+            source.write_text(text)
+        sources.append(source)
+    return sources + alone
+
+
 def build_arguments() -> dict[str, Any]:
     checks.check_platform(sys.platform)
     try:
@@ -63,16 +93,21 @@ def build_arguments() -> dict[str, Any]:
     def find(torch_cuda: str) -> tuple[checks.Toolkit | None, list[str]]:
         return checks.find_toolkit(torch_cuda, checks.nvcc_candidates(os.environ, checks.site_folders()))
 
+    archs, nvcc_flags = None, NVCC_FLAGS
     toolkit, reason = checks.choose_cuda(os.environ, torch.__version__, torch.version.cuda, find)
     if toolkit:
         os.environ["CUDA_HOME"] = str(toolkit.root)  # cpp_extension reads it on import, below
-        if not os.environ.get("TORCH_CUDA_ARCH_LIST") and not torch.cuda.is_available():
-            os.environ["TORCH_CUDA_ARCH_LIST"] = checks.DEFAULT_ARCHS
+        archs = os.environ.get("TORCH_CUDA_ARCH_LIST")
+        if not archs and not torch.cuda.is_available():
+            archs, nvcc_flags = checks.DEFAULT_ARCHS, [*NVCC_FLAGS, *checks.DEFAULT_ARCH_FLAGS]
     from torch.utils import cpp_extension
 
     if not hasattr(cpp_extension, "_wrap_compiler"):
         use_ccache(toolkit)
-    sources = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.cpp"))
+    found = {path for path in (ROOT / "csrc").rglob("*.cpp") if path.parent.name != "torch"}
+    sources = [
+        str(path.relative_to(ROOT)) for path in [*sorted(found), *torch_sources(ROOT / "build" / "units")]
+    ]
     macros = [("MEMKIT_TORCH_VERSION", f'"{torch.__version__}"'), ("MEMKIT_CUDA_VERSION", '""')]
     include_dirs, libraries, link = [str(ROOT / "csrc")], [], ["-fopenmp"]
     if toolkit:
@@ -86,7 +121,7 @@ def build_arguments() -> dict[str, Any]:
         "memkit._C",
         sources,
         define_macros=macros,
-        extra_compile_args={"cxx": CXX_FLAGS, "nvcc": NVCC_FLAGS},
+        extra_compile_args={"cxx": CXX_FLAGS, "nvcc": nvcc_flags},
         include_dirs=include_dirs,
         libraries=libraries,
         extra_link_args=link,
@@ -124,7 +159,7 @@ def build_arguments() -> dict[str, Any]:
                 "TORCH": torch.__version__,
                 "TORCH_CUDA": torch.version.cuda,
                 "CUDA": toolkit.version if toolkit else None,
-                "CUDA_ARCHS": os.environ.get("TORCH_CUDA_ARCH_LIST", "visible GPUs") if toolkit else None,
+                "CUDA_ARCHS": (archs or "visible GPUs") if toolkit else None,
                 "WITHOUT_CUDA": None if toolkit else reason,
                 "COMPILER": checks.check_compiler(os.environ.get("CXX", "c++")),
                 "BINARY": binary.name,

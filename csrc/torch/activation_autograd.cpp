@@ -218,8 +218,9 @@ auto new_node(const Tensor& x, const Request& r, Save save) {
   return node;
 }
 
-Tensor activation(const Tensor& x, const OptionalTensor& bias, int64_t dim, c10::string_view op, Params params,
-                  c10::string_view save_name, const OptionalTensor& residual, const OptionalTensor& seed, Params drop) {
+Tensor activation_autograd(const Tensor& x, const OptionalTensor& bias, int64_t dim, c10::string_view op, Params params,
+                           c10::string_view save_name, const OptionalTensor& residual, const OptionalTensor& seed,
+                           Params drop) {
   const Request request(bias, dim, op, params, residual, seed, drop);
   const Save save = resolve_save(request.spec, save_name, false, seed.has_value());
   check_arguments(request.spec.name, x, bias, dim);
@@ -251,9 +252,9 @@ Tensor activation(const Tensor& x, const OptionalTensor& bias, int64_t dim, c10:
   return out;
 }
 
-Tensor& activation_(Tensor& x, const OptionalTensor& bias, int64_t dim, c10::string_view op, Params params,
-                    c10::string_view save_name, const OptionalTensor& residual, const OptionalTensor& seed,
-                    Params drop) {
+Tensor& activation_autograd_(Tensor& x, const OptionalTensor& bias, int64_t dim, c10::string_view op, Params params,
+                             c10::string_view save_name, const OptionalTensor& residual, const OptionalTensor& seed,
+                             Params drop) {
   const Request request(bias, dim, op, params, residual, seed, drop);
   const Save save = resolve_save(request.spec, save_name, true, seed.has_value());
   check_arguments(request.spec.name, x, bias, dim);
@@ -283,7 +284,7 @@ Tensor& activation_(Tensor& x, const OptionalTensor& bias, int64_t dim, c10::str
   return x;
 }
 
-Tensor dropout_mask(c10::SymIntArrayRef size, const Tensor& seed, Params drop, at::ScalarType dtype) {
+Tensor dropout_mask_autograd(c10::SymIntArrayRef size, const Tensor& seed, Params drop, at::ScalarType dtype) {
   const at::AutoDispatchBelowADInplaceOrView below;
   return ops::dropout_mask(size, seed, drop, dtype);
 }
@@ -359,9 +360,9 @@ Tensor& activation_backward_functional_(Tensor& grad, const Tensor& saved, const
 }  // namespace
 
 TORCH_LIBRARY_IMPL(memkit, Autograd, m) {
-  m.impl("_activation", activation);
-  m.impl("_activation_", activation_);
-  m.impl("_dropout_mask", dropout_mask);
+  m.impl("_activation", activation_autograd);
+  m.impl("_activation_", activation_autograd_);
+  m.impl("_dropout_mask", dropout_mask_autograd);
 }
 
 TORCH_LIBRARY_IMPL(memkit, ADInplaceOrView, m) {

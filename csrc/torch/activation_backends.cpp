@@ -208,7 +208,7 @@ Tensor dropout_mask(c10::SymIntArrayRef size, const Tensor& seed, Params drop, a
   return mask;
 }
 
-void register_backend(torch::Library& m) {
+void register_activation(torch::Library& m) {
   m.impl("_activation", activation);
   m.impl("_activation_", activation_);
   m.impl("_activation_with_bits", activation_with_bits);
@@ -220,8 +220,8 @@ void register_backend(torch::Library& m) {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(memkit, CPU, m) { register_backend(m); }
-TORCH_LIBRARY_IMPL(memkit, CUDA, m) { register_backend(m); }
-TORCH_LIBRARY_IMPL(memkit, Meta, m) { register_backend(m); }
+TORCH_LIBRARY_IMPL(memkit, CPU, m) { register_activation(m); }
+TORCH_LIBRARY_IMPL(memkit, CUDA, m) { register_activation(m); }
+TORCH_LIBRARY_IMPL(memkit, Meta, m) { register_activation(m); }
 
 }  // namespace memkit

@@ -224,7 +224,7 @@ Tensor group_norm_op(const Tensor& input, int64_t groups, const OptionalTensor& 
   return channel_norm_forward(norm, input, mean, variance, weight, bias, dtype);
 }
 
-void register_backend(torch::Library& m) {
+void register_channel_norms(torch::Library& m) {
   m.impl("_batch_norm_act", batch_norm_act_op);
   m.impl("_group_norm", group_norm_op);
   m.impl("_channel_moments", moments_op);
@@ -235,8 +235,8 @@ void register_backend(torch::Library& m) {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(memkit, CPU, m) { register_backend(m); }
-TORCH_LIBRARY_IMPL(memkit, CUDA, m) { register_backend(m); }
-TORCH_LIBRARY_IMPL(memkit, Meta, m) { register_backend(m); }
+TORCH_LIBRARY_IMPL(memkit, CPU, m) { register_channel_norms(m); }
+TORCH_LIBRARY_IMPL(memkit, CUDA, m) { register_channel_norms(m); }
+TORCH_LIBRARY_IMPL(memkit, Meta, m) { register_channel_norms(m); }
 
 }  // namespace memkit

@@ -16,9 +16,9 @@ using at::Tensor;
 
 constexpr char kBatchNormAct[] = "batch_norm_act", kGroupNorm[] = "group_norm", kUpdateRunning[] = "update_running";
 
-std::tuple<Tensor, Tensor, Tensor> batch_norm_act(const Tensor& input, OptionalTensor weight, OptionalTensor bias,
-                                                  OptionalTensor mean, OptionalTensor variance, double eps,
-                                                  std::string_view act, std::vector<double> params) {
+std::tuple<Tensor, Tensor, Tensor> batch_norm_act_entry(const Tensor& input, OptionalTensor weight, OptionalTensor bias,
+                                                        OptionalTensor mean, OptionalTensor variance, double eps,
+                                                        std::string_view act, std::vector<double> params) {
   check_float_tensor(kBatchNormAct, input);
   const pybind11::gil_scoped_release no_gil;
   return MEMKIT_CALL("memkit::_batch_norm_act",
@@ -28,7 +28,7 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_act(const Tensor& input, OptionalT
       input, weight, bias, mean, variance, eps, act, params, norm_output_dtype(input));
 }
 
-Tensor group_norm(const Tensor& input, int64_t groups, OptionalTensor weight, OptionalTensor bias, double eps) {
+Tensor group_norm_entry(const Tensor& input, int64_t groups, OptionalTensor weight, OptionalTensor bias, double eps) {
   check_float_tensor(kGroupNorm, input);
   const pybind11::gil_scoped_release no_gil;
   return MEMKIT_CALL("memkit::_group_norm", Tensor(const Tensor&, int64_t, const OptionalTensor&, const OptionalTensor&,
@@ -59,8 +59,8 @@ Tensor update_running(const Tensor& running, const Tensor& found, double factor,
 }  // namespace
 
 void bind_channel_norms(pybind11::module_& m) {
-  eager::bind<batch_norm_act, kBatchNormAct>(m);
-  eager::bind<group_norm, kGroupNorm>(m);
+  eager::bind<batch_norm_act_entry, kBatchNormAct>(m);
+  eager::bind<group_norm_entry, kGroupNorm>(m);
   eager::bind<update_running, kUpdateRunning>(m);
 }
 

@@ -29,10 +29,10 @@ Tensors defined_or_not(const OptionalTensors& list) {
   return tensors;
 }
 
-OptionalTensors optional(const Tensors& tensors) {
+OptionalTensors optionals(const Tensors& tensors) {
   OptionalTensors list;
   list.reserve(tensors.size());
-  for (const Tensor& each : tensors) list.push_back(each.defined() ? std::optional<Tensor>(each) : std::nullopt);
+  for (const Tensor& each : tensors) list.push_back(optional(each));
   return list;
 }
 
@@ -159,7 +159,7 @@ struct ConsumerBackward : SavedNode {
     Tensors found = MEMKIT_CALL("memkit::_consumer_backward",
                                 Tensors(const OptionalTensors&, const OptionalTensors&, at::TensorList, Text, Text,
                                         Text, Params, at::TensorList, at::IntArrayRef, c10::List<bool>))(
-        optional(grads), optional(given), made, op, act, packing, numbers, weights, conv, asked);
+        optionals(grads), optionals(given), made, op, act, packing, numbers, weights, conv, asked);
     for (size_t i = 0; i < edges; ++i)
       if (!wanted[i]) found[i].reset();
     return found;
@@ -290,8 +290,8 @@ Results in_autocast(const OptionalTensors& inputs, Text op, Text act, Text packi
   Tensors cast = defined_or_not(biases);
   for (Tensor& each : cast)
     if (each.defined()) each = at::autocast::cached_cast(to, each, device);
-  return call(optional(given), op, act, packing, numbers, at::autocast::cached_cast(to, weights, device),
-              optional(cast), conv, to);
+  return call(optionals(given), op, act, packing, numbers, at::autocast::cached_cast(to, weights, device),
+              optionals(cast), conv, to);
 }
 
 }  // namespace

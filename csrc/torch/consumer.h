@@ -6,6 +6,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string_view>
 #include <vector>
 
@@ -13,7 +14,12 @@ namespace memkit {
 
 using Tensors = std::vector<at::Tensor>;
 
-// What makes the consumers' input. Undefined tensors stand for what was not given.
+// Undefined tensors stand for what was not given.
+inline std::optional<at::Tensor> optional(const at::Tensor& x) {
+  return x.defined() ? std::optional<at::Tensor>(x) : std::nullopt;
+}
+
+// What makes the consumers' input.
 class Producer {
  public:
   explicit Producer(Tensors inputs) : inputs(std::move(inputs)) {}

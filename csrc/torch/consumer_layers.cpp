@@ -39,8 +39,6 @@ void Consumers::check(const Tensor& input, at::ScalarType dtype) const {
 
 namespace {
 
-std::optional<Tensor> optional(const Tensor& x) { return x.defined() ? std::optional<Tensor>(x) : std::nullopt; }
-
 // [stride, padding, dilation] of two numbers each, then the groups.
 at::IntArrayRef part(at::IntArrayRef conv, size_t i) { return conv.slice(2 * i, 2); }
 

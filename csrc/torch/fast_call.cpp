@@ -14,7 +14,7 @@ using at::Tensor;
 using namespace eager;
 
 // 0 op, 1 input, 2 bias or None, 3 dim, 4 params (tuple of float), 5 inplace, 6 save
-PyObject* activation(PyObject*, PyObject* const* args, Py_ssize_t count) {
+PyObject* activation_entry(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(count == 7, "activation: expected 7 arguments, got ", count);
   const std::string_view op = text(args[0]);
@@ -60,7 +60,7 @@ PyObject* activation(PyObject*, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-PyMethodDef kMethods[] = {{"activation", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(activation)),
+PyMethodDef kMethods[] = {{"activation", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(activation_entry)),
                            METH_FASTCALL, "activation(op, input, bias, dim, params, inplace, save) -> Tensor or None"},
                           {nullptr, nullptr, 0, nullptr}};
 

@@ -276,7 +276,7 @@ Tensor glu_entry(const Tensor& gate, const OptionalTensor& up, Text act, Text pa
   return call_glu(gate, up, act, packing);
 }
 
-void register_backend(torch::Library& m) {
+void register_glu(torch::Library& m) {
   m.impl("_glu", glu);
   m.impl("_glu_backward", glu_backward);
   m.impl("_glu_backward_", glu_backward_);
@@ -288,9 +288,9 @@ constexpr char kGlu[] = "glu";
 
 void bind_glu(pybind11::module_& m) { eager::bind<glu_entry, kGlu>(m); }
 
-TORCH_LIBRARY_IMPL(memkit, CPU, m) { register_backend(m); }
-TORCH_LIBRARY_IMPL(memkit, CUDA, m) { register_backend(m); }
-TORCH_LIBRARY_IMPL(memkit, Meta, m) { register_backend(m); }
+TORCH_LIBRARY_IMPL(memkit, CPU, m) { register_glu(m); }
+TORCH_LIBRARY_IMPL(memkit, CUDA, m) { register_glu(m); }
+TORCH_LIBRARY_IMPL(memkit, Meta, m) { register_glu(m); }
 TORCH_LIBRARY_IMPL(memkit, Autograd, m) { m.impl("_glu", glu_autograd); }
 TORCH_LIBRARY_IMPL(memkit, FuncTorchBatched, m) { m.impl("_glu", glu_by_stock); }
 TORCH_LIBRARY_IMPL(memkit, CompositeImplicitAutograd, m) { m.impl("glu", named_glu); }

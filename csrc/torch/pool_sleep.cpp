@@ -13,7 +13,6 @@ namespace memkit {
 using arena::Block;
 using arena::BlockView;
 using arena::ChunkView;
-using arena::State;
 
 namespace {
 
@@ -46,14 +45,14 @@ std::size_t Pool::sleep(const std::string& name, int file) {
   const auto sleeper = [debug = debug_](const BlockView& block) -> Sleeper {
     char* const data = const_cast<char*>(static_cast<const char*>(block.data));
     const char* const end = static_cast<const char*>(block.address) + block.size;
-    const bool guarded = debug && block.state == State::live;
+    const bool guarded = debug && block.state == arena::State::live;
     return {data, guarded ? block.requested : static_cast<std::size_t>(end - data), block.tag};
   };
   arena_->visit([](const ChunkView&) {},
                 [&](const BlockView& block) {
-                  if (block.state == State::live && (!tag || block.tag == *tag))
+                  if (block.state == arena::State::live && (!tag || block.tag == *tag))
                     sleepers.push_back(sleeper(block));
-                  else if (!tag && block.state == State::free)
+                  else if (!tag && block.state == arena::State::free)
                     idle.push_back(sleeper(block));
                 });
   // Without a tag the blocks that scopes and replays lie in sleep as wholes.
@@ -116,7 +115,7 @@ void Pool::wake() {
         if (!asleep_tag_) chunks.push_back({const_cast<char*>(static_cast<const char*>(chunk.address)), chunk.size, 0});
       },
       [&](const BlockView& block) {
-        if (block.state == State::live) alive.emplace(block.data, block.tag);
+        if (block.state == arena::State::live) alive.emplace(block.data, block.tag);
       });
   if (asleep_tag_) arena_->visit_guests([&](const BlockView& block) { alive.emplace(block.data, block.tag); });
   for (const Sleeper& chunk : chunks) device_->restore(chunk.at, chunk.bytes);

@@ -17,8 +17,6 @@ using at::Tensor;
 using Params = c10::ArrayRef<double>;
 using Text = c10::string_view;
 
-OptionalTensor optional(const Tensor& x) { return x.defined() ? OptionalTensor(x) : std::nullopt; }
-
 // drop(act(input + bias)), the bias along the last dimension.
 struct ActivationProducer : Producer {
   ActivationProducer(const ProducerSpec& s, Tensors inputs)

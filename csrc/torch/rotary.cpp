@@ -393,7 +393,7 @@ Tensor rotary_one(const Tensor& x, const Tensor& cos, const Tensor& sin, const O
 
 constexpr char kBoth[] = "apply_rotary", kOne[] = "apply_rotary_to_one";
 
-void register_backend(torch::Library& m) {
+void register_rotary(torch::Library& m) {
   m.impl("_rotary", rotary);
   m.impl("_rotary_", rotary_);
 }
@@ -405,9 +405,9 @@ void bind_rotary(pybind11::module_& m) {
   eager::bind<rotary_one, kOne>(m);
 }
 
-TORCH_LIBRARY_IMPL(memkit, CPU, m) { register_backend(m); }
-TORCH_LIBRARY_IMPL(memkit, CUDA, m) { register_backend(m); }
-TORCH_LIBRARY_IMPL(memkit, Meta, m) { register_backend(m); }
+TORCH_LIBRARY_IMPL(memkit, CPU, m) { register_rotary(m); }
+TORCH_LIBRARY_IMPL(memkit, CUDA, m) { register_rotary(m); }
+TORCH_LIBRARY_IMPL(memkit, Meta, m) { register_rotary(m); }
 TORCH_LIBRARY_IMPL(memkit, Autograd, m) {
   m.impl("_rotary", rotary_autograd);
   m.impl("_rotary_", rotary_autograd_);

@@ -184,7 +184,7 @@ std::tuple<Tensor, Tensor> add_norm_op(const Tensor& input, const Tensor& residu
   return {r.out, r.sum};
 }
 
-void register_backend(torch::Library& m) {
+void register_row_norms(torch::Library& m) {
   m.impl("_row_norm", norm_op);
   m.impl("_add_row_norm", add_norm_op);
   m.impl("_row_norm_forward", forward_op);
@@ -193,8 +193,8 @@ void register_backend(torch::Library& m) {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(memkit, CPU, m) { register_backend(m); }
-TORCH_LIBRARY_IMPL(memkit, CUDA, m) { register_backend(m); }
-TORCH_LIBRARY_IMPL(memkit, Meta, m) { register_backend(m); }
+TORCH_LIBRARY_IMPL(memkit, CPU, m) { register_row_norms(m); }
+TORCH_LIBRARY_IMPL(memkit, CUDA, m) { register_row_norms(m); }
+TORCH_LIBRARY_IMPL(memkit, Meta, m) { register_row_norms(m); }
 
 }  // namespace memkit

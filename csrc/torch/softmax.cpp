@@ -373,7 +373,7 @@ Tensor softmax_entry(const Tensor& input, int64_t dim, const OptionalTensor& mas
 
 constexpr char kEntry[] = "softmax";
 
-void register_backend(torch::Library& m) {
+void register_softmax(torch::Library& m) {
   m.impl("_softmax", softmax);
   m.impl("_softmax_", softmax_);
   m.impl("_softmax_backward", softmax_backward);
@@ -384,9 +384,9 @@ void register_backend(torch::Library& m) {
 
 void bind_softmax(pybind11::module_& m) { eager::bind<softmax_entry, kEntry>(m); }
 
-TORCH_LIBRARY_IMPL(memkit, CPU, m) { register_backend(m); }
-TORCH_LIBRARY_IMPL(memkit, CUDA, m) { register_backend(m); }
-TORCH_LIBRARY_IMPL(memkit, Meta, m) { register_backend(m); }
+TORCH_LIBRARY_IMPL(memkit, CPU, m) { register_softmax(m); }
+TORCH_LIBRARY_IMPL(memkit, CUDA, m) { register_softmax(m); }
+TORCH_LIBRARY_IMPL(memkit, Meta, m) { register_softmax(m); }
 TORCH_LIBRARY_IMPL(memkit, Autograd, m) {
   m.impl("_softmax", softmax_autograd);
   m.impl("_softmax_", softmax_autograd_);
