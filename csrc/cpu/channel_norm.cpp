@@ -238,7 +238,7 @@ struct GradientSums {
             args, first, n,
             [&](int64_t k, int64_t m, int64_t unit, int64_t set) MEMKIT_INLINE {
               const T center = terms.center[set];
-              const Sums<T> s = sums<T>(m, [&](int64_t i, T& a, T& b) MEMKIT_INLINE {
+              const Sums<T> s = sums_of<Lanes, T>(m, [&](int64_t i, T& a, T& b) MEMKIT_INLINE {
                 a += dz[k + i];
                 b += dz[k + i] * (x[k + i] - center);
               });
@@ -268,7 +268,8 @@ struct PlaneMoments {
         Moments<double> moments;
         for (int64_t first = 0; first < args.inner; first += kChunk) {
           const int64_t n = std::min(kChunk, args.inner - first);
-          moments.add(moments_of(read<Lanes>(args.x, args.dtype, plane * args.inner + first, n, space), n).precise());
+          moments.add(
+              moments_of<Lanes>(read<Lanes>(args.x, args.dtype, plane * args.inner + first, n, space), n).precise());
         }
         means[plane] = moments.mean, m2[plane] = moments.m2;
       }

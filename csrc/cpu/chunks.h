@@ -53,25 +53,4 @@ MEMKIT_FN void written(const float* values, void* array, Dtype dtype, int64_t fi
                           MEMKIT_INLINE { Lanes::narrow(values, static_cast<decltype(stored)*>(array) + first, n); });
 }
 
-// Two sums over [0, n) in one go: term(i, a, b) adds what belongs to i. Each is made of 32 sums side by side, which is
-// what vectorises (the compiler keeps to the order of an addition) and rounds less than one.
-template <class T>
-struct Sums {
-  T a, b;
-};
-template <class T, class Term>
-MEMKIT_FN Sums<T> sums(int64_t n, const Term& term) {
-  constexpr int kSums = 32;
-  T a[kSums] = {}, b[kSums] = {};
-  int64_t i = 0;
-  for (; i + kSums <= n; i += kSums) {
-    MEMKIT_LOOP
-    for (int k = 0; k < kSums; ++k) term(i + k, a[k], b[k]);
-  }
-  for (int k = 0; i + k < n; ++k) term(i + k, a[k], b[k]);
-  for (int half = kSums / 2; half > 0; half /= 2)
-    for (int k = 0; k < half; ++k) a[k] += a[k + half], b[k] += b[k + half];
-  return {a[0], b[0]};
-}
-
 }  // namespace memkit::cpu

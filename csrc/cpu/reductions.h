@@ -7,7 +7,7 @@
 
 namespace memkit::cpu {
 
-constexpr int kSums = 32;  // side by side: the compiler keeps to the order of an addition
+constexpr int kSums = 32;  // side by side: the compiler keeps to the order of an addition, and 32 round less than one
 
 // One of kSums values. The compiler goes through memory for this, which short rows feel.
 template <class Lanes, class T>
@@ -62,6 +62,26 @@ MEMKIT_FN T sum_of(int64_t n, const Term& term) {
     for (int k = 0; k < int(n - i); ++k) total[k] += term(i + k);
   }
   return Fold<Lanes, T>::sum(total);
+}
+
+// Two sums in one go: term(i, a, b) adds what belongs to i.
+template <class T>
+struct Sums {
+  T a, b;
+};
+template <class Lanes, class T, class Term>
+MEMKIT_FN Sums<T> sums_of(int64_t n, const Term& term) {
+  T a[kSums] = {}, b[kSums] = {};
+  int64_t i = 0;
+  for (; i + kSums <= n; i += kSums) {
+    MEMKIT_LOOP
+    for (int k = 0; k < kSums; ++k) term(i + k, a[k], b[k]);
+  }
+  if (i < n) {
+    MEMKIT_LOOP
+    for (int k = 0; k < int(n - i); ++k) term(i + k, a[k], b[k]);
+  }
+  return {Fold<Lanes, T>::sum(a), Fold<Lanes, T>::sum(b)};
 }
 
 }  // namespace memkit::cpu

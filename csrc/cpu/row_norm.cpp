@@ -43,9 +43,9 @@ class Affine {
 
 MEMKIT_FN int64_t chunk_at(int64_t first, int64_t columns) { return std::min(kChunk, columns - first); }
 
-template <class T>
+template <class Lanes, class T>
 MEMKIT_FN T squares_of(const T* x, int64_t n) {
-  return sums<T>(n, [&](int64_t i, T& a, T&) MEMKIT_INLINE { a += x[i] * x[i]; }).a;
+  return sum_of<Lanes, T>(n, [&](int64_t i) MEMKIT_INLINE { return x[i] * x[i]; });
 }
 
 template <class T, bool centered>
@@ -77,9 +77,9 @@ struct Forward {
           const int64_t n = chunk_at(first, args.columns);
           x = input(args, at + first, n, space);
           if constexpr (centered) {
-            moments.add(moments_of(x, n));
+            moments.add(moments_of<Lanes>(x, n));
           } else {
-            moments.m2 += squares_of(x, n);
+            moments.m2 += squares_of<Lanes>(x, n);
           }
         }
         const T mean = moments.mean, rstd = reciprocal_root(moments.m2 / T(args.columns), T(args.eps));
@@ -167,7 +167,7 @@ struct Backward {
         for (int64_t first = 0; first < args.columns; first += kChunk) {
           const int64_t n = chunk_at(first, args.columns);
           chunk(first, n);
-          const Sums<T> s = sums<T>(n, [&](int64_t i, T& a, T& b) MEMKIT_INLINE {
+          const Sums<T> s = sums_of<Lanes, T>(n, [&](int64_t i, T& a, T& b) MEMKIT_INLINE {
             const T xh = x_hat(i, first + i), gw = g[i] * weight[first + i];
             if constexpr (centered) a += gw;
             b += gw * xh;

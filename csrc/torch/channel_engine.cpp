@@ -22,8 +22,9 @@ namespace {
 using at::Tensor;
 
 constexpr int64_t kGrain = 32768;  // elements below which one thread is faster than two
-// A loop over a plane costs as much as some elements do: smaller planes are columns, if there are rows enough to pay for
-// terms for every element of a row. Sums over a plane, which end in adding up partial sums, cost more.
+// A loop over a plane costs as much as some elements do: smaller planes are columns, if there are as many rows as a plane
+// has elements, which pays for terms for every element of a row. Sums over a plane, which end in adding up partial sums,
+// cost more.
 constexpr int64_t kSmallPlane = 32, kSmallPlaneOfSums = 128, kRowsOfColumns = 4;
 constexpr int64_t kShortRow = 512;  // elements of rows of columns that are walked as one, for the same reason
 
@@ -45,7 +46,8 @@ ChannelCall by_groups(ChannelCall call) {
 // Batch norm of small planes on the CPU: the elements of a plane become channels of their own, with the same terms.
 ChannelCall by_columns(ChannelCall call, int64_t small) {
   ChannelArgs& args = call.args;
-  if (call.device.is_cpu() && call.groups == 0 && args.inner < small && args.outer >= kRowsOfColumns) {
+  if (call.device.is_cpu() && call.groups == 0 && args.inner < small &&
+      args.outer >= std::max(kRowsOfColumns, args.inner)) {
     call.together = args.inner;
     args.channels = args.sets = args.channels * args.inner;
     args.inner = 1;
