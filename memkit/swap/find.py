@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from .._hooks import has_hooks
 from ..nn.activation import _Variant
 from .layers import BATCH_NORMS, LAYERS, Conv2d, is_convolution
 from .library import Match, Verifier, candidates, has_library_loss, is_attention, library_activation, twin_of
@@ -15,7 +16,7 @@ from .recipes import FUNCTIONS, RECIPES
 from .report import Row
 from .sites import NAMES, AnySite, LayerSite, Site
 from .structure import called_in_turn, is_sequence
-from .types import TWINS, has_hooks
+from .types import TWINS
 
 FAMILY = {"gelu_tanh": "gelu"}
 """Activations that go by another's name in `ops`, beside their own."""

@@ -21,6 +21,7 @@ from torch.compiler import is_dynamo_compiling, is_exporting
 from torch.nn.modules import module as torch_module
 
 from .. import nn as memkit_nn
+from .._hooks import has_global_hooks, has_hooks
 from .._lean import is_lean
 from .._sharding import is_dtensor
 from ..functional import Save, norm_saves
@@ -28,7 +29,7 @@ from ..functional._activation import _PARAMETERS
 from ..functional._norm import output_dtype
 from ..nn.norm import batch_norm_of, norm_act_conv_of
 from .recipes import CALLERS
-from .types import FLOATS, Changed, Proof, Swapped, has_hooks
+from .types import FLOATS, Changed, Proof, Swapped
 
 
 class Choice(NamedTuple):
@@ -247,10 +248,6 @@ def is_convolution(module: Any) -> bool:
         and not isinstance(module.padding, str)
         and not has_hooks(module)
     )
-
-
-def has_global_hooks() -> bool:
-    return cast(bool, cast(Any, torch_module)._has_any_global_hook())
 
 
 def is_pair(norm: Any, act: Any) -> bool:

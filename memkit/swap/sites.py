@@ -8,10 +8,11 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from .._hooks import has_hooks
 from .layers import FUSED, Choice, Norm, is_convolution
 from .library import Twin, activation_twin
 from .report import Row
-from .types import COPIES_INPUT, INEXACT, KEEPS_OUTPUT, NEEDS_BIT, TWINS, WIDE, Proof, Swapped, has_hooks
+from .types import COPIES_INPUT, INEXACT, KEEPS_OUTPUT, NEEDS_BIT, TWINS, WIDE, Proof, Swapped
 
 NAMES: dict[type[nn.Module], str] = {twin._stock: name for name, twin in TWINS.items()}
 

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from .. import _C
+from .._hooks import has_hooks
 from .layers import FUSED, Choice
 from .report import UNPROVEN
 from .sites import LEAN, AnySite, Decision, LayerSite, Site
-from .types import COPIES_INPUT, KEEPS_OUTPUT, NEEDS_BIT, Proof, has_hooks
+from .types import COPIES_INPUT, KEEPS_OUTPUT, NEEDS_BIT, Proof
 
 # Modules that keep their input for backward, give a new tensor, and change nothing; with a weight, where it is trained.
 WEIGHTED = {
