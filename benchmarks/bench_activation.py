@@ -25,6 +25,8 @@ import torch
 import torch.nn.functional as F
 from common import (
     DTYPES,
+    MODES,
+    SIZES,
     SLOWER,
     Choices,
     Contender,
@@ -107,8 +109,6 @@ OPS: dict[str, Op] = {
     "hardswish": op("hardswish", lambda x, o: aten.hardswish.out(x, out=o), lambda x: F.hardswish(x, True)),
 }
 
-SIZES = {"16Ki": 1 << 14, "128Ki": 1 << 17, "1Mi": 1 << 20, "8Mi": 1 << 23, "32Mi": 1 << 25}
-MODES = ("forward", "forward+backward")
 CONTENDERS = {
     "stock": "stock",
     "reused": "stock, output reused",

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from common import (
     DTYPES,
+    MODES,
+    SIZES,
     Choices,
     Contender,
     buffer_count,
@@ -41,8 +43,6 @@ from memkit.bench.report import origin, text_table
 
 KIND = "memkit-ops"
 FORMAT = 1
-SIZES = {"16Ki": 1 << 14, "128Ki": 1 << 17, "1Mi": 1 << 20, "8Mi": 1 << 23, "32Mi": 1 << 25}
-MODES = ("forward", "forward+backward")
 CONTENDERS = {
     "stock": "stock",
     "compiled": "stock compiled",

@@ -18,6 +18,8 @@ from memkit.bench.timing import interleave, ratio
 
 RESULTS = Path(__file__).resolve().parent / "results"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+SIZES = {"16Ki": 1 << 14, "128Ki": 1 << 17, "1Mi": 1 << 20, "8Mi": 1 << 23, "32Mi": 1 << 25}
+MODES = ("forward", "forward+backward")
 SLOWER = 1.05
 
 # One timed sample runs over several buffers, so that it lasts long enough to be timed.

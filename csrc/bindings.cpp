@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 
 #include "cpu/isa.h"
+#include "torch/consumer.h"
 #include "torch/fast_call.h"
 #include "torch/lean.h"
 #include "torch/named_ops.h"
@@ -14,6 +15,7 @@
 PYBIND11_MODULE(_C, m) {
   m.doc() = "memkit's compiled core; use memkit.functional, memkit.nn, memkit.memory";
   m.def("cpu_isa", [] { return memkit::cpu::name(memkit::cpu::isa()); });
+  m.def("conv_parts", memkit::conv_parts);
   memkit::bind_fast_call(m);
   memkit::bind_dropout(m);
   memkit::bind_glu(m);

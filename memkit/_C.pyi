@@ -10,6 +10,9 @@ from torch import Generator, Tensor, dtype
 def cpu_isa() -> str:
     """The instruction set that the CPU loops run with: v4 (AVX-512), v3 (AVX2) or base."""
 
+def conv_parts(input: int, weight: int) -> int:
+    """How many parts of the batch bring something where the CPU makes a convolution's input gradient, by elements."""
+
 # csrc/torch/fast_call.cpp
 
 def activation(

@@ -65,10 +65,9 @@ def _dropout(
     save: str = "auto",
 ) -> Any:
     """What the operator of this name makes of its arguments, with a seed that each part makes its own."""
-    from .functional._dropout import draw_seed, drop_numbers
+    from .functional._dropout import check_probability, draw_seed, drop_numbers
 
-    if not 0 <= p <= 1:
-        raise ValueError(f"{name}: expected a probability p in [0, 1], got {p}")
+    check_probability(name, p)
     if residual is not None and (residual.dtype, residual.shape) != (input.dtype, input.shape):
         return residual + _dropout(name, input, p, training, generator=generator, bias=bias, dim=dim)
     if bias is not None and bias.dtype != input.dtype and torch.is_autocast_enabled(input.device.type):
@@ -264,19 +263,20 @@ def _loss(
     name: str,
     function: Callable[..., Any],
     args: Sequence[Arg],
+    target: Any,
     rows: Out,
     weight: Tensor | None,
     reduction: str,
     ignore_index: int,
 ) -> Any:
-    """`function` of the local parts of args (logits or input first, target last) and weight, a reduction and a dtype."""
+    """`function` of the local parts of args (logits or input first), target and weight, of a reduction and a dtype."""
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{name}: expected reduction 'none', 'mean' or 'sum', got {reduction!r}")
     x: Any = args[0].tensor
-    target: Any = args[-1].tensor
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     dtype = wide if torch.is_autocast_enabled(x.device.type) else x.dtype
-    args = [*args, Arg(weight, plain=True)]
+    names = args[0].names if target.is_floating_point() else rows.names
+    args = [*args, Arg(target, names, plain=True), Arg(weight, plain=True)]
     if reduction == "none":
         return run(name, lambda *parts: function(*parts, 0, dtype), args, [rows])[0]
     whole, sums = [Out((), ())], [each for each in rows.names if each is not None]
@@ -330,9 +330,8 @@ def _cross_entropy(
     def function(x: Tensor, t: Tensor, w: Tensor | None, reduction: int, dtype: torch.dtype) -> Any:
         return torch.ops.memkit._cross_entropy(x, t, w, reduction, *options, dtype, 0)
 
-    targets = Arg(target, names if target.is_floating_point() else rows.names, plain=True)
     return _loss(
-        "cross_entropy", function, [Arg(input, names), targets], rows, weight, reduction, ignore_index
+        "cross_entropy", function, [Arg(input, names)], target, rows, weight, reduction, ignore_index
     )
 
 
@@ -365,9 +364,8 @@ def _linear_cross_entropy(
         )
         return loss.reshape(x.shape[:-1]) if reduction == 0 else loss
 
-    targets = Arg(target, names if target.is_floating_point() else rows.names, plain=True)
-    args = [Arg(input, names), Arg(linear_weight), Arg(linear_bias), targets]
-    return _loss("linear_cross_entropy", function, args, rows, weight, reduction, ignore_index)
+    args = [Arg(input, names), Arg(linear_weight), Arg(linear_bias)]
+    return _loss("linear_cross_entropy", function, args, target, rows, weight, reduction, ignore_index)
 
 
 RULES: dict[str, Callable[..., Any]] = {

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from bench_cases import ROOT, bench
 
 from memkit import Pool, _build_info
+from memkit.bench import data
 from memkit.swap import types
 
 
@@ -43,6 +48,12 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 
 @pytest.fixture
+def seed() -> None:
+    """One seed; as many threads as there are."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture
 def repeatable() -> Iterator[None]:
     """One seed; one thread, where tensors are small."""
     torch.manual_seed(0)
@@ -50,6 +61,49 @@ def repeatable() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For a whole file: nothing in it is large enough for two, and on a busy machine they wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def bench_extra() -> None:
+    """Skips where the packages of memkit's extra `bench` are not there."""
+    for package in ("tokenizers", "sklearn", "matplotlib", "tqdm"):
+        pytest.importorskip(package)
+
+
+@pytest.fixture
+def small_corpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "CORPUS_BYTES", 100_000)
+
+
+@pytest.fixture(scope="module")
+def job(
+    bench_extra: None, one_thread: None, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, Any]]:
+    """One tiny run of the main job, without torch.compile, and what it wrote."""
+    out = tmp_path_factory.mktemp("bench") / "results"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data, "CORPUS_BYTES", 100_000)
+        assert bench("--variants eager,memkit", out) == 0
+    return out, json.loads((out / "bench.json").read_text())
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> tuple[ModuleType, ModuleType]:
+    """benchmarks/report.py and benchmarks/bench_activation.py, as modules."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import bench_activation
+    import report
+
+    return report, bench_activation
 
 
 @pytest.fixture

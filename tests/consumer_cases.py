@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from norm_cases import generator
@@ -199,6 +200,9 @@ KINDS = (
     "batch_norm eval",
     "conv2d",
 )
+
+cases = pytest.mark.parametrize("name", CASES)
+kinds = pytest.mark.parametrize("name", KINDS)
 
 
 def tensors(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from memkit.swap import sites, types
+from memkit.swap import change, types
 
 D = 16
 DOUBLE = {"dtype": torch.float64}
@@ -60,10 +60,10 @@ def step(model, *args, **kwargs):
 def assert_as_stock(model, *args, rtol=1e-7, atol=1e-8, **kwargs):
     """The swapped model computes what it computes unswapped; leaves it swapped."""
     got = step(model, *args, **kwargs)
-    done = sites.undo(model)
+    done = change.undo(model)
     assert not any(isinstance(module, types.Changed) for module in model.modules())
     stock = step(model, *args, **kwargs)
-    sites.redo(done)
+    change.redo(done)
     for ours, theirs in zip(got, stock, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol)
 

@@ -15,11 +15,7 @@ import memkit.functional as M
 from memkit.memory import measure
 
 WIDTH = 48
-
-
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("seed")
 
 
 class Block(nn.Module):

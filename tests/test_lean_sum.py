@@ -17,11 +17,7 @@ from memkit.memory import measure
 
 WIDTH, ROWS = 32, 64
 SIZE = 4 * WIDTH * ROWS
-
-
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("seed")
 
 
 class Sum(nn.Module):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +17,7 @@ from memkit.bench.zoo import Subject, cross_entropy
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = "nn.TransformerEncoder"
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
@@ -33,14 +33,6 @@ def script(cells: ModuleType) -> ModuleType:
     import bench_matrix
 
     return bench_matrix
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def subject() -> Subject:

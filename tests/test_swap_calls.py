@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from memkit import swap, unswap
-from memkit.swap import recipes, sites, types
+from memkit.swap import change, recipes, sites, types
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -112,7 +112,7 @@ def slope_error(act, x):
     model = nn.Sequential(STOCK[act]())
     exact = x.double().requires_grad_()
     model(exact).sum().backward()
-    sites.apply(sites.Site(model[0], act, ""), types.Proof(False))
+    change.apply(sites.Site(model[0], act, ""), types.Proof(False))
     leaf = x.clone().requires_grad_()
     model(leaf).backward(torch.ones_like(x))
     error = (leaf.grad.double() - exact.grad).abs()
@@ -220,8 +220,8 @@ def test_what_memkit_does_not_serve(act):
             stock[name] = error
     for sample in (False, True):
         if sample:
-            sites.undo(model)
-            sites.apply(sites.Site(module, act, ""), types.Proof("auto", 3))
+            change.undo(model)
+            change.apply(sites.Site(module, act, ""), types.Proof("auto", 3))
         else:
             assert only(swap(model)).changed
         for name, x in inputs.items():

@@ -51,6 +51,9 @@ struct ProducerSpec {
 };
 std::unique_ptr<Producer> make_producer(const ProducerSpec& spec, Tensors inputs);
 
+// How many parts of the batch bring something where the CPU makes a convolution's input gradient, by elements.
+int64_t conv_parts(int64_t input, int64_t weight);
+
 // The layers: linear ones, or one convolution.
 struct Consumers {
   Tensors weights, biases;

@@ -102,7 +102,7 @@ Tensor conv_input_gradient(const Tensor& grad, const Tensor& like, const Tensor&
   const bool is_pointwise = weight.size(2) * weight.size(3) * conv[0] * conv[1] == 1;
   if (!like.is_cpu() || is_pointwise) return made(grad, like, weight).contiguous(format_of(like));
   const int64_t weights = weight.numel(), values = like.numel() + grad.numel();
-  const int64_t batches = std::min({kParts, like.size(0), like.numel() / std::max(2 * weights, kLeast)});
+  const int64_t batches = std::min({kParts, like.size(0), conv_parts(like.numel(), weights)});
   if (batches > 1)
     return in_parts(whole(), 0, batches, [&](int64_t begin, int64_t count) {
       return made(grad.narrow(0, begin, count), like.narrow(0, begin, count), weight);
@@ -115,6 +115,8 @@ Tensor conv_input_gradient(const Tensor& grad, const Tensor& like, const Tensor&
 }
 
 }  // namespace
+
+int64_t conv_parts(int64_t input, int64_t weight) { return input / std::max(2 * weight, kLeast); }
 
 Tensors Consumers::forward(const Tensor& h) const {
   const int64_t inner = conv.empty() ? -1 : 1;

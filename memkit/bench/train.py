@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import memkit
 from memkit import memory
-from memkit.swap.sites import OPS
+from memkit.swap.find import OPS
 from memkit.swap.types import TWINS
 
 from . import data, models

@@ -61,6 +61,21 @@ Inplace = bool | Literal["auto"]
 Save = Literal["auto", "input", "output"]
 
 
+def check_inplace(op: str, inplace: object, save: str = "auto") -> None:
+    """What the eager entries check by themselves."""
+    if inplace not in (True, False, "auto"):
+        raise ValueError(f"{op}: expected inplace True, False or 'auto', got {inplace!r}")
+    if inplace is True and save == "input":
+        raise ValueError(
+            f"{op}: expected save 'auto' or 'output' in place, got 'input', which is overwritten"
+        )
+
+
+def save_of(save: str, inplace: Inplace) -> str:
+    """Of what is in place, where operators are functional."""
+    return "output" if inplace is True and save == "auto" else save
+
+
 def _apply(
     op: str,
     input: Tensor,
@@ -87,15 +102,8 @@ def _dispatched(
     dim: int,
 ) -> Tensor:
     """Through torch.ops: what a compiler traces, and what DTensors take. Functional, with a copy in place."""
-    if inplace not in (True, False, "auto"):
-        raise ValueError(f"{op}: expected inplace True, False or 'auto', got {inplace!r}")
-    if inplace is True and save == "input":
-        raise ValueError(
-            f"{op}: expected save 'auto' or 'output' in place, got 'input', which is overwritten"
-        )
-    if inplace is True and save == "auto":
-        save = "output"
-    out: Tensor = call("_activation", input, bias, dim, op, params, save)
+    check_inplace(op, inplace, save)
+    out: Tensor = call("_activation", input, bias, dim, op, params, save_of(save, inplace))
     return input.copy_(out) if inplace is True else out
 
 

@@ -29,7 +29,7 @@ from torch import Generator, Tensor
 from .._sharding import call
 from ._activation import _parameters
 from ._channel_norm import _update
-from ._dropout import draw_seed, drop_numbers
+from ._dropout import check_probability, draw_seed, drop_numbers
 from ._glu import Packing
 from ._norm import _resolve_eps
 
@@ -127,8 +127,7 @@ def dropout_linear(
 
     Drops what :func:`dropout` and :func:`act_dropout` drop under the same seed. The rest as in :func:`act_linear`.
     """
-    if not 0 <= p <= 1:
-        raise ValueError(f"dropout_linear: expected a probability p in [0, 1], got {p}")
+    check_probability("dropout_linear", p)
     act = act or "identity"
     numbers = _parameters("dropout_linear", act, params)
     seed = None

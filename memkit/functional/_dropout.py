@@ -27,7 +27,7 @@ from torch.compiler import is_compiling
 
 from .. import _C
 from .._sharding import call
-from ._activation import Inplace, Save, _parameters
+from ._activation import Inplace, Save, _parameters, check_inplace, save_of
 
 __all__ = [
     "act_dropout",
@@ -46,6 +46,11 @@ _LIMIT = 1.7580993408473766
 """selu's scale times alpha."""
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+def check_probability(op: str, p: float) -> None:
+    if not 0 <= p <= 1:
+        raise ValueError(f"{op}: expected a probability p in [0, 1], got {p}")
 
 
 def drop_numbers(p: float, alpha: bool = False) -> list[float]:
@@ -69,8 +74,7 @@ def draw_seed(op: str, input: Tensor, generator: Generator | None) -> Tensor:
 
 def _dispatched(op: str, input: Tensor, inplace: Inplace, *args: Any, **kwargs: Any) -> Tensor:
     """Through torch.ops: what a compiler traces, and what DTensors take. Functional, with a copy in place."""
-    if inplace not in (True, False, "auto"):
-        raise ValueError(f"dropout: expected inplace True, False or 'auto', got {inplace!r}")
+    check_inplace("dropout", inplace)
     out: Tensor = call(op, input, *args, **kwargs)
     return input.copy_(out) if inplace is True else out
 
@@ -202,8 +206,6 @@ def act_dropout(
         out = _C.act_dropout(input, act, p, training, inplace, generator, bias, dim, given, save)
         if out is not None:
             return out
-    if inplace is True and save == "auto":
-        save = "output"
     return _dispatched(
         "act_dropout",
         input,
@@ -215,7 +217,7 @@ def act_dropout(
         bias=bias,
         dim=dim,
         params=_parameters("act_dropout", act, params),
-        save=save,
+        save=save_of(save, inplace),
     )
 
 
@@ -293,13 +295,6 @@ def drop_path(
     return _drop_features("drop_path", input, 1, p, training, inplace, generator, scale)
 
 
-def _check_options(name: str, p: float, inplace: Inplace) -> None:
-    if not 0 <= p <= 1:
-        raise ValueError(f"{name}: expected a probability p in [0, 1], got {p}")
-    if inplace not in (True, False, "auto"):
-        raise ValueError(f"{name}: expected inplace True, False or 'auto', got {inplace!r}")
-
-
 def _check_features(name: str, input: Tensor, dims: int) -> None:
     if input.dim() < dims:
         raise ValueError(f"{name}: expected an input of at least {dims} dimensions, got {input.dim()}")
@@ -325,7 +320,8 @@ def _drop_features(
     generator: Generator | None,
     scale: float = 1.0,
 ) -> Tensor:
-    _check_options(name, p, inplace)
+    check_probability(name, p)
+    check_inplace(name, inplace)
     if not training or p == 0 or input.numel() == 0:
         return input
     _check_features(name, input, dims)
@@ -346,7 +342,8 @@ def feature_alpha_dropout(
 
     Arguments as in :func:`dropout`.
     """
-    _check_options("feature_alpha_dropout", p, inplace)
+    check_probability("feature_alpha_dropout", p)
+    check_inplace("feature_alpha_dropout", inplace)
     if not training or p == 0 or input.numel() == 0:
         return input
     _check_features("feature_alpha_dropout", input, 2)

@@ -29,7 +29,7 @@ from torch.compiler import is_compiling
 
 from .. import _C
 from .._sharding import call
-from ._activation import Inplace
+from ._activation import Inplace, check_inplace
 
 __all__ = ["cross_entropy", "linear_cross_entropy"]
 
@@ -77,8 +77,7 @@ def cross_entropy(
         )
         if out is not None:
             return out
-    if inplace not in (True, False, "auto"):
-        raise ValueError(f"cross_entropy: expected inplace True, False or 'auto', got {inplace!r}")
+    check_inplace("cross_entropy", inplace)
     result: Tensor = call(
         "cross_entropy",
         input,

@@ -36,7 +36,7 @@ from torch.compiler import is_compiling
 
 from .. import _C
 from .._sharding import call
-from ._activation import Inplace, Save
+from ._activation import Inplace, Save, check_inplace, save_of
 
 __all__ = [
     "add_layer_norm",
@@ -159,7 +159,7 @@ def _dispatched(
         _resolve_eps(eps, dtype),
         op == "layer_norm",
         dtype,
-        _written(save, inplace),
+        save_of(save, inplace),
     )
     return input.copy_(out) if inplace is True else out
 
@@ -194,17 +194,8 @@ def _dispatched_adding(
     return (out[0], residual.copy_(out[1])) if inplace is True else out
 
 
-def _written(save: str, inplace: Inplace) -> str:
-    return "output" if inplace is True and save == "auto" else save
-
-
 def _check(op: str, input: Tensor, shape: Sequence[int], inplace: Inplace, save: str) -> None:
-    if inplace not in (True, False, "auto"):
-        raise ValueError(f"{op}: expected inplace True, False or 'auto', got {inplace!r}")
-    if inplace is True and save == "input" and not op.startswith("add_"):
-        raise ValueError(
-            f"{op}: expected save 'auto' or 'output' in place, got 'input', which is overwritten"
-        )
+    check_inplace(op, inplace, "auto" if op.startswith("add_") else save)
     if not 0 < len(shape) <= input.dim() or tuple(input.shape[-len(shape) :]) != tuple(shape):
         raise ValueError(
             f"{op}: expected an input whose last dimensions are {list(shape)}, got {list(input.shape)}"

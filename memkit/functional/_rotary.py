@@ -28,7 +28,7 @@ from torch.compiler import is_compiling
 
 from .. import _C
 from .._sharding import call
-from ._activation import Inplace
+from ._activation import Inplace, check_inplace
 
 __all__ = ["apply_rotary"]
 
@@ -88,8 +88,7 @@ def apply_rotary(
             out = _C.apply_rotary(q, k, cos, sin, position_ids, interleaved, heads_at, rotary, inplace)
         if out is not None:
             return out
-    if inplace not in (True, False, "auto"):
-        raise ValueError(f"apply_rotary: expected inplace True, False or 'auto', got {inplace!r}")
+    check_inplace("apply_rotary", inplace)
     turned: tuple[Tensor, Tensor] = call(
         "_rotary", q, k, cos, sin, position_ids, interleaved, heads_at, rotary, False
     )

@@ -39,7 +39,7 @@ from torch.compiler import is_compiling
 
 from .. import _C
 from .._sharding import call
-from ._activation import Inplace
+from ._activation import Inplace, check_inplace
 
 __all__ = ["log_softmax", "softmax"]
 
@@ -92,8 +92,7 @@ def _call(
         result = _C.softmax(input, dim, mask, scale, causal, log, dtype, inplace)
         if result is not None:
             return result
-    if inplace not in (True, False, "auto"):
-        raise ValueError(f"{op}: expected inplace True, False or 'auto', got {inplace!r}")
+    check_inplace(op, inplace)
     if dtype is None:
         widens = log and input.dtype != torch.float64 and input.is_cuda and torch.is_autocast_enabled("cuda")
         dtype = torch.float32 if widens else input.dtype

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional as F
+from .._hooks import has_hooks
 from .._lean import lean
 from ..functional._glu import Packing
 from .norm import LayerNorm, RMSNorm, norm_act_conv_of
@@ -300,19 +301,6 @@ def _probability(name: str, p: float) -> float:
     return p
 
 
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    )
-
-
 def _is_plain(module: nn.Module, *types: type[nn.Module]) -> bool:
     """Whether calling the module does what its type's forward does with its parameters, and nothing else."""
-    return (
-        type(module) in (types or (nn.Linear,))
-        and "forward" not in module.__dict__
-        and not _has_hooks(module)
-    )
+    return type(module) in (types or (nn.Linear,)) and not has_hooks(module)

@@ -9,7 +9,8 @@ What is changed, by module or by function:
 - modules of model libraries: activations, norms, feed-forward networks, residual blocks, and the loss that transformers'
   causal language models hold (library/).
 
-Which variant of an activation, site by site (sites.py from structure, prove.py from a run on a sample):
+Which variant of an activation, site by site (structure.py from how modules are put together, prove.py from
+a run on a sample that watch.py looks at):
 
 - with the batch norm before it;
 - in place, the slope from the output: nothing reads the input afterwards. Each call checks again and goes out of place
@@ -30,11 +31,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from . import sites
+from . import change
+from .find import OPS, Found, find
 from .library import twin_of
 from .prove import prove
 from .report import Row, SwapReport
-from .sites import OPS, Decision, Decisions, Found
+from .sites import Decision, Decisions
+from .structure import by_structure
 from .trial import TOLERANCE, Trial
 
 __all__ = ["Row", "SwapReport", "swap", "unswap"]
@@ -92,19 +95,19 @@ def swap(
     _check_model(model)
     if sample is not None:
         _check_sample(model, sample)
-    previous = sites.undo(model)
+    previous = change.undo(model)
     try:
-        found = sites.find(model, names, exact, bool(lean))
+        found = find(model, names, exact, bool(lean))
         if sample is None:
-            decisions = {site: sites.by_structure(site, exact, bool(lean)) for site in found.sites}
+            decisions = {site: by_structure(site, exact, bool(lean)) for site in found.sites}
             report = SwapReport(_rows(decisions, found))
             _apply(model, decisions, found, lean)
         else:
             given = dict(sample) if isinstance(sample, Mapping) else sample
             report = _swap_by_sample(Trial(model, given), found, exact, lean)
     except BaseException:
-        sites.undo(model)
-        sites.redo(previous)
+        change.undo(model)
+        change.redo(previous)
         raise
     if not report.rows and ops != "all":
         return replace(report, note=f"the model has none of ops {sorted(names)} as a module")
@@ -118,17 +121,12 @@ def unswap(model: nn.Module) -> None:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"unswap: expected a torch.nn.Module, got {type(model).__name__}")
-    sites.undo(model)
+    change.undo(model)
 
 
 def _swap_by_sample(trial: Trial, found: Found, exact: bool, lean: bool | str) -> SwapReport:
     decisions, dtypes = prove(trial, found.sites, exact, bool(lean))
-    if (
-        not any(decision.proof for decision in decisions.values())
-        and not found.losses
-        and not found.attentions
-        and not (lean and found.in_lean)
-    ):
+    if not any(decision.proof for decision in decisions.values()) and not found.changes_others:
         return SwapReport(_rows(decisions, found))
     # Elements dropped are not the same: compared without those dropouts, counted with them.
     dropouts = [site.module for site, d in decisions.items() if d.proof and "dropout" in site.name]
@@ -141,14 +139,14 @@ def _swap_by_sample(trial: Trial, found: Found, exact: bool, lean: bool | str) -
     note = ""
     if not swapped.agrees_with(stock, tolerance):
         # Rounding may be what a model with kinks, or a norm over few values, makes much of. Then stock does it too.
-        sites.undo(trial.model)
+        change.undo(trial.model)
         for noise in (1e-3 * tolerance, 1e-2 * tolerance):
             rounded = trial.run("stock, its sample rounded", dropouts, noise)
             while not rounded.agrees_with(stock, tolerance / 2) and tolerance < 0.25:
                 tolerance *= 2
         _apply(trial.model, decisions, found, lean)
     if not swapped.agrees_with(stock, tolerance):
-        sites.undo(trial.model)
+        change.undo(trial.model)
         if stock.agrees_with(trial.run("stock, again", dropouts), tolerance):
             reason = "values or gradients of the swapped model differ on the sample"
             decisions = _refused(decisions, found, reason)
@@ -157,7 +155,7 @@ def _swap_by_sample(trial: Trial, found: Found, exact: bool, lean: bool | str) -
         note = "stock does not repeat itself on the sample, so values were not compared"
     after = trial.run("swapped, with dropout").saved if dropouts else swapped.saved
     if before is not None and after is not None and after > 1.02 * before:
-        sites.undo(trial.model)
+        change.undo(trial.model)
         decisions = _refused(decisions, found, "swapped, the model would keep more on the sample")
         after = before
     return SwapReport(_rows(decisions, found), before, after, note)
@@ -177,8 +175,8 @@ def _refused(decisions: Decisions, found: Found, reason: str) -> Decisions:
 def _apply(model: nn.Module, decisions: Decisions, found: Found, lean: bool | str) -> None:
     for site, decision in decisions.items():
         if decision.proof is not None:
-            sites.apply(site, decision.proof)
-    sites.apply_others(found, bool(lean))
+            change.apply(site, decision.proof)
+    change.apply_others(found)
     if lean == "call":
         root: Any = model
         root.__class__ = twin_of("lean", type(model))

@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling, is_exporting
 from torch.nn.modules import module as torch_module
 
+from .. import _C
 from .. import nn as memkit_nn
+from .._hooks import has_global_hooks, has_hooks
 from .._lean import is_lean
 from .._sharding import is_dtensor
 from ..functional import Save, norm_saves
@@ -28,7 +30,7 @@ from ..functional._activation import _PARAMETERS
 from ..functional._norm import output_dtype
 from ..nn.norm import batch_norm_of, norm_act_conv_of
 from .recipes import CALLERS
-from .types import FLOATS, Changed, Proof, Swapped, has_hooks
+from .types import FLOATS, Changed, Proof, Swapped
 
 
 class Choice(NamedTuple):
@@ -161,19 +163,19 @@ class BatchNorm3d(BatchNorm, memkit_nn.BatchNorm3d):
 
 class Conv2d(Layer, memkit_nn.Conv2d):
     """Brings less memory in backward where the input's gradient is made in parts of the batch: on the CPU, where the input
-    is much larger than the weight (`conv_input_gradient` in csrc/torch/consumer_layers.cpp)."""
+    is much larger than the weight (`conv_parts` in csrc/torch/consumer_layers.cpp)."""
 
     _op = "conv2d"
 
     def _stays(self, input: Tensor) -> bool:
         return not (
             is_lean()
+            and not is_dynamo_compiling()
             and input.device.type == "cpu"
-            and input.numel() >= max(4 * self.weight.numel(), 1 << 18)
+            and _C.conv_parts(input.numel(), self.weight.numel()) > 1
             and self.kernel_size + self.stride != (1, 1, 1, 1)
             and takes(self, input)
             and not torch.is_autocast_enabled("cpu")
-            and not is_dynamo_compiling()
         )
 
 
@@ -247,10 +249,6 @@ def is_convolution(module: Any) -> bool:
         and not isinstance(module.padding, str)
         and not has_hooks(module)
     )
-
-
-def has_global_hooks() -> bool:
-    return cast(bool, cast(Any, torch_module)._has_any_global_hook())
 
 
 def is_pair(norm: Any, act: Any) -> bool:

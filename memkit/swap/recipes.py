@@ -20,6 +20,9 @@ class Recipe(NamedTuple):
     then: tuple[str, ...]
     """The modules that take the output, in order."""
 
+    def followers(self, layer: nn.Module) -> list[nn.Module]:
+        return [getattr(layer, name) for name in self.then]
+
 
 RECIPES: dict[type[nn.Module], Recipe] = {
     layer: Recipe("activation", layer._ff_block.__code__, ("dropout", "linear2"))

@@ -63,16 +63,6 @@ def stock_of(cls: type[nn.Module]) -> type[nn.Module]:
     return type(f"Parametrized{bases[0].__name__}", bases, own)
 
 
-def has_hooks(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in vars(module)
-    )
-
-
 class Changed(nn.Module):
     """Mixed into the twin that takes a stock module's place, before it."""
 

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from ..._hooks import has_global_hooks, has_hooks
 from ..._lean import lean
 from ..._sharding import is_dtensor
-from ..layers import has_global_hooks, serves
-from ..types import Changed, has_hooks
+from ..layers import serves
+from ..types import Changed
 
 MIXINS: dict[str, type[Twin]] = {}
 """By the names that pickles hold."""

@@ -1,0 +1,70 @@
+"""Changes a model's modules as was decided, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from .find import Found
+from .layers import Sequential
+from .library import InLean, hold, release, twin_of
+from .recipes import RECIPES
+from .sites import AnySite, Site
+from .types import Changed, Swapped, stock_of
+
+
+def apply(site: AnySite, proof: Any) -> None:
+    if isinstance(site, Site):
+        proof = proof._replace(original=site.function)
+    _become(site.module, site.twin, proof)
+    if site.layer is not None:
+        vars(site.layer)[RECIPES[type(site.layer)].attribute] = site.module
+
+
+def apply_others(found: Found) -> None:
+    """Losses, attention, batch norms with what is behind them, and what memkit.lean() asks for by itself."""
+    for module in found.losses:
+        hold(module)
+    for module in found.sequences:
+        _become(module, Sequential)
+    for module in found.attentions:
+        _become(module, twin_of("attention", type(module)))
+    for module, twin in found.in_lean:
+        if "forward" not in vars(module):
+            _become(module, twin)
+
+
+def _become(module: Any, twin: type[Any], choice: Any = None) -> None:
+    module._swap = choice
+    module.__class__ = twin
+
+
+def undo(model: nn.Module) -> list[tuple[nn.Module, Any]]:
+    """Changes all back. Returns what `redo` needs."""
+    done: list[tuple[nn.Module, Any]] = []
+    for module in model.modules():
+        if isinstance(module, Changed) and "forward" in vars(module) and not isinstance(module, InLean):
+            continue  # somebody wrapped the forward that it has, and calls it
+        recipe = RECIPES.get(type(module))
+        if recipe is not None and isinstance(held := vars(module).get(recipe.attribute), Swapped):
+            done.append((module, held))
+            vars(module)[recipe.attribute] = held._swap.original
+        if release(module):
+            done.append((module, None))
+        if isinstance(module, Changed):
+            done.append((module, (type(module), vars(module).pop("_swap", None))))
+            changed: Any = module
+            while "_stock" in dir(type(changed)):  # a root may be changed twice
+                changed.__class__ = stock_of(type(changed))
+    return done
+
+
+def redo(done: list[tuple[nn.Module, Any]]) -> None:
+    for module, what in done:
+        if what is None:
+            hold(module)
+        elif isinstance(what, nn.Module):
+            vars(module)[RECIPES[type(module)].attribute] = what
+        else:
+            module.__class__, vars(module)["_swap"] = what

@@ -1,0 +1,199 @@
+"""Finds what swap may change in a model."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from .._hooks import has_hooks
+from ..nn.activation import _Variant
+from .layers import BATCH_NORMS, LAYERS, Conv2d, is_convolution
+from .library import Match, Verifier, candidates, has_library_loss, is_attention, library_activation, twin_of
+from .recipes import FUNCTIONS, RECIPES
+from .report import Row
+from .sites import NAMES, AnySite, LayerSite, Site
+from .structure import called_in_turn, is_sequence
+from .types import TWINS
+
+FAMILY = {"gelu_tanh": "gelu"}
+"""Activations that go by another's name in `ops`, beside their own."""
+LAYER_NAMES: dict[type[nn.Module], str] = {twin._stock: name for name, twin in LAYERS.items()}
+OPS = (
+    *TWINS,
+    *FAMILY,
+    "quick_gelu",
+    "relu_squared",
+    *LAYERS,
+    "batch_norm_act",
+    "conv2d",
+    "act_linear",
+    "gated",
+    "attention",
+    "cross_entropy",
+)
+
+
+@dataclass
+class Found:
+    activations: list[Site] = field(default_factory=list)
+    layers: list[LayerSite] = field(default_factory=list)
+    in_lean: list[tuple[nn.Module, type[Any]]] = field(default_factory=list)
+    """Batch norms and convolutions, with their twins: changed where there is memkit.lean()."""
+    sequences: list[nn.Module] = field(default_factory=list)
+    """Those with a batch norm and an activation behind it."""
+    losses: list[nn.Module] = field(default_factory=list)
+    """Those that hold their loss as a function."""
+    attentions: list[nn.Module] = field(default_factory=list)
+    others: list[Row] = field(default_factory=list)
+    """Activations that are none of the above, losses and attention."""
+
+    @property
+    def sites(self) -> list[AnySite]:
+        return [*self.activations, *self.layers]
+
+    @property
+    def changes_others(self) -> bool:
+        """Whether something is changed that nothing has to be proven of."""
+        return bool(self.losses or self.attentions or self.in_lean)
+
+
+def find(model: nn.Module, names: frozenset[str], exact: bool, lean: bool) -> Found:
+    """Everything with these names."""
+    paths: dict[nn.Module, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        paths.setdefault(module, []).append(path)
+    search = _Search(names, exact, lean)
+    taken: set[nn.Module] = set()
+    for module, places in paths.items():
+        taken.update(search.of_a_library(module, places))
+    for module, places in paths.items():
+        if module not in taken:
+            search.of_torch(module, places)
+    for module in paths:
+        search.note_calls(module)
+    search.found.activations = list(search.activations.values())
+    return search.found
+
+
+class _Search:
+    def __init__(self, names: frozenset[str], exact: bool, lean: bool) -> None:
+        self.names, self.exact, self.lean = names, exact, lean
+        self.found = Found()
+        self.activations: dict[nn.Module, Site] = {}
+        self.verifier = Verifier()
+
+    def of_a_library(self, module: nn.Module, places: list[str]) -> tuple[nn.Module, ...]:
+        """Returns the activations that another site takes over."""
+        where = ", ".join(places)
+        match = self.match(module, where)
+        if match is not None:
+            twin = twin_of(match.kind, type(module))
+            self.found.layers.append(LayerSite(module, match.op, where, twin, match.choice, match.method))
+        if "cross_entropy" in self.names and has_library_loss(module):
+            self.found.losses.append(module)
+            path = _inside(places[:1], "loss_function")
+            self.found.others.append(Row(path, "ForCausalLMLoss", "memkit", "logits", None, None, ""))
+        if (
+            self.lean
+            and "attention" in self.names
+            and is_attention(type(module))
+            and "forward" not in vars(module)
+        ):
+            self.found.attentions.append(module)
+            name = type(module).__name__
+            self.found.others.append(Row(where, name, "in lean()", "query, key, value", None, None, ""))
+        return () if match is None else match.takes
+
+    def match(self, module: nn.Module, where: str) -> Match | None:
+        """The recipe for a library's module; where one looks right and is not, a row says why."""
+        reason = ""
+        for match in candidates(module, self.names, self.exact):
+            replaced = "forward" in vars(module)
+            why_not = "its forward is replaced" if replaced else self.verifier.why_not(module, match)
+            if not why_not:
+                return match
+            reason = reason or why_not
+        if reason:
+            self.left(where, type(module).__name__, reason)
+        return None
+
+    def of_torch(self, module: nn.Module, places: list[str]) -> None:
+        """Torch's own layers, and activations of a library's."""
+        kind, where = type(module), ", ".join(places)
+        self.activation(module, where)
+        if (name := LAYER_NAMES.get(kind)) in self.names:
+            self.found.layers.append(LayerSite(module, name, where, LAYERS[name]))
+        if self.lean and kind in BATCH_NORMS and "batch_norm_act" in self.names:
+            self.found.in_lean.append((module, BATCH_NORMS[kind]))
+        if self.lean and is_convolution(module) and "conv2d" in self.names:
+            self.found.in_lean.append((module, Conv2d))
+        self.function(module, places)
+
+    def activation(self, module: nn.Module, where: str) -> None:
+        name = library_activation(module)
+        if name is not None and self.chosen(name):
+            self.activations[module] = Site(module, name, where)
+            return
+        stock = next((base for base in type(module).__mro__ if base in NAMES), None)
+        if stock is None or isinstance(module, _Variant) or not self.chosen(_own_name(module, stock)):
+            return
+        if type(module) is stock:
+            self.activations[module] = Site(module, NAMES[stock], where)
+        else:
+            self.left(where, type(module).__name__, f"a subclass of torch.nn.{stock.__name__}")
+
+    def function(self, layer: nn.Module, places: list[str]) -> None:
+        """That a layer holds as its activation."""
+        recipe = RECIPES.get(type(layer))
+        held: Any = recipe and getattr(layer, recipe.attribute)
+        if recipe is None or isinstance(held, nn.Module):
+            return
+        path = _inside(places, recipe.attribute)
+        name = FUNCTIONS.get(held) if callable(held) and isinstance(held, Hashable) else None
+        if name is None:
+            before = getattr(held, "__name__", type(held).__name__)
+            self.left(path, before, "not a function that memkit knows")
+        elif name in self.names:
+            stand_in = TWINS[name]._stock()
+            self.activations[stand_in] = site = Site(stand_in, name, path, layer, held)
+            site.add_place(recipe.followers(layer), variables=0)
+
+    def note_calls(self, parent: nn.Module) -> None:
+        """Of the activations that it calls: what follows them there, and what is before them."""
+        recipe = RECIPES.get(type(parent))
+        if is_sequence(parent):
+            children = called_in_turn(parent)
+            fuses = type(parent) is nn.Sequential and "batch_norm_act" in self.names
+            for i, child in enumerate(children):
+                if child in self.activations:
+                    behind_norm = fuses and i > 0 and _is_pair(children[i - 1], child)
+                    self.activations[child].add_place(children[i + 1 :], 1, behind_norm)
+                    if behind_norm and parent not in self.found.sequences:
+                        self.found.sequences.append(parent)
+        elif recipe is not None:
+            held = getattr(parent, recipe.attribute)
+            if isinstance(held, nn.Module) and held in self.activations:
+                self.activations[held].add_place(recipe.followers(parent), variables=0)
+
+    def chosen(self, activation: str) -> bool:
+        return activation in self.names or FAMILY.get(activation) in self.names
+
+    def left(self, path: str, before: str, reason: str) -> None:
+        self.found.others.append(Row(path, before, "unchanged", "?", None, None, reason))
+
+
+def _own_name(module: nn.Module, stock: type[nn.Module]) -> str:
+    """The name in memkit.functional's tables."""
+    return "gelu_tanh" if getattr(module, "approximate", "none") == "tanh" else NAMES[stock]
+
+
+def _inside(places: Iterable[str], attribute: str) -> str:
+    return ", ".join(f"{place}.{attribute}".lstrip(".") for place in places)
+
+
+def _is_pair(norm: nn.Module, act: nn.Module) -> bool:
+    """What layers.is_pair will say when the activation has been changed."""
+    return type(norm) in BATCH_NORMS and not has_hooks(norm) and not has_hooks(act)

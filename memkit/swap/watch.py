@@ -1,0 +1,213 @@
+"""Watches one run of the stock model for everything that would make an overwritten input or a saved output wrong.
+
+Each activation's input and output are followed by their storage, views included, in forward and in backward: who reads
+the input afterwards, who saved it, who changes the output, and what is still held at the end. Their storages stay alive
+during the run, so that no address names two of them.
+
+What is not seen: kernels that get raw pointers past PyTorch's dispatcher, and control flow that the sample does not take.
+Values and gradients are therefore compared afterwards, and each call counts the references to its input.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from sys import getrefcount
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..memory._saved import SavedStorages, storages
+from .recipes import RECIPES
+from .sites import AnySite, LayerSite, Site
+from .trial import Trial, explained, tensors, untouched
+from .types import ALONE
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of an activation."""
+
+    site: AnySite
+    references: int
+    dtype: torch.dtype
+    device: str
+    shape: torch.Size = torch.Size()  # noqa: RUF009  never changed
+    nbytes: int = 0
+    input: int = 0
+    """The key of its storage, as of the output's."""
+    output: int = 0
+    of_a_sum: bool = False
+    of_a_batch_norm: bool = False
+    own: dict[int, int] = field(default_factory=dict)
+    """Bytes of the storages that stock's activation itself saved."""
+    read: str = ""
+    """Why its input may not be overwritten."""
+    written: str = ""
+    """Why its output may not be saved."""
+
+
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    supports_higher_order_operators = True
+
+    def __init__(self, model: nn.Module, inputs: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.alive: dict[int, torch.UntypedStorage] = {}
+        self.parameters = {key: p for p in model.parameters() for key in self.keys(p)}
+        self.known = dict.fromkeys(self.parameters, "its input is a parameter")
+        for name, given in (("a buffer", model.buffers()), ("the model's", tensors(inputs))):
+            self.known |= {key: f"its input is {name}" for tensor in given for key in self.keys(tensor)}
+        self.calls: dict[AnySite, list[Call]] = {}
+        self.nodes: dict[AnySite, set[Any]] = {}
+        self.saved_elsewhere: set[int] = set()
+        self.inputs: dict[int, list[Call]] = {}
+        self.outputs: dict[int, list[Call]] = {}
+        self.current: Call | None = None
+        self.backups: dict[int, Tensor] = {}
+
+    def keys(self, tensor: Tensor) -> list[int]:
+        found = list(storages(tensor))
+        self.alive.update((storage._cdata, storage) for storage in found)
+        return [storage._cdata for storage in found]
+
+    def begin(self, site: AnySite, input: Tensor, references: int) -> Call:
+        self.current = call = Call(site, references, input.dtype, input.device.type)
+        if site.is_block:
+            self.saved_elsewhere.update(self.keys(input))  # memkit keeps it too
+        made_by = type(input.grad_fn).__name__
+        call.of_a_sum, call.of_a_batch_norm = made_by == "AddBackward0", "BatchNorm" in made_by
+        self.calls.setdefault(site, []).append(call)
+        if isinstance(site, LayerSite):  # never in place
+            return call
+        for key in self.keys(input):
+            call.read = call.read or self.known.get(key, "")
+            for earlier in self.inputs.get(key, ()):
+                earlier.read = earlier.read or "its input goes through an activation again"
+        return call
+
+    def end(self, call: Call, input: Tensor, output: Tensor) -> None:
+        self.nodes.setdefault(call.site, set()).add(output.grad_fn)
+        inputs, outputs = self.keys(input), self.keys(output)
+        if len(inputs) != 1 or len(outputs) != 1:
+            call.read = call.written = "its input is not a dense tensor"
+            return
+        call.shape, call.nbytes = output.shape, output.nbytes
+        call.input, call.output = inputs[0], outputs[0]
+        self.outputs.setdefault(call.output, []).append(call)
+        if call.input != call.output and isinstance(call.site, Site):
+            self.inputs.setdefault(call.input, []).append(call)
+
+    def saved(self, tensor: Tensor) -> None:
+        """A tensor is saved for backward."""
+        for key in self.keys(tensor):
+            if self.current is not None and key in self.parameters and self.current.site.is_block:
+                continue  # its weights
+            if self.current is None:
+                self.saved_elsewhere.add(key)
+            else:
+                self.current.own[key] = self.alive[key].nbytes()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "is_view", False):
+            return func(*args, **kwargs)  # no read, and what it returns has the same storage
+        # Backward reads the inputs for the activations themselves. Where it records gradients, it recomputes a forward.
+        node = None if torch.is_grad_enabled() else torch._C._current_autograd_node()
+        changed = {s._cdata for t in tensors(_written(func, args, kwargs)) for s in storages(t)}
+        for tensor in tensors((args, kwargs)):
+            for storage in storages(tensor):
+                self.look(storage._cdata, str(func), storage._cdata in changed, node)
+        return func(*args, **kwargs)
+
+    def look(self, key: int, op: str, changes: bool, node: Any) -> None:
+        for call in self.inputs.get(key, ()):
+            if node is None or node not in self.nodes[call.site]:
+                call.read = call.read or f"its input is read again by {op}"
+        if not changes:
+            return
+        for call in self.outputs.get(key, ()):
+            call.written = call.written or f"its output is changed in place by {op}"
+        if key in self.parameters and key not in self.backups:
+            self.backups[key] = self.parameters[key].detach().clone()
+
+    def restore_parameters(self) -> None:
+        with torch.no_grad():
+            for key, value in self.backups.items():
+                self.parameters[key].copy_(value)
+
+
+class Saves(SavedStorages):
+    """Tells a watch of each tensor that is saved."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+
+    def _note(self, tensor: Tensor) -> None:
+        self._watch.saved(tensor)
+
+
+def watched(trial: Trial, sites: Sequence[AnySite]) -> Watch:
+    """Runs the stock model once, which afterwards is as it was."""
+    with untouched(trial.model), explained("watched"):
+        inputs = trial.fresh()
+        watch = Watch(trial.model, inputs)
+        try:
+            for site in sites:
+                _observe(site, watch)
+            with watch, Saves(watch).hooks():
+                outputs = [trial.step(inputs)]
+            _look_for_holders(watch, outputs)
+        finally:
+            watch.restore_parameters()
+            for site in sites:
+                del vars(site.module)[site.method]
+    return watch
+
+
+def _observe(site: AnySite, watch: Watch) -> None:
+    stock: Any = getattr(type(site.module), site.method)
+
+    def forward(self: nn.Module, input: Any) -> Tensor:
+        references = getrefcount(input) - ALONE  # as in Swapped.forward
+        outer = watch.current
+        first: Tensor = tensors(input)[0]  # a block may be given several
+        call = watch.begin(site, first, references)
+        try:
+            output: Tensor = stock(self, input)
+        finally:
+            watch.current = outer
+        watch.end(call, first, output)
+        return output
+
+    vars(site.module)[site.method] = MethodType(forward, site.module)
+    if site.layer is not None:
+        vars(site.layer)[RECIPES[type(site.layer)].attribute] = site.module
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that an operator writes to, as its schema says."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+    return [given.get(argument.name) for argument in schema.arguments if argument.is_write]
+
+
+def _look_for_holders(watch: Watch, outputs: list[Any]) -> None:
+    """Who can reach an activation's input after the step, apart from autograd? Empties `outputs`."""
+    for key in {storage._cdata for tensor in tensors(outputs) for storage in storages(tensor)}:
+        for call in watch.inputs.get(key, ()):
+            call.read = call.read or "the model returns its input"
+        for call in watch.outputs.get(key, ()):
+            call.written = call.written or "the model returns its output"
+    outputs.clear()  # and with them the graph, where backward has not run
+    watch.nodes.clear()
+    gc.collect()
+    for key, calls in watch.inputs.items():
+        if torch._C._storage_Use_Count(key) > 1:  # one for `alive`
+            for call in calls:
+                call.read = call.read or "its input is still held after the step"

@@ -1,0 +1,145 @@
+"""Options and parts of `memkit bench`; `memkit doctor`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import memkit
+from memkit import cli
+from memkit.bench import Options, data, options, timing
+
+pytestmark = pytest.mark.usefixtures("bench_extra", "one_thread", "small_corpus")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--d-model 100", "d-model must be a multiple of heads, got 100 and 6"),
+        ("--batch 0", "batch must be at least 2, got 0"),
+        ("--batch 1500", "batch must be at most 1437 for the cnn, which trains on as many digits, got 1500"),
+        ("--steps 2", "steps must be at least 3, got 2"),
+        ("--layers -1", "layers must be at least 1, got -1"),
+        ("--seed -1", "seed must lie in 0 .. 2^31 - 1, got -1"),
+        ("--variants memkit", "variants must contain eager"),
+        ("--variants eager,fast", "variants must be of eager, compile, memkit, got fast"),
+        ("--variants eager,eager", "variants must name each once, got eager, eager"),
+        ("--variants ,", "variants must be of eager, compile, memkit, got nothing"),
+        ("--dtype float16", "dtype float16 needs amp"),
+        (
+            "--pool plan --variants eager",
+            "pool plan needs the variant memkit, whose step it serves, got eager",
+        ),
+        ("--amp --dtype float32", "amp needs dtype bfloat16 or float16"),
+    ],
+)
+def test_options_that_cannot_run(
+    argv: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert cli.main(["bench", *argv.split(), "--out", str(out)]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"memkit bench: {message}")
+    assert printed.out == ""
+    assert not out.exists(), "nothing was done"
+
+
+@pytest.mark.parametrize(
+    "argv", ["--model vit", "--pool all", "--dtype int8", "--device tpu", "--steps many", "--unknown"]
+)
+def test_options_that_do_not_parse(argv: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["bench", *argv.split()])
+    assert "error: " in capsys.readouterr().err
+
+
+def test_out_must_be_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "taken").write_text("")
+    assert cli.main(["bench", "--out", str(tmp_path / "taken")]) == 2
+    assert "out must be a folder, got the file" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_cuda_without_gpu() -> None:
+    with pytest.raises(
+        options.OptionError, match="device cuda needs a CUDA GPU and a CUDA build of torch, got"
+    ):
+        options.checked(Options(device="cuda"))
+
+
+def test_plans_are_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(options.OptionError, match=r"pool plan needs device cpu, .*, got cuda"):
+        options.checked(Options(device="cuda", pool="plan"))
+    with pytest.raises(options.OptionError, match="pool must be one of none, use, plan, got all"):
+        options.checked(Options(pool="all"))
+
+
+def test_windows_are_the_next_tokens() -> None:
+    batches = data.windows(torch.arange(1000), length=10, batch=3, count=5, seed=1)
+    assert len(batches) == 5
+    for inputs, targets in batches:
+        assert inputs.shape == targets.shape == (3, 10)
+        assert torch.equal(inputs + 1, targets)
+
+
+def test_digits_are_split() -> None:
+    batches, (images, labels) = data.digits(batch=100, count=30, seed=0)
+    assert [len(targets) for _, targets in batches] == [100] * 30
+    assert images.shape == (360, 1, 8, 8)
+    assert images.max() == 1
+    assert labels.unique().tolist() == list(range(10))
+
+
+def test_turns_and_ratios() -> None:
+    assert [timing.rotated("abc", turn) for turn in range(4)] == [
+        list("abc"),
+        list("bca"),
+        list("cab"),
+        list("abc"),
+    ]
+    calls: list[str] = []
+
+    def contender(name: str, taken: float) -> Any:
+        return lambda: calls.append(name) or taken
+
+    times = timing.interleave({"a": contender("a", 1.0), "b": contender("b", 2.0)}, repeats=2, warm=1)
+    assert times == {"a": [1.0, 1.0], "b": [2.0, 2.0]}
+    assert sorted(calls) == list("aaabbb")
+    # The machine became ten times slower half-way: the rounds' own ratios do not notice.
+    assert timing.ratio([2.0, 2.0, 20.0], [1.0, 1.0, 10.0]) == 2.0
+
+
+def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    assert torch.__version__ in printed
+    assert "ok: gelu in place" in printed
+    assert all(f"\n{name:<8} ok: " in printed for name in ("kernels", "dropout", "pool", "memory"))
+
+
+def test_doctor_reports_a_failed_trial(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memkit.functional, "dropout", lambda x, p: x * 2)
+    assert cli.main(["doctor"]) == 1
+    assert "dropout  FAILED: RuntimeError: dropout: expected" in capsys.readouterr().out
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"memkit {memkit.__version__}\n"
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["bench", "--help"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert (
+        "of the weights (default: float32); with --amp, what autocast computes in (default: bfloat16)"
+        in printed
+    )
+    assert "(default: None)" not in printed
+    assert "(default: False)" not in printed
+    assert "dropout (default: 0)" in printed

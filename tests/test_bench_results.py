@@ -1,0 +1,238 @@
+"""The op benchmark, the pool benchmark, and the README tables made from results."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from bench_cases import ROOT
+
+from memkit.bench import Options, report
+
+pytestmark = pytest.mark.usefixtures("bench_extra", "one_thread", "small_corpus")
+
+
+@pytest.fixture(scope="module")
+def ops(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The results file of a small run of the op benchmark, without torch.compile."""
+    file = tmp_path_factory.mktemp("ops") / "activation-cpu.json"
+    argv = f"--ops relu,gelu --sizes 16Ki --dtypes float32,bfloat16 --device cpu --quick --json {file}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        import bench_activation
+
+        patch.setattr(bench_activation, "compile_stock", lambda *args: None)
+        patch.setattr(bench_activation, "OVERHEAD_CALLS", 20)
+        assert bench_activation.main(argv.split()) == 0
+    return file
+
+
+@pytest.fixture(scope="module")
+def families(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The results file of one family of the script of all ops, without torch.compile."""
+    file = tmp_path_factory.mktemp("families") / "ops-cpu.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        import bench_ops
+
+        argv = f"--families rotary,softmax --sizes 16Ki --device cpu --quick --no-compile --json {file}"
+        assert bench_ops.main(argv.split()) == 0
+    return file
+
+
+def test_benchmark_of_all_ops(families: Path) -> None:
+    result = json.loads(families.read_text())
+    assert {case["family"] for case in result["cases"]} == {"rotary", "softmax"}
+    for case in result["cases"]:
+        assert case["ratio"]["stock"] == 1
+        expected = {"stock", "memkit"} | ({"in_place"} if case["mode"] == "forward" else set())
+        assert set(case["seconds"]) == expected
+    assert not any(
+        case["elements"] < 32768 and "32Ki" in case["op"] for case in result["cases"]
+    )  # a row's length
+    stated = {line.split(":")[0] for line in result["slower"]}
+    slow = {
+        f"{case['op']} {case['dtype']} {case['size']} {case['mode']}"
+        for case in result["cases"]
+        if case["ratio"]["memkit"] > 1.05
+    }
+    assert stated == slow
+
+
+def test_op_benchmark(scripts: tuple[ModuleType, ModuleType], ops: Path) -> None:
+    script = scripts[1]
+    result = json.loads(ops.read_text())
+    assert len(result["cases"]) == 2 * 2 * 2
+    for case in result["cases"]:
+        assert case["ratio"]["stock"] == 1
+        assert {"memkit", "memkit_inplace"} <= set(case["seconds"])
+    assert len(result["overhead"]) == 4
+    # Slower cases are found by the numbers, whatever they are on this machine.
+    result["cases"][0]["ratio"] |= {"memkit": 1.2}
+    assert any("relu float32 16Ki forward: memkit takes 1.20×" in line for line in script.slower(result))
+
+
+def test_op_benchmark_knows_every_activation(scripts: tuple[ModuleType, ModuleType]) -> None:
+    from memkit import functional
+
+    named = {op for op in functional._activation.__all__ if op != "bias_act"} | {"gelu_tanh"}
+    assert set(scripts[1].OPS) == named
+
+
+@pytest.mark.parametrize("argv", ["--ops swish", "--sizes 3", "--dtypes int8"])
+def test_op_benchmark_options(
+    argv: str, scripts: tuple[ModuleType, ModuleType], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        scripts[1].main(argv.split())
+    assert "expected some of" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_op_benchmark_compiles(scripts: tuple[ModuleType, ModuleType], tmp_path: Path) -> None:
+    file = tmp_path / "ops.json"
+    argv = f"--ops relu --sizes 16Ki,128Ki --dtypes float32 --device cpu --quick --json {file}"
+    assert scripts[1].main(argv.split()) == 0
+    result = json.loads(file.read_text())
+    assert all("compiled" in case["ratio"] for case in result["cases"])
+
+
+@pytest.fixture(scope="module")
+def pool(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The results file of a small run of the pool benchmark, without its C++ part."""
+    file = tmp_path_factory.mktemp("pool") / "pool-cpu.json"
+    row = {"bench": "holes", "allocator": "memkit", "n": 4096, "ns": 51.2}
+    core = {"compiler": "none", "rows": [row, row | {"allocator": "list", "ns": 6e3}]}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        import bench_pool
+
+        patch.setattr(
+            bench_pool,
+            "Options",
+            lambda **options: Options(layers=1, d_model=32, heads=2, vocab=400, **options),
+        )
+        patch.setattr(bench_pool, "BATCH", {"gpt": 2, "cnn": 2})
+        patch.setattr(bench_pool, "run_core", lambda: core)
+        patch.setattr(bench_pool, "stock_peak_apart", lambda batch: None)  # a full step, in another process
+        patch.setattr(bench_pool, "CASES", {k: (1, v) for k, (_, v) in bench_pool.CASES.items()})
+        assert bench_pool.main(f"--rounds 2 --steps 2 --batch 2 --json {file}".split()) == 0
+    return file
+
+
+def test_pool_benchmark(pool: Path) -> None:
+    result = json.loads(pool.read_text())
+    for case in result["calls"]:
+        assert case["ratio"]["stock"] == 1
+        assert len(case["seconds"]) > 1
+    step = result["step"]
+    assert step["served_by_plan"] == step["allocations"] > 50
+    assert step["live_bytes"] == step["plan_bytes"] <= step["reserved_bytes"]["pool.use()"]
+    names = ["gpt", "gpt_ckpt", "gpt_varlen", "step of gpt", "step of cnn"]
+    assert [plan["name"] for plan in result["plans"]] == names
+    assert all(plan["gap"] == 0 for plan in result["plans"])
+
+
+def test_pool_benchmark_without_a_compiler(
+    scripts: tuple[ModuleType, ModuleType], pool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import bench_pool
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    core = bench_pool.run_core()
+    assert "make did not start" in bench_pool.core_table(core)
+    result = json.loads(pool.read_text()) | {"core": core}
+    with pytest.raises(
+        scripts[0].ReportError, match="expected pool results with every part, got none of core"
+    ):
+        scripts[0].core_table({(result["kind"], "cpu"): result})
+
+
+def test_readme_tables(
+    job: tuple[Path, dict[str, Any]],
+    ops: Path,
+    families: Path,
+    pool: Path,
+    scripts: tuple[ModuleType, ModuleType],
+    tmp_path: Path,
+) -> None:
+    readme = scripts[0]
+    results = tmp_path / "results"
+    for name, options_of in (("ablation", {"ablation": True}), ("bench", {"dropout": 0.1})):
+        result = copy.deepcopy(job[1])
+        result["options"] |= options_of
+        report.write_json(result, results / f"{name}-cpu.json")
+    report.write_json(job[1], results / "nodropout-cpu.json")
+    shutil.copy(ops, results)
+    shutil.copy(pool, results)
+    shutil.copy(families, results)
+    for name in ("optim", "loss", "models", "matrix"):
+        shutil.copy(ROOT / "benchmarks" / "results" / f"{name}-cpu.json", results)
+    file = tmp_path / "README.md"
+    file.write_text(
+        "".join(f"# {n}\n\n<!-- table:{n} -->\n<!-- /table:{n} -->\n\nend\n" for n in readme.TABLES)
+    )
+    argv = [str(file), "--results", str(results)]
+
+    assert readme.main([*argv, "--check"]) == 1
+    assert readme.main(argv) == 0
+    once = file.read_text()
+    assert readme.main(argv) == 0
+    assert file.read_text() == once
+    assert readme.main([*argv, "--check"]) == 0
+    assert "| gpt | memkit |" in once
+    assert "| `gelu` |" in once
+    assert "| pool.replay() |" in once
+    assert "| rotary, halves | float32 |" in once
+    assert "| llama |" in once
+    assert "| 4,096 holes | 51 ns |  | 6,000 ns |" in once
+    assert "| step of cnn |" in once
+    assert "not yet run on a GPU" in once
+    assert once.count("\nend\n") == len(readme.TABLES)
+    assert (results / "bench-cpu.png").exists()
+
+
+def test_matrix_table(job: tuple[Path, dict[str, Any]], scripts: tuple[ModuleType, ModuleType]) -> None:
+    import bench_matrix
+
+    passes, error = {"state": "passes", "reason": ""}, {"state": "stock fails too", "reason": "E: a | b"}
+    cells = {
+        "one": {"plain": passes, "TP": {"state": "not applicable", "reason": "no pair"}, "PP": error},
+        "two": {"plain": {"state": "fails", "reason": "far"}, "PP": error},
+    }
+    result = job[1] | {"kind": bench_matrix.KIND, "cells": cells}
+    lines = scripts[0].matrix_table({(bench_matrix.KIND, "cpu"): result}).splitlines()
+    assert lines[0] == "|  | plain | TP | PP |"
+    assert lines[2:4] == ["| one | ✓ | – (1) | stock ✗ (2) |", "| two | ✗ (3) |  | stock ✗ (2) |"]
+    assert lines[5:8] == ["1. not applicable: `no pair`", "2. stock fails too: `E: a | b`", "3. fails: `far`"]
+    assert "Of 5 cells: passes 1, fails 1, stock fails too 2, not applicable 1." in lines
+
+
+def test_gpu_results_change_the_support_table(
+    job: tuple[Path, dict[str, Any]], scripts: tuple[ModuleType, ModuleType]
+) -> None:
+    gpu = copy.deepcopy(job[1])
+    gpu["hardware"] |= {"device": "cuda", "gpu": "A GPU"}
+    assert "run on A GPU" in scripts[0].support_table({(gpu["kind"], "cuda"): gpu})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("<!-- table:speed --><!-- /table:speed -->", "expected a table of bench, .*, got speed"),
+        ("<!-- table:support -->", "expected every table mark closed"),
+        (
+            "<!-- table:support --><!-- table:bench --><!-- /table:support -->",
+            "expected every table mark closed",
+        ),
+        ("<!-- table:bench --><!-- /table:bench -->", "expected a results file of kind memkit-bench"),
+    ],
+)
+def test_readme_marks_that_are_wrong(text: str, message: str, scripts: tuple[ModuleType, ModuleType]) -> None:
+    with pytest.raises(scripts[0].ReportError, match=message):
+        scripts[0].render(text, {})

@@ -1,0 +1,118 @@
+"""Operators and their layers as one node under function transforms and compilers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from consumer_cases import CASES, IN, kinds, seeded, tensors, with_gradients
+
+import memkit
+import memkit.functional as M
+from memkit.memory import measure
+
+pytestmark = pytest.mark.usefixtures("seed")
+
+
+@kinds
+def test_transforms(name: str) -> None:
+    case, leaves = CASES[name], [t.detach() for t in tensors(CASES[name], torch.float64)]
+    torch.testing.assert_close(
+        torch.func.grad(lambda *t: case.ours(*t).sum())(*leaves),
+        torch.func.grad(lambda *t: case.parts(*t).sum())(*leaves),
+    )
+    tangents = tuple(torch.ones_like(t) for t in leaves)
+    mine, parts = (torch.func.jvp(f, tuple(leaves), tangents) for f in (case.ours, case.parts))
+    torch.testing.assert_close(mine, parts)
+    if "batch_norm" in name or "dropout" in name or "conv" in name:
+        return
+    inputs = 2 if name in ("swiglu", "reglu") else 1
+    dims = (0,) * inputs + (None,) * (len(leaves) - inputs)
+    torch.testing.assert_close(torch.vmap(case.ours, dims)(*leaves), case.parts(*leaves))
+    weights = leaves[inputs].expand(3, *leaves[inputs].shape)
+    dims = tuple(0 if i == inputs else None for i in range(len(leaves)))
+    many = torch.vmap(case.ours, dims)(*leaves[:inputs], weights, *leaves[inputs + 1 :])
+    torch.testing.assert_close(many[2], case.parts(*leaves))
+
+
+def test_vmap_and_dropout() -> None:
+    x, w, b = (t.detach() for t in tensors(CASES["dropout"], torch.float32))
+    same = torch.vmap(lambda x: M.dropout_linear(x, torch.eye(IN)), randomness="same")(torch.ones_like(x))
+    assert (same == same[0]).all()
+    assert set(same.unique().tolist()) == {0.0, 2.0}
+    with pytest.raises(RuntimeError, match="randomness"):
+        torch.vmap(lambda x: M.dropout_linear(x, w, b))(x)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile(dynamic: bool) -> None:
+    """One operator in the graph, forward and backward, that keeps what the eager one keeps."""
+    for name in ("gelu", "swiglu", "batch_norm") if dynamic else ("gelu dropout", "interleaved", "rms_norm"):
+        case, leaves = CASES[name], tensors(CASES[name], torch.float32)
+        torch._dynamo.reset()
+        raw = (lambda x, w, b: M.dropout_linear(x, w, b, 0.4, act="gelu")) if "dropout" in name else case.ours
+        compiled = torch.compile(raw, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+        got, want = (with_gradients(seeded(f), leaves) for f in (compiled, raw))
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert seeded(compiled)(*leaves).dtype == torch.bfloat16
+
+
+def test_compiled_networks() -> None:
+    x = torch.randn(6, 16, requires_grad=True)
+    for make in (lambda: memkit.nn.MLP(16, dropout=0.2), lambda: memkit.nn.GatedMLP(16, 64, dropout=0.2)):
+        model = make()
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        got, want = (
+            with_gradients(seeded(lambda x, *_, f=f: f(x)), [x, *model.parameters()])
+            for f in (compiled, model)
+        )
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_compiled_keeps_one_tensor() -> None:
+    x = torch.randn(64, IN, requires_grad=True)
+    w1, w2 = torch.randn(256, IN, requires_grad=True), torch.randn(8, 256, requires_grad=True)
+    compiled = torch.compile(lambda x: M.act_linear(F.linear(x, w1), w2), fullgraph=True, backend="aot_eager")
+    compiled(x)
+    assert measure(lambda: compiled(x)).saved == 64 * 256 * 4
+
+
+@kinds
+def test_opcheck(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the operator with the arguments that the case gives it."""
+    case, seen = CASES[name], []
+    real = torch.ops.memkit._consumer.default
+
+    class Spy:
+        _consumer = type("op", (), {"default": staticmethod(lambda *a: seen.append(a) or real(*a))})
+
+    monkeypatch.setattr("memkit.functional._consumer.torch.ops", type("ops", (), {"memkit": Spy}))
+    case.ours(*tensors(case, torch.float32))
+    monkeypatch.undo()
+    torch.library.opcheck(real, seen[0])
+    inputs, op, act, packing, numbers, weights, biases, conv = seen[0]
+    outs, statistics = real(*seen[0])
+    wanted = [t is not None and t.is_floating_point() for t in (*inputs, *weights, *biases)]
+    if op == "batch_norm":
+        wanted[3:5] = [False, False]
+
+    def bare(ts: list[Any]) -> list[Any]:
+        return [t if t is None else t.detach() for t in ts]
+
+    backward = (
+        bare([torch.ones_like(o) for o in outs]),
+        bare(inputs),
+        bare(statistics),
+        op,
+        act,
+        packing,
+        numbers,
+    )
+    torch.library.opcheck(
+        torch.ops.memkit._consumer_backward.default, (*backward, bare(weights), conv, wanted)
+    )
