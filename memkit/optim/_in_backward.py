@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._sharding import is_dtensor
 from ._base import FusedOptimizer
+from ._sharded import gradient
 
 
 class StepInBackward:
@@ -35,6 +37,9 @@ class StepInBackward:
         if self._deferred:
             return
         try:
+            if is_dtensor(param):
+                with torch.no_grad():
+                    gradient(self._optimizer._name, param)  # whole sums are clipped
             if self._clip_value is not None:
                 torch.nn.utils.clip_grad_value_([param], self._clip_value)
             if self._max_norm is not None:
