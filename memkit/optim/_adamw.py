@@ -33,7 +33,7 @@ class AdamW(FusedOptimizer):
 
     Raises:
         ValueError, TypeError: an argument, a parameter or a loaded state that does not fit.
-        RuntimeError: a gradient that does not fit, such as a sparse one; nothing is written.
+        RuntimeError: a gradient that does not fit, such as a sparse one, or a plain one of a DTensor; nothing is written.
     """
 
     _name = "AdamW"

@@ -245,6 +245,7 @@ class FusedOptimizer(Optimizer):
             self._forget()
             self._pool = None
         groups = state["param_groups"]
+        saved_as = [group.get("state_dtype") for group in groups]
         for group, own in zip(groups, groups if new else self.param_groups, strict=True):
             defaults = state.get("defaults", self.__dict__.get("defaults", {}))
             for key, value in defaults.items():
@@ -253,7 +254,7 @@ class FusedOptimizer(Optimizer):
             group["fused"] = self._fused
         wanted: dict[Tensor, Any] = {}
         loaded: dict[Tensor, Any] = {}
-        for group in groups:
+        for group, dtype in zip(groups, saved_as, strict=True):
             self._check(group)
             moments = self._moments(group)
             for p in group["params"]:
@@ -262,7 +263,7 @@ class FusedOptimizer(Optimizer):
                     for name, x in state["state"].get(p, {}).items()
                 }
                 if moments and any(values.get(each.name) is not None for each in moments):
-                    check_loaded(p, values, moments, self._name)
+                    check_loaded(p, values, moments, dtype == "8bit", self._name)
                     wanted[p] = ({}, moments, group["state_dtype"], group["block_size"])
                     loaded[p] = values
         with torch.no_grad():

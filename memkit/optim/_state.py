@@ -130,7 +130,10 @@ def make_state(
             entry["step"] = with_storage_of_its_own(step) if is_dtensor(param) else step
 
 
-def check_loaded(param: Tensor, loaded: Mapping[str, Any], moments: tuple[Moment, ...], op: str) -> None:
+def check_loaded(
+    param: Tensor, loaded: Mapping[str, Any], moments: tuple[Moment, ...], coded: bool, op: str
+) -> None:
+    """``coded``: what was saved has its large moments in 8 bits."""
     for moment in moments:
         value = loaded.get(moment.name)
         if not isinstance(value, Tensor) or value.shape != param.shape:
@@ -138,6 +141,20 @@ def check_loaded(param: Tensor, loaded: Mapping[str, Any], moments: tuple[Moment
             raise ValueError(f"{op}: expected {moment.name} of shape {list(param.shape)}, got {got}")
         if value.dtype in (torch.int8, torch.uint8) and not isinstance(loaded.get(moment.scale), Tensor):
             raise ValueError(f"{op}: expected {moment.scale} with {moment.name} in 8 bits, got none")
+        if coded and value.is_floating_point() and moment.code and _are_codes(value, moment.code):
+            raise ValueError(
+                f"{op}: expected {moment.name} and {moment.scale} as they were saved, in 8 bits, got the codes as "
+                f"{value.dtype}: load into an optimizer of state_dtype='8bit', whose state_dict() this one takes"
+            )
+
+
+@torch.no_grad()
+def _are_codes(value: Tensor, code: torch.dtype) -> bool:
+    """torch.distributed.checkpoint copies codes into numbers without a word. Every block has the largest code of all."""
+    part = local(value)
+    if not part.numel() or part.abs().amax() != torch.iinfo(code).max:
+        return False
+    return torch.equal(part, part.round())
 
 
 def fill(
