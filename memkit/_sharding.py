@@ -127,9 +127,7 @@ def run(
     def local(arg: Arg, x: Any) -> Any:
         if arg.seed and arg.tensor is not None:
             masked = args[0].names
-            return _seed_here(
-                arg.tensor, mesh, [choice is not None and choice in masked for choice in chosen]
-            )
+            return seed_here(arg.tensor, mesh, [choice is not None and choice in masked for choice in chosen])
         if x is None:
             return None
         wanted = placements(
@@ -165,7 +163,7 @@ def _strides(shape: Sequence[int], part: Tensor) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def _seed_here(seed: Tensor, mesh: Any, sharded: Sequence[bool]) -> Tensor:
+def seed_here(seed: Tensor, mesh: Any, sharded: Sequence[bool]) -> Tensor:
     """One seed for all ranks that hold the same elements, another for each part.
 
     Ranks may have drawn alike or not. Of those that hold the same the first one's counts, which a sum tells the others.

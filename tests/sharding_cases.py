@@ -6,8 +6,26 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.testing._internal.common_distributed import spawn_threads_and_init_comms
 
 import memkit.functional as F
+
+
+def on_ranks(function, ranks=3):
+    """Runs it in as many threads, each a rank; an error in one ends all and is raised here."""
+    errors = []
+
+    def rank(_):
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+            raise
+
+    try:
+        spawn_threads_and_init_comms(rank, world_size=ranks)(None)
+    except RuntimeError:
+        raise errors[0] from None
 
 
 def placement(text):
@@ -21,7 +39,7 @@ def placements(text):
 
 def numbers(*shape, seed=0, dtype=torch.float64):
     generator = torch.Generator().manual_seed(sum(shape) + seed)
-    return torch.randn(*shape, generator=generator, dtype=dtype)
+    return torch.randn(shape, generator=generator, dtype=dtype)
 
 
 def distributed(x, mesh, text):

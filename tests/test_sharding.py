@@ -20,6 +20,7 @@ from sharding_cases import (
     full,
     numbers,
     objective,
+    on_ranks,
     placements,
     target,
     tensors_of,
@@ -33,7 +34,6 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torch.testing._internal.common_distributed import spawn_threads_and_init_comms
 from torch.utils.checkpoint import checkpoint
 
 import memkit
@@ -42,23 +42,6 @@ from memkit import nn as mnn
 
 RANKS = 3
 """Dimensions of 5 and 4 then have parts of 2, 2, 1 and 2, 2, 0."""
-
-
-def on_ranks(function, ranks=RANKS):
-    """Runs it in as many threads, each a rank; an error in one ends all and is raised here."""
-    errors = []
-
-    def rank(_):
-        try:
-            function()
-        except BaseException as error:
-            errors.append(error)
-            raise
-
-    try:
-        spawn_threads_and_init_comms(rank, world_size=ranks)(None)
-    except RuntimeError:
-        raise errors[0] from None
 
 
 @pytest.mark.parametrize("name", CASES)

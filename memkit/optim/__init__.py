@@ -19,6 +19,12 @@ device and dtype, made at the first step; state dicts hold views of it, so save 
 buffer once. They load into ``torch.optim`` and back (8-bit moments into memkit alone); what is loaded is converted to
 the ``state_dtype`` of the optimizer that loads it.
 
+Parameters may be DTensors (FSDP2, tensor parallelism), sharded or replicated: each rank steps its part, gradients in other
+placements are redistributed, and the state consists of DTensors of the parameters' placements (``step`` apart), which
+``torch.distributed.checkpoint`` saves and reshards. 8-bit moments have blocks along a rank's part, and scales of shape
+(parts along each dimension, blocks of a part), a row being a part where rows of whole blocks are all that is sharded. They
+need parameters in C order and no dimension that two dimensions of the mesh split unevenly; others keep float32.
+
 ``step_in_backward`` takes each gradient as it arrives and frees it. ``torch.compile`` leaves ``step`` to eager mode.
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,10 +33,11 @@ class AdamW(FusedOptimizer):
 
     Raises:
         ValueError, TypeError: an argument, a parameter or a loaded state that does not fit.
-        RuntimeError: a gradient that does not fit, such as a sparse one; nothing is written.
+        RuntimeError: a gradient that does not fit, such as a sparse one, or a plain one of a DTensor; nothing is written.
     """
 
     _name = "AdamW"
+    _fused = True  # its `step` is on the device
 
     def __init__(
         self,
@@ -82,7 +84,7 @@ class AdamW(FusedOptimizer):
     def _moments(self, group: dict[str, Any]) -> tuple[Moment, ...]:
         return (FIRST, SECOND, LARGEST) if group["amsgrad"] else (FIRST, SECOND)
 
-    def _lists(self, entries: list[dict[str, Any]], moments: tuple[Moment, ...]) -> list[list[Tensor]]:
+    def _lists(self, entries: Sequence[Mapping[str, Any]], moments: tuple[Moment, ...]) -> list[list[Tensor]]:
         lists = [[entry[moment.name] for entry in entries] for moment in moments]
         if len(lists) == 2:
             lists.append([])
@@ -108,7 +110,7 @@ class AdamW(FusedOptimizer):
         )
 
 
-def scales(entries: list[dict[str, Any]], moment: Moment) -> list[Tensor]:
+def scales(entries: Sequence[Mapping[str, Any]], moment: Moment) -> list[Tensor]:
     """Of those in 8 bits; nothing where none is."""
     if not any(moment.scale in entry for entry in entries):
         return []

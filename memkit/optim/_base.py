@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,9 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from .. import _C
+from .._sharding import is_dtensor
 from ..pool import Pool
+from . import _sharded
 from ._quantize import BLOCK_SIZES
 from ._state import Moment, check_loaded, fill, make_state
 
@@ -25,10 +27,10 @@ PLAIN = torch._C._disabled_torch_dispatch_impl
 
 @dataclass(frozen=True)
 class Part:
-    """Parameters of one group on one device."""
+    """Parameters of one group in one place."""
 
     group: dict[str, Any]
-    lists: _C.StepList
+    lists: _C.StepList | _sharded.ShardedList
     params: list[Tensor]
     rounds: bool  # whether anything in it is bfloat16
 
@@ -48,17 +50,18 @@ class FusedOptimizer(Optimizer):
             raise TypeError(f"{self._name}: expected a memkit.Pool or None, got {type(pool).__name__}")
         self._forget()
         self._pool = pool
-        # torch.optim, loading our groups, then steps with what can use a `step` on the device.
-        super().__init__(params, {**defaults, "fused": True})
+        super().__init__(params, {**defaults, "fused": self._fused})
 
     # -- of the rule
 
     _name: str
+    _fused: bool | None
+    """Of the groups, so that torch.optim, loading them, steps with what can use our state."""
 
     def _moments(self, group: dict[str, Any]) -> tuple[Moment, ...]:
         raise NotImplementedError
 
-    def _lists(self, entries: list[dict[str, Any]], moments: tuple[Moment, ...]) -> list[list[Tensor]]:
+    def _lists(self, entries: Sequence[Mapping[str, Any]], moments: tuple[Moment, ...]) -> list[list[Tensor]]:
         """The lists that the operator takes beside parameters and gradients."""
         raise NotImplementedError
 
@@ -95,8 +98,14 @@ class FusedOptimizer(Optimizer):
             self._in_backward.watch(self.param_groups[-1]["params"])
 
     def _check_param(self, param: Tensor) -> None:
+        if is_dtensor(param):
+            _sharded.check(self._name, param)
+            with torch.no_grad():
+                param = _sharded.local(param)
         if type(param).__torch_dispatch__ is not PLAIN:
-            raise TypeError(f"{self._name}: expected plain parameters, got {type(param).__name__}")
+            raise TypeError(
+                f"{self._name}: expected plain parameters or DTensors, got {type(param).__name__}"
+            )
         if not param.is_floating_point() or param.dtype.itemsize == 1:
             expected = "float32, float64, float16 or bfloat16"
             raise TypeError(f"{self._name}: expected parameters of {expected}, got {param.dtype}")
@@ -186,13 +195,20 @@ class FusedOptimizer(Optimizer):
         self._made, self._where = [], {}
         for group, used in active:
             moments = self._moments(group)
-            for device in dict.fromkeys(p.device for p in used):
-                params = [p for p in used if p.device == device]
-                entries = [self.state[p] for p in params] if moments else []
+            places: dict[Any, list[Tensor]] = {}
+            for p in used:
+                places.setdefault(_sharded.place(p), []).append(p)
+            names = [each.scale for each in moments]
+            for params in places.values():
+                entries = [
+                    _sharded.operands(p, self.state[p], names, group["block_size"])
+                    for p in (params if moments else ())
+                ]
                 state = self._lists(entries, moments)
                 dtypes = {x.dtype for x in (*params, *(x for each in state for x in each))}
                 rounds = bool(group["stochastic_rounding"]) and torch.bfloat16 in dtypes
-                part = Part(group, _C.StepList(self._name, params, state), params, rounds)
+                make = _sharded.ShardedList if is_dtensor(params[0]) else _C.StepList
+                part = Part(group, make(self._name, params, state), params, rounds)
                 self._made.append(part)
                 self._where.update((p, (part, i)) for i, p in enumerate(params))
 
@@ -229,15 +245,16 @@ class FusedOptimizer(Optimizer):
             self._forget()
             self._pool = None
         groups = state["param_groups"]
+        saved_as = [group.get("state_dtype") for group in groups]
         for group, own in zip(groups, groups if new else self.param_groups, strict=True):
             defaults = state.get("defaults", self.__dict__.get("defaults", {}))
             for key, value in defaults.items():
                 group.setdefault(key, value)
             group.update((key, own[key]) for key in OWN_OPTIONS)
-            group["fused"] = True
+            group["fused"] = self._fused
         wanted: dict[Tensor, Any] = {}
         loaded: dict[Tensor, Any] = {}
-        for group in groups:
+        for group, dtype in zip(groups, saved_as, strict=True):
             self._check(group)
             moments = self._moments(group)
             for p in group["params"]:
@@ -246,13 +263,13 @@ class FusedOptimizer(Optimizer):
                     for name, x in state["state"].get(p, {}).items()
                 }
                 if moments and any(values.get(each.name) is not None for each in moments):
-                    check_loaded(p, values, moments, self._name)
+                    check_loaded(p, values, moments, dtype == "8bit", self._name)
                     wanted[p] = ({}, moments, group["state_dtype"], group["block_size"])
                     loaded[p] = values
         with torch.no_grad():
             make_state(wanted, self._pool, self._name)
             for p, (entry, moments, _, block) in wanted.items():
-                fill(entry, loaded[p], moments, block)
+                fill(p, entry, loaded[p], moments, block, self._name)
         kept = type(self.state)(dict) if not new else state["state"].__class__()
         kept.update((p, entry) for p, (entry, *_) in wanted.items())
         super().__setstate__({**state, "state": kept})

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._sharding import is_dtensor
 from ._base import FusedOptimizer
+from ._sharded import gradient
 
 
 class StepInBackward:
@@ -35,6 +37,9 @@ class StepInBackward:
         if self._deferred:
             return
         try:
+            if is_dtensor(param):
+                with torch.no_grad():
+                    gradient(self._optimizer._name, param)  # whole sums are clipped
             if self._clip_value is not None:
                 torch.nn.utils.clip_grad_value_([param], self._clip_value)
             if self._max_norm is not None:
@@ -78,7 +83,8 @@ def step_in_backward(
     A weight that is used several times is stepped once a backward, with the sum of its gradients. After an error in
     backward, the parameters whose gradients had arrived are stepped, the others not; the next backward works. A second
     backward through the same graph, or through another one that kept a weight, raises: the weight has changed. With
-    `with handle.accumulate():` around it the first one leaves weights alone. Not for DistributedDataParallel or FSDP,
+    `with handle.accumulate():` around it the first one leaves weights alone. With FSDP2 (``fully_shard``) and
+    tensor parallelism norms are those of whole gradients. Not for DistributedDataParallel or FullyShardedDataParallel,
     which would reduce gradients too late, nor for weights shared between checkpoints of ``use_reentrant=True``, whose
     parts of the gradient arrive one by one. A GradScaler is refused.
 

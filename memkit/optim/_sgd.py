@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ class SGD(FusedOptimizer):
     """
 
     _name = "SGD"
+    _fused = None  # what suits the parameters: PyTorch has no fused SGD for DTensors
 
     def __init__(
         self,
@@ -63,7 +65,7 @@ class SGD(FusedOptimizer):
     def _moments(self, group: dict[str, Any]) -> tuple[Moment, ...]:
         return (BUFFER,) if group["momentum"] else ()
 
-    def _lists(self, entries: list[dict[str, Any]], moments: tuple[Moment, ...]) -> list[list[Tensor]]:
+    def _lists(self, entries: Sequence[Mapping[str, Any]], moments: tuple[Moment, ...]) -> list[list[Tensor]]:
         buffers = [entry[BUFFER.name] for entry in entries]
         return [buffers, scales(entries, BUFFER), [entry["step"] for entry in entries]]
 

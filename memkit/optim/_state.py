@@ -9,8 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._sharding import is_dtensor
 from ..pool import Pool
 from ._quantize import MIN_ELEMENTS, dequantize, quantize
+from ._sharded import (
+    dequantize_whole,
+    distributed,
+    local,
+    local_scale_shape,
+    part_of,
+    saved_block,
+    scale_shape,
+    takes_blocks,
+    used_scales,
+    whole,
+    with_storage_of_its_own,
+)
 
 ALIGNMENT = 64  # bytes
 Key = tuple[torch.device, torch.dtype]
@@ -68,11 +82,12 @@ class Moment:
         return self.name + "_scale"
 
 
-def storage_dtype(param: Tensor, state_dtype: Any, moment: Moment) -> torch.dtype:
+def storage_dtype(param: Tensor, state_dtype: Any, moment: Moment, block: int) -> torch.dtype:
     if param.dtype is torch.float64:
         return torch.float64
     if state_dtype == "8bit":
-        return moment.code if moment.code and param.numel() >= MIN_ELEMENTS else torch.float32
+        fits = param.numel() >= MIN_ELEMENTS and takes_blocks(param, block)
+        return moment.code if moment.code and fits else torch.float32
     dtype: torch.dtype = state_dtype or param.dtype
     return dtype
 
@@ -82,37 +97,43 @@ def make_state(
 ) -> None:
     """Adds to each parameter's entry the moments that it lacks, and a step; wanted: entry, moments, state_dtype, block."""
     buffers = FlatBuffers()
-    places: list[tuple[dict[str, Any], str, tuple[Key, int], Tensor | int]] = []
-    steps: dict[torch.device, list[dict[str, Any]]] = {}
+    places: list[tuple[dict[str, Any], str, tuple[Key, int], Tensor, Tensor, tuple[int, ...]]] = []
+    steps: dict[torch.device, list[tuple[Tensor, dict[str, Any]]]] = {}
     for param, (entry, moments, state_dtype, block) in wanted.items():
         if "step" not in entry:
             entry["step"] = None  # the first key, as in torch
-            steps.setdefault(param.device, []).append(entry)
+            steps.setdefault(param.device, []).append((param, entry))
+        part = local(param)
         for moment in moments:
             if moment.name in entry:
                 continue
-            dtype = storage_dtype(param, state_dtype, moment)
-            places.append((entry, moment.name, buffers.reserve(param.device, dtype, param.numel()), param))
+            dtype = storage_dtype(param, state_dtype, moment, block)
+            place = buffers.reserve(param.device, dtype, part.numel())
+            places.append((entry, moment.name, place, part, param, tuple(param.shape)))
             if dtype is moment.code:
-                blocks = -(-param.numel() // block)
-                place = buffers.reserve(param.device, torch.float32, blocks)
-                places.append((entry, moment.scale, place, blocks))
+                scale = torch.empty(local_scale_shape(param, block), device="meta")
+                place = buffers.reserve(param.device, torch.float32, scale.numel())
+                places.append((entry, moment.scale, place, scale, param, scale_shape(param, block)))
     firsts = {device: buffers.reserve(device, torch.float32, len(all)) for device, all in steps.items()}
     try:
         buffers.allocate(pool, op)
     except BaseException:
         for entries in steps.values():
-            for entry in entries:
+            for _, entry in entries:
                 del entry["step"]
         raise
-    for entry, name, place, like in places:
-        entry[name] = buffers.view(place, like) if isinstance(like, Tensor) else buffers.flat(place, like)
+    for entry, name, place, like, param, shape in places:
+        entry[name] = distributed(buffers.view(place, like), param, shape)
     for device, entries in steps.items():
-        for entry, step in zip(entries, buffers.flat(firsts[device], len(entries)).unbind(), strict=True):
-            entry["step"] = step
+        each = buffers.flat(firsts[device], len(entries)).unbind()
+        for (param, entry), step in zip(entries, each, strict=True):
+            entry["step"] = with_storage_of_its_own(step) if is_dtensor(param) else step
 
 
-def check_loaded(param: Tensor, loaded: Mapping[str, Any], moments: tuple[Moment, ...], op: str) -> None:
+def check_loaded(
+    param: Tensor, loaded: Mapping[str, Any], moments: tuple[Moment, ...], coded: bool, op: str
+) -> None:
+    """``coded``: what was saved has its large moments in 8 bits."""
     for moment in moments:
         value = loaded.get(moment.name)
         if not isinstance(value, Tensor) or value.shape != param.shape:
@@ -120,25 +141,57 @@ def check_loaded(param: Tensor, loaded: Mapping[str, Any], moments: tuple[Moment
             raise ValueError(f"{op}: expected {moment.name} of shape {list(param.shape)}, got {got}")
         if value.dtype in (torch.int8, torch.uint8) and not isinstance(loaded.get(moment.scale), Tensor):
             raise ValueError(f"{op}: expected {moment.scale} with {moment.name} in 8 bits, got none")
-
-
-def fill(entry: dict[str, Any], loaded: Mapping[str, Any], moments: tuple[Moment, ...], block: int) -> None:
-    """Copies loaded state into an entry, converting it to the entry's dtypes."""
-    for moment in moments:
-        target, value = entry[moment.name], loaded[moment.name].detach().to(entry[moment.name].device)
-        if value.dtype in (torch.int8, torch.uint8):
-            scale = loaded[moment.scale].to(target.device)
-            saved_block = next(
-                size for size in (block, 256, 128, 64) if -(-value.numel() // size) == scale.numel()
+        if coded and value.is_floating_point() and moment.code and _are_codes(value, moment.code):
+            raise ValueError(
+                f"{op}: expected {moment.name} and {moment.scale} as they were saved, in 8 bits, got the codes as "
+                f"{value.dtype}: load into an optimizer of state_dtype='8bit', whose state_dict() this one takes"
             )
-            if value.dtype is target.dtype and saved_block == block and value.stride() == target.stride():
-                target.copy_(value)
-                entry[moment.scale].copy_(scale)
-                continue
-            value = dequantize(value, scale, saved_block)
-        if target.dtype in (torch.int8, torch.uint8):
+
+
+@torch.no_grad()
+def _are_codes(value: Tensor, code: torch.dtype) -> bool:
+    """torch.distributed.checkpoint copies codes into numbers without a word. Every block has the largest code of all."""
+    part = local(value)
+    if not part.numel() or part.abs().amax() != torch.iinfo(code).max:
+        return False
+    return torch.equal(part, part.round())
+
+
+def fill(
+    param: Tensor,
+    entry: dict[str, Any],
+    loaded: Mapping[str, Any],
+    moments: tuple[Moment, ...],
+    block: int,
+    op: str,
+) -> None:
+    """Copies loaded state into an entry, converting it to the entry's dtypes and placements."""
+    part = local(param)
+    for moment in moments:
+        target = local(entry[moment.name])
+        coded = target.dtype in (torch.int8, torch.uint8)
+        scale = used_scales(part, entry[moment.scale], block) if coded else target
+        value = loaded[moment.name].detach().to(target.device)
+        if value.dtype in (torch.int8, torch.uint8):
+            saved = loaded[moment.scale].detach().to(target.device)
+            size = saved_block(param, value, saved, block)
+            if size is None:
+                value = dequantize_whole(whole(value), saved := whole(saved))
+                if value is None:
+                    shapes = f"{list(loaded[moment.name].shape)} and {list(saved.shape)}"
+                    raise ValueError(f"{op}: expected {moment.name} and scales of its blocks, got {shapes}")
+            else:
+                value = local(value)
+                saved = used_scales(value, saved, size)
+                if value.dtype is target.dtype and size == block and value.stride() == target.stride():
+                    target.copy_(value)
+                    scale.copy_(saved)
+                    continue
+                value = distributed(dequantize(value, saved, size), param, tuple(param.shape))
+        value = part_of(value, param)
+        if coded:
             ordered = torch.empty_like(target, dtype=torch.float32).copy_(value)
-            quantize(ordered, target, entry[moment.scale], block)
+            quantize(ordered, target, scale, block)
         else:
             target.copy_(value)
     entry["step"].fill_(
