@@ -199,7 +199,7 @@ def saved_block(param: Any, codes: Any, scale: Any, block: int) -> int | None:
             return None
         if is_dtensor(x) and (x.device_mesh, x.placements) != (param.device_mesh, param.placements):
             return None
-    sizes = (block, *reversed(BLOCK_SIZES))
+    sizes = (block, *BLOCK_SIZES)
     return next((size for size in sizes if tuple(scale.shape) == scale_shape(codes, size)), None)
 
 
@@ -214,7 +214,7 @@ def dequantize_whole(codes: Tensor, scale: Tensor) -> Tensor | None:
     if len(pieces) != codes.ndim or min(pieces) < 1:
         return None
     sizes = [-(-size // n) for size, n in zip(codes.shape, pieces, strict=True)]
-    block = next((b for b in reversed(BLOCK_SIZES) if -(-prod(sizes) // b) == scale.size(-1)), None)
+    block = next((b for b in BLOCK_SIZES if -(-prod(sizes) // b) == scale.size(-1)), None)
     if block is None:
         return None
     if scale.ndim == 1:
