@@ -70,6 +70,25 @@ def test_batch_norm_as_exact_as_stock(dtype: torch.dtype, kind: str, layout: str
     assert_as_good_as_stock("y input weight bias", mine, run(stock, tensors, grads), want)
 
 
+@pytest.mark.parametrize("shape", [(3, 64, 2), (29, 9, 108), (3, 6, 2500), (400, 24), (33, 8, 2, 2)])
+@pytest.mark.parametrize("norm", ["batch", "group"])
+def test_a_large_mean_costs_nothing(norm: str, shape: tuple[int, ...]) -> None:
+    """Every part's mean is kept in double: what its rounding to float loses is 60 times the bound."""
+    x, grads = inputs("large mean", shape, torch.float32), [normal(shape, torch.float32, 5)]
+
+    def ours(x: Tensor, *p: Tensor) -> Tensor:
+        return (
+            M.group_norm(x, 1, *p) if norm == "group" else M.batch_norm_act(x, None, None, *p, training=True)
+        )
+
+    def stock(x: Tensor, *p: Tensor) -> Tensor:
+        return F.group_norm(x, 1, *p) if norm == "group" else F.batch_norm(x, None, None, *p, training=True)
+
+    tensors = [x, *parameters(shape[1], torch.float32)]
+    for mine, exact in zip(run(ours, tensors, grads), run(stock, tensors, grads, torch.float64), strict=True):
+        assert (mine - exact).abs().max() <= 8 * torch.finfo(torch.float32).eps * exact.abs().max()
+
+
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("act", ACTS)
 @pytest.mark.parametrize("dtype", LOW, ids=str)

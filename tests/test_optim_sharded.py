@@ -182,7 +182,24 @@ def test_refusals():
         b.grad = shard(torch.ones(6, 4), other, "R,S0")
         with pytest.raises(RuntimeError, match="AdamW: expected a gradient on its parameter's mesh"):
             optimizer.step()
-        assert (full(a) == 1).all()
+        b.grad = DTensor.from_local(
+            torch.ones(5, 4), mesh, b.placements, run_check=False, shape=b.shape, stride=b.stride()
+        )
+        plain = nn.Parameter(torch.ones(3))
+        plain.grad = torch.ones(3)
+        optimizer.add_param_group({"params": [plain]})
+        with pytest.raises(RuntimeError, match=r"AdamW: expected a gradient like its parameter, here .* got"):
+            optimizer.step()
+        c = nn.Parameter(shard(torch.ones(6, 4, dtype=torch.float64), mesh, "S0"))
+        if hasattr(c, "grad_dtype"):  # else torch takes no gradient of another dtype
+            c.grad_dtype = None
+            c.grad, b.grad = alike(torch.ones(6, 4), c), None
+            optimizer.add_param_group({"params": [c]})
+            with pytest.raises(
+                RuntimeError, match=r"here torch.float64 \[2, 4\], got torch.float32 \[2, 4\]"
+            ):
+                optimizer.step()
+        assert all((full(each) == 1).all() for each in (a, b, c, plain))
         summed = DTensor.from_local(torch.ones(4), mesh, [Partial()])
         with pytest.raises(
             TypeError, match="SGD: expected parameters that are sharded or replicated, got one"

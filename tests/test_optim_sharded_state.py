@@ -130,6 +130,35 @@ def test_rows_keep_their_scales_on_any_number_of_ranks():
     on_ranks(rank)
 
 
+def test_8_bits_of_nothing():
+    """A rank without a row steps, saves and loads as the others do."""
+
+    def rank():
+        mesh = init_device_mesh("cpu", (RANKS,))
+        x, g = numbers(2, 5000).float(), numbers(2, 5000, seed=1).float()
+        for rule in (optim.AdamW, optim.SGD):
+            options = {"lr": 0.1, "state_dtype": "8bit", **({"momentum": 0.9} if rule is optim.SGD else {})}
+            p = nn.Parameter(shard(x, mesh, "S0"))
+            optimizer = rule([p], **options)
+            again = rule([p], **options)
+            for seen in (1, 2):
+                p.grad = alike(g, p)
+                optimizer.step()
+                assert optimizer.state[p]["step"] == seen
+            again.load_state_dict(optimizer.state_dict())
+            for name, kept in optimizer.state[p].items():
+                assert torch.equal(full(again.state[p][name]), full(kept))
+            again.step()
+            alone = nn.Parameter(x.clone())
+            plain = rule([alone], **{**options, "state_dtype": None})
+            for _ in range(3):
+                alone.grad = g
+                plain.step()
+            torch.testing.assert_close(full(p), alone.detach(), rtol=0.02, atol=0.02)
+
+    on_ranks(rank)
+
+
 def test_kept_in_float32():
     """A dimension that is split twice and unevenly: its parts would not follow from the scales' shape."""
 

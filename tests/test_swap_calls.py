@@ -382,3 +382,16 @@ def test_checkpoint(act, where, how, seen_by_sample, calls):
         assert not any(overwritten for _, overwritten in calls)
     elif calls:
         assert all(overwritten for _, overwritten in calls)
+
+
+@pytest.mark.parametrize("lean", [False, "call"])
+def test_an_empty_batch_in_training(lean):
+    """Passes a batch norm, as in PyTorch."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8)
+    )
+    assert swap(model, sample=torch.randn(4, 3, 8, 8), lean=lean).rows
+    out = model(torch.randn(0, 3, 8, 8))
+    assert out.shape == (0, 8, 4, 4)
+    out.sum().backward()
+    assert all((p.grad == 0).all() for p in model.parameters())

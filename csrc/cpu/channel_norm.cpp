@@ -268,8 +268,8 @@ struct PlaneMoments {
         Moments<double> moments;
         for (int64_t first = 0; first < args.inner; first += kChunk) {
           const int64_t n = std::min(kChunk, args.inner - first);
-          moments.add(
-              moments_of<Lanes>(read<Lanes>(args.x, args.dtype, plane * args.inner + first, n, space), n).precise());
+          const T* x = read<Lanes>(args.x, args.dtype, plane * args.inner + first, n, space);
+          moments.add(moments_of<Lanes, double>(x, n));
         }
         means[plane] = moments.mean, m2[plane] = moments.m2;
       }

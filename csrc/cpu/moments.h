@@ -6,16 +6,16 @@
 
 namespace memkit::cpu {
 
-// In two passes, the second of which makes up for the rounding of the first one's mean.
-template <class Lanes, class T>
-MEMKIT_FN Moments<T> moments_of(const T* x, int64_t n) {
+// In two passes, the second of which makes up for the rounding of the first one's mean: in R, which may hold more than T.
+template <class Lanes, class R, class T>
+MEMKIT_FN Moments<R> moments_of(const T* x, int64_t n) {
   const T about = sum_of<Lanes, T>(n, [&](int64_t i) MEMKIT_INLINE { return x[i]; }) / T(n);
   const Sums<T> s = sums_of<Lanes, T>(n, [&](int64_t i, T& a, T& b) MEMKIT_INLINE {
     const T d = x[i] - about;
     a += d;
     b += d * d;
   });
-  return Moments<T>::from_sums(T(n), about, s.a, s.b);
+  return Moments<R>::from_sums(R(n), R(about), R(s.a), R(s.b));
 }
 
 }  // namespace memkit::cpu

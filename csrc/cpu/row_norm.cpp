@@ -77,7 +77,7 @@ struct Forward {
           const int64_t n = chunk_at(first, args.columns);
           x = input(args, at + first, n, space);
           if constexpr (centered) {
-            moments.add(moments_of<Lanes>(x, n));
+            moments.add(moments_of<Lanes, T>(x, n));
           } else {
             moments.m2 += squares_of<Lanes>(x, n);
           }

@@ -25,8 +25,6 @@ struct Moments {
     count = both;
   }
 
-  MEMKIT_FN Moments<double> precise() const { return {double(count), double(mean), double(m2)}; }
-
   // From the sums of x - about and of its square, `about` being near the mean: its rounding is made up for.
   MEMKIT_FN static Moments from_sums(T count, T about, T sum, T squares) {
     const T shift = sum / count;

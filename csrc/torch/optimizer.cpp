@@ -63,7 +63,9 @@ void check_one(const Lists& lists, size_t i) {
   const Tensor& step = lists.steps[i];
   TORCH_CHECK(step.scalar_type() == at::kFloat && step.numel() == 1 && step.device() == p.device(), op,
               ": expected a step of one float32 on ", p.device(), ", got ", describe(step), " on ", step.device());
-  const bool quantized = !lists.first_scales.empty() && lists.first_scales[i].numel() > 0;
+  const bool quantized = !lists.first_scales.empty() &&
+                         (lists.first_scales[i].numel() > 0 ||
+                          (p.numel() == 0 && lists.first[i].scalar_type() == at::kChar));  // no block, no scale
   const bool dense = p.is_non_overlapping_and_dense();
   const auto check_state = [&](const Tensor& x, at::ScalarType code) {
     const at::ScalarType kept = x.scalar_type();
@@ -167,7 +169,7 @@ void run(const Lists& lists, StepArgs args, const OptionalTensor& lr_tensor, con
       t.first = lists.first[i].mutable_data_ptr();
       t.step = lists.steps[i].mutable_data_ptr<float>();
       t.first_scale = scale_of(lists.first_scales, i);
-      if (!t.first_scale) t.state_dtype = dtype_of(lists.first[i]);
+      if (!t.first_scale && p.numel() > 0) t.state_dtype = dtype_of(lists.first[i]);
     }
     if (!lists.second.empty()) {
       t.second = lists.second[i].mutable_data_ptr();

@@ -67,7 +67,7 @@ def distributed(part: Tensor, param: Any, shape: Sequence[int]) -> Tensor:
 def gradient(op: str, param: Any) -> Tensor:
     """What this rank holds of a DTensor's gradient, which is redistributed where its placements are others.
 
-    ``RuntimeError``: a plain tensor, or another mesh.
+    ``RuntimeError``: a plain tensor, another mesh, or a part that is not like the parameter's.
     """
     grad = param.grad
     if not is_dtensor(grad):
@@ -79,7 +79,12 @@ def gradient(op: str, param: Any) -> Tensor:
         )
     if grad.placements != param.placements:
         param.grad = grad.redistribute(mesh, param.placements)
-    return local(param.grad)
+    part, held = local(param.grad), local(param)
+    wide = [x.dtype is torch.float64 for x in (held, part)]
+    if part.shape != held.shape or wide[0] != wide[1]:
+        expected, got = (f"{x.dtype} {list(x.shape)}" for x in (held, part))
+        raise RuntimeError(f"{op}: expected a gradient like its parameter, here {expected}, got {got}")
+    return part
 
 
 class ShardedList:

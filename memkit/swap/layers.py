@@ -146,7 +146,7 @@ class BatchNorm(Layer):
     _op = "batch_norm_act"
 
     def _stays(self, input: Tensor) -> bool:
-        return output_dtype(input) != input.dtype or not is_lean()
+        return output_dtype(input) != input.dtype or not is_lean() or not has_statistics(self, input)
 
 
 class BatchNorm1d(BatchNorm, memkit_nn.BatchNorm1d):
@@ -211,7 +211,13 @@ class Sequential(Changed, nn.Sequential):
         i = 0
         while i < len(modules):
             module, *behind = modules[i : i + 3]
-            if behind and is_pair(module, behind[0]) and serves(input) and output_dtype(input) == input.dtype:
+            if (
+                behind
+                and is_pair(module, behind[0])
+                and serves(input)
+                and output_dtype(input) == input.dtype
+                and has_statistics(module, input)
+            ):
                 act: Any = behind[0]
                 params = dict(zip(_PARAMETERS.get(act._op, ()), act._params, strict=True))
                 if len(behind) == 2 and takes(behind[1], input):
@@ -249,6 +255,11 @@ def is_convolution(module: Any) -> bool:
         and not isinstance(module.padding, str)
         and not has_hooks(module)
     )
+
+
+def has_statistics(norm: Any, input: Tensor) -> bool:
+    """In training an empty batch has none: PyTorch lets it pass, memkit's operators refuse it."""
+    return not norm.training or input.numel() > 0
 
 
 def is_pair(norm: Any, act: Any) -> bool:
