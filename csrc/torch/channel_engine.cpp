@@ -27,6 +27,7 @@ constexpr int64_t kGrain = 32768;  // elements below which one thread is faster 
 // cost more.
 constexpr int64_t kSmallPlane = 32, kSmallPlaneOfSums = 128, kRowsOfColumns = 4;
 constexpr int64_t kShortRow = 512;  // elements of rows of columns that are walked as one, for the same reason
+constexpr int64_t kBlock = 16384;   // elements of groups that all passes are over, one pass after the other
 
 // Parts: what moments and sums are taken of. `each` of `ways` ranges of rows in the layout of columns, else planes.
 struct Parts {
@@ -156,13 +157,6 @@ CUstream_st* stream() { return c10::cuda::getCurrentCUDAStream().stream(); }
 
 // On the CPU the steps between the passes are loops in the order of memory: there may be a part for every few elements.
 
-template <class F>
-void for_many(int64_t n, const F& f) {
-  at::parallel_for(0, n, 1024, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) f(i);
-  });
-}
-
 // 1 / sqrt(variance + eps), which s then points to.
 template <class T>
 Tensor make_roots(const ChannelCall& call, ChannelStatistics<T>& s) {
@@ -173,6 +167,18 @@ Tensor make_roots(const ChannelCall& call, ChannelStatistics<T>& s) {
   });
   s.roots = roots;
   return made;
+}
+
+// The terms of the sets [begin, end).
+template <class T>
+void put_terms(const ChannelCall& call, const ChannelStatistics<T>& s, const TermArrays<T>& arrays, int64_t begin,
+               int64_t end, const double* c1, const double* c2) {
+  const int64_t row = call.args.sets / call.repeat;
+  for (int64_t set = begin; set < end; ++set) {
+    const ChannelTerms<T> own = s.terms(set, c1, c2);
+    for (int64_t first = set * call.together; first < call.args.sets; first += row)
+      for (int64_t i = 0; i < call.together; ++i) arrays.put(first + i, own);
+  }
 }
 
 // f(k, c, n): of channel c the sums at k, which are those of n elements. In the order of memory, for the channels
@@ -228,6 +234,22 @@ void finish_batch_sums(const ChannelStatistics<T>& s, const double* sums, const 
   });
 }
 
+// The gradients of weight and bias, from the sums over planes in the order of memory.
+template <class T>
+void finish_group_parameters(const ChannelStatistics<T>& s, const double* sums, const double* distances, double* dz,
+                             double* dz_x_hat) {
+  std::fill_n(dz, s.channels, 0.0);
+  std::fill_n(dz_x_hat, s.channels, 0.0);
+  for (int64_t i = 0; i < s.statistics; ++i) {
+    const int64_t first = i * s.count, channel = first % s.channels;
+    const double lost = s.lost(i), root = s.rstd(i);
+    for (int64_t j = 0; j < s.count; ++j) {
+      dz[channel + j] += sums[first + j];
+      dz_x_hat[channel + j] += (distances[first + j] - lost * sums[first + j]) * root;
+    }
+  }
+}
+
 // The terms of all sets, which the call then points to.
 template <class T>
 Tensor make_terms(ChannelCall& call, const double* c1, const double* c2) {
@@ -238,18 +260,70 @@ Tensor make_terms(ChannelCall& call, const double* c1, const double* c2) {
   if (call.device.is_cpu()) {
     const TermArrays<T> arrays{data, call.args.sets};
     const Tensor roots = make_roots(call, s);
-    const int64_t row = call.args.sets / call.repeat;
-    for_many(row / call.together, [&](int64_t set) {
-      const ChannelTerms<T> own = s.terms(set, c1, c2);
-      for (int64_t first = set * call.together; first < call.args.sets; first += row)
-        for (int64_t i = 0; i < call.together; ++i) arrays.put(first + i, own);
-    });
+    at::parallel_for(0, call.args.sets / (call.repeat * call.together), 1024,
+                     [&](int64_t begin, int64_t end) { put_terms(call, s, arrays, begin, end, c1, c2); });
     return made;
   }
 #ifdef MEMKIT_WITH_CUDA
   check(cuda::channel_terms<T>(s, call.args.sets, c1, c2, data, stream()));
 #endif
   return made;
+}
+
+// Group norm on the CPU where there are groups for all threads. A group's elements lie one behind the other: all passes are
+// over some groups, which are in the cache after the first.
+bool by_blocks(const ChannelCall& call) {
+  return call.device.is_cpu() && call.groups && call.args.outer * call.groups >= at::get_num_threads();
+}
+
+// f(begin, end): of the groups of all samples.
+template <class F>
+void for_blocks(const ChannelCall& call, const F& f) {
+  const int64_t groups = call.args.outer * call.groups, size = std::max<int64_t>(1, call.args.numel() / groups);
+  const int64_t block = std::max<int64_t>(1, kBlock / size);
+  at::parallel_for(0, groups, std::max<int64_t>(1, kGrain / size), [&](int64_t begin, int64_t end) {
+    for (int64_t first = begin; first < end; first += block) f(first, std::min(first + block, end));
+  });
+}
+
+template <class T>
+void norm_by_blocks(ChannelCall call) {
+  const ChannelCall whole_groups = by_groups(call);
+  ChannelStatistics<T> s = statistics_of<T>(call, {1, call.args.planes()});
+  const Tensor terms = room(call, {5, call.args.sets}, call.computed), roots = room(call, {s.statistics}, at::kDouble);
+  const TermArrays<T> arrays{static_cast<T*>(terms.mutable_data_ptr()), call.args.sets};
+  double* const root = roots.mutable_data_ptr<double>();
+  s.roots = root, call.args.terms = arrays.data;
+  for_blocks(call, [&](int64_t begin, int64_t end) {
+    cpu::channel_moments(whole_groups.args, begin, end, s.mean, s.variance);
+    for (int64_t i = begin; i < end; ++i) s.variance[i] /= double(s.size);
+    cpu::channel_roots(s.variance + begin, s.eps, end - begin, root + begin);
+    put_terms(call, s, arrays, begin * s.count, end * s.count, nullptr, nullptr);
+    cpu::channel_forward(call.args, begin * s.size, end * s.size);
+  });
+}
+
+template <class T>
+void gradients_by_blocks(ChannelCall call, double* dz, double* dz_x_hat) {
+  const int64_t planes = call.args.planes();
+  ChannelStatistics<T> s = statistics_of<T>(call, {1, planes});
+  const Tensor terms = room(call, {5, planes}, call.computed),
+               doubles = room(call, {2 * planes + 3 * s.statistics}, at::kDouble);
+  const TermArrays<T> arrays{static_cast<T*>(terms.mutable_data_ptr()), planes};
+  double *const sums = doubles.mutable_data_ptr<double>(), *const distances = sums + planes;
+  double *const root = distances + planes, *const c1 = root + s.statistics, *const c2 = c1 + s.statistics;
+  s.roots = root, call.args.terms = arrays.data;
+  for_blocks(call, [&](int64_t begin, int64_t end) {
+    const int64_t first = begin * s.count, last = end * s.count;
+    cpu::channel_roots(s.variance + begin, s.eps, end - begin, root + begin);
+    for (int64_t i = begin; i < end; ++i)  // all that the sums need of the terms
+      std::fill_n(arrays.center() + i * s.count, s.count, T(s.mean[i]));
+    cpu::channel_sums(call.args, first, last, sums, distances);
+    for (int64_t i = begin; i < end; ++i) s.finish_sums(i, sums, distances, c1, c2);
+    put_terms(call, s, arrays, first, last, c1, c2);
+    cpu::channel_backward(call.args, begin * s.size, end * s.size);
+  });
+  finish_group_parameters(s, sums, distances, dz, dz_x_hat);
 }
 
 }  // namespace
@@ -313,8 +387,7 @@ void run_channel_sums(const ChannelCall& whole, double* dz, double* dz_x_hat, do
       });
       if (call.groups == 0) return finish_batch_sums(s, sums, distances, dz, dz_x_hat, c1, c2);
       for (int64_t i = 0; i < s.statistics; ++i) s.finish_sums(i, sums, distances, c1, c2);
-      for (int64_t c = 0; c < s.channels; ++c) s.finish_parameters(c, parts.count, sums, distances, dz, dz_x_hat);
-      return;
+      return finish_group_parameters(s, sums, distances, dz, dz_x_hat);
     }
 #ifdef MEMKIT_WITH_CUDA
     const c10::cuda::CUDAGuard guard(call.device);
@@ -343,6 +416,22 @@ void run_channel_backward(const ChannelCall& whole, const double* c1, const doub
     without_cuda(call);
 #endif
   });
+}
+
+void run_channel_norm(const ChannelCall& call) {
+  if (by_blocks(call)) return with_computed(call, [&](auto computed) { norm_by_blocks<decltype(computed)>(call); });
+  run_channel_moments(call);
+  run_channel_forward(call);
+}
+
+void run_channel_gradients(const ChannelCall& call, double* dz, double* dz_x_hat) {
+  if (by_blocks(call))
+    return with_computed(call, [&](auto computed) { gradients_by_blocks<decltype(computed)>(call, dz, dz_x_hat); });
+  const int64_t statistics = call.groups ? call.args.outer * call.groups : call.args.channels;
+  const Tensor means = scratch(call, statistics);
+  double *const c1 = means.mutable_data_ptr<double>(), *const c2 = c1 + statistics;
+  run_channel_sums(call, dz, dz_x_hat, c1, c2);
+  run_channel_backward(call, c1, c2);
 }
 
 }  // namespace memkit

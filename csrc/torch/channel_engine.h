@@ -28,4 +28,8 @@ void run_channel_forward(const ChannelCall& call);
 void run_channel_sums(const ChannelCall& call, double* dz, double* dz_x_hat, double* c1, double* c2);
 void run_channel_backward(const ChannelCall& call, const double* c1, const double* c2);
 
+// Moments and what is made of them; sums and what is made of them.
+void run_channel_norm(const ChannelCall& call);
+void run_channel_gradients(const ChannelCall& call, double* dz, double* dz_x_hat);
+
 }  // namespace memkit

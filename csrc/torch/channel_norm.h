@@ -34,6 +34,13 @@ at::Tensor channel_norm_forward(const ChannelNorm& norm, const at::Tensor& input
                                 const at::Tensor& variance, const OptionalTensor& weight, const OptionalTensor& bias,
                                 at::ScalarType dtype);
 
+// With the input's own statistics, in one go.
+struct ChannelNormed {
+  at::Tensor out, mean, variance;
+};
+ChannelNormed channel_norm(const ChannelNorm& norm, const at::Tensor& input, const OptionalTensor& weight,
+                           const OptionalTensor& bias, at::ScalarType dtype);
+
 struct ChannelSums {
   at::Tensor dz, dz_x_hat;  // a channel each: the gradients of bias and weight
   at::Tensor c1, c2;        // a statistic each
@@ -42,10 +49,18 @@ ChannelSums channel_norm_sums(const ChannelNorm& norm, const at::Tensor& grad, c
                               const at::Tensor& mean, const at::Tensor& variance, const OptionalTensor& weight,
                               const OptionalTensor& bias);
 
-// c1, c2: as above; none where the statistics are given, not taken from the input. `into`: the gradient's own memory.
+// c1, c2: as above; none where the statistics are given, not taken from the input. `reuse_grad`: into the gradient's memory.
 at::Tensor channel_norm_backward(const ChannelNorm& norm, const at::Tensor& grad, const at::Tensor& input,
                                  const at::Tensor& mean, const at::Tensor& variance, const OptionalTensor& weight,
                                  const OptionalTensor& bias, const OptionalTensor& c1, const OptionalTensor& c2,
                                  bool reuse_grad = false);
+
+// Sums and the input's gradient in one go, where the statistics are the input's own.
+struct ChannelGradients {
+  at::Tensor input, dz, dz_x_hat;
+};
+ChannelGradients channel_norm_gradients(const ChannelNorm& norm, const at::Tensor& grad, const at::Tensor& input,
+                                        const at::Tensor& mean, const at::Tensor& variance,
+                                        const OptionalTensor& weight, const OptionalTensor& bias, bool reuse_grad);
 
 }  // namespace memkit

@@ -109,6 +109,15 @@ struct ChannelNormBackward : SavedNode {
     const bool plain = is_plain(grad) && all_plain(x, weight, bias);
     const bool wants_weight = weight && task_should_compute_output(1);
     const bool wants_bias = bias && task_should_compute_output(2);
+    if (plain && own_statistics && task_should_compute_output(0)) {
+      // The incoming gradient's memory serves for the outgoing one where no one else can see it.
+      const bool sole = is_sole_owner(grad);
+      ChannelGradients made = channel_norm_gradients(norm(), grad, x, mean, variance, weight, bias, sole);
+      result[0] = std::move(made.input);
+      if (wants_weight) result[1] = made.dz_x_hat.to(weight->scalar_type());
+      if (wants_bias) result[2] = made.dz.to(bias->scalar_type());
+      return result;
+    }
     ChannelSums sums;
     if (own_statistics || wants_weight || wants_bias) {
       if (plain) {
@@ -127,7 +136,6 @@ struct ChannelNormBackward : SavedNode {
     const OptionalTensor c1 = own_statistics ? optional(sums.c1) : std::nullopt;
     const OptionalTensor c2 = own_statistics ? optional(sums.c2) : std::nullopt;
     if (plain) {
-      // The incoming gradient's memory serves for the outgoing one where no one else can see it.
       const bool sole = is_sole_owner(grad);
       result[0] = channel_norm_backward(norm(), grad, x, mean, variance, weight, bias, c1, c2, sole);
     } else {
@@ -177,19 +185,21 @@ std::tuple<Tensor, Tensor, Tensor> run(const ChannelNorm& norm, const Tensor& in
     const Composed made = compose(norm, input, mean, variance, weight, bias, dtype);
     return {made.out, made.mean.to(at::kDouble), made.variance.to(at::kDouble)};
   }
-  Tensor own_mean, own_variance;
-  if (mean) {
-    own_mean = *mean, own_variance = *variance;
-  } else {
+  Tensor out, own_mean, own_variance;
+  if (!mean && all_plain(input, weight, bias)) {
     const at::AutoDispatchBelowADInplaceOrView below;
-    if (all_plain(input, weight, bias)) {
-      std::tie(own_mean, own_variance) = channel_moments(norm, input);
+    ChannelNormed made = channel_norm(norm, input, weight, bias, dtype);
+    out = std::move(made.out), own_mean = std::move(made.mean), own_variance = std::move(made.variance);
+  } else {
+    if (mean) {
+      own_mean = *mean, own_variance = *variance;
     } else {
+      const at::AutoDispatchBelowADInplaceOrView below;
       std::tie(own_mean, own_variance) = MEMKIT_CALL(
           "memkit::_channel_moments", std::tuple<Tensor, Tensor>(const Tensor&, int64_t))(input, norm.groups);
     }
+    out = normalise(norm, input, own_mean, own_variance, weight, bias, dtype);
   }
-  const Tensor out = normalise(norm, input, own_mean, own_variance, weight, bias, dtype);
   if (autograd::compute_requires_grad(input, weight, bias)) {
     auto node = make_node<ChannelNormBackward>();
     node->set_next_edges(autograd::collect_next_edges(input, weight, bias));

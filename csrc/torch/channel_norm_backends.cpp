@@ -97,6 +97,11 @@ void check_gradient(const ChannelNorm& norm, const Tensor& grad, const Tensor& i
               describe(input), " on ", input.device());
 }
 
+// Whether the input's gradient may be put where `grad` is, of which g is a contiguous form.
+bool may_reuse(bool reuse_grad, const Tensor& grad, const Tensor& g, const Tensor& x) {
+  return (reuse_grad || !g.is_same(grad)) && g.scalar_type() == x.scalar_type();
+}
+
 }  // namespace
 
 void check_channel_norm(const ChannelNorm& norm, const Tensor& input, const OptionalTensor& weight,
@@ -142,6 +147,21 @@ Tensor channel_norm_forward(const ChannelNorm& norm, const Tensor& input, const 
   return out;
 }
 
+ChannelNormed channel_norm(const ChannelNorm& norm, const Tensor& input, const OptionalTensor& weight,
+                           const OptionalTensor& bias, at::ScalarType dtype) {
+  check_channel_norm(norm, input, weight, bias);
+  const Tensor mean = empty_statistics(norm, input), variance = empty_statistics(norm, input);
+  const Tensor x = input.contiguous(format_of(norm, input));
+  Tensor out = fresh_like(x, dtype);
+  if (x.is_meta()) return {out, mean, variance};
+  if (x.numel() == 0) return {out, mean.fill_(NAN), variance.fill_(NAN)};
+  ChannelCall call = call_of(norm, x, dtype);
+  const Operands operands(call, norm, x, mean, variance, weight, bias);
+  call.args.y = out.mutable_data_ptr();
+  run_channel_norm(call);
+  return {out, mean, variance};
+}
+
 ChannelSums channel_norm_sums(const ChannelNorm& norm, const Tensor& grad, const Tensor& input, const Tensor& mean,
                               const Tensor& variance, const OptionalTensor& weight, const OptionalTensor& bias) {
   check_gradient(norm, grad, input);
@@ -165,7 +185,7 @@ Tensor channel_norm_backward(const ChannelNorm& norm, const Tensor& grad, const 
   check_gradient(norm, grad, input);
   const auto format = format_of(norm, input);
   const Tensor x = input.contiguous(format), g = grad.contiguous(format);
-  const bool reuse = (reuse_grad || !g.is_same(grad)) && g.scalar_type() == x.scalar_type();
+  const bool reuse = may_reuse(reuse_grad, grad, g, x);
   Tensor grad_input = reuse ? g : fresh_like(x);
   if (x.is_meta() || x.numel() == 0) return grad_input;
   ChannelCall call = call_of(norm, x, g.scalar_type());
@@ -176,6 +196,24 @@ Tensor channel_norm_backward(const ChannelNorm& norm, const Tensor& grad, const 
   run_channel_backward(call, first ? first->const_data_ptr<double>() : nullptr,
                        second ? second->const_data_ptr<double>() : nullptr);
   return grad_input;
+}
+
+ChannelGradients channel_norm_gradients(const ChannelNorm& norm, const Tensor& grad, const Tensor& input,
+                                        const Tensor& mean, const Tensor& variance, const OptionalTensor& weight,
+                                        const OptionalTensor& bias, bool reuse_grad) {
+  check_gradient(norm, grad, input);
+  const auto format = format_of(norm, input);
+  const Tensor x = input.contiguous(format), g = grad.contiguous(format);
+  ChannelGradients made{may_reuse(reuse_grad, grad, g, x) ? g : fresh_like(x), doubles({x.sym_size(1)}, x),
+                        doubles({x.sym_size(1)}, x)};
+  if (x.is_meta()) return made;
+  if (x.numel() == 0) return {made.input, made.dz.zero_(), made.dz_x_hat.zero_()};
+  ChannelCall call = call_of(norm, x, g.scalar_type());
+  const Operands operands(call, norm, x, mean, variance, weight, bias);
+  call.args.grad = g.const_data_ptr();
+  call.args.grad_input = made.input.mutable_data_ptr();
+  run_channel_gradients(call, made.dz.data_ptr<double>(), made.dz_x_hat.data_ptr<double>());
+  return made;
 }
 
 namespace {
@@ -211,17 +249,15 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_act_op(const Tensor& input, const 
                                                      const OptionalTensor& variance, double eps, c10::string_view act,
                                                      Params params, at::ScalarType dtype) {
   const ChannelNorm norm{0, eps, act, params};
-  check_channel_norm(norm, input, weight, bias);
-  auto [own_mean, own_variance] = mean ? std::tuple(mean->clone(), variance->clone()) : channel_moments(norm, input);
-  return {channel_norm_forward(norm, input, own_mean, own_variance, weight, bias, dtype), own_mean, own_variance};
+  if (mean)
+    return {channel_norm_forward(norm, input, *mean, *variance, weight, bias, dtype), mean->clone(), variance->clone()};
+  const ChannelNormed made = channel_norm(norm, input, weight, bias, dtype);
+  return {made.out, made.mean, made.variance};
 }
 
 Tensor group_norm_op(const Tensor& input, int64_t groups, const OptionalTensor& weight, const OptionalTensor& bias,
                      double eps, at::ScalarType dtype) {
-  const ChannelNorm norm{groups, eps, "", {}};
-  check_channel_norm(norm, input, weight, bias);
-  const auto [mean, variance] = channel_moments(norm, input);
-  return channel_norm_forward(norm, input, mean, variance, weight, bias, dtype);
+  return channel_norm({groups, eps, "", {}}, input, weight, bias, dtype).out;
 }
 
 void register_channel_norms(torch::Library& m) {
