@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -114,7 +115,15 @@ def test_activations_as_exact_as_stock(dtype: torch.dtype, act: str | None, trai
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 def test_group_norm_as_exact_as_stock(dtype: torch.dtype, kind: str) -> None:
-    for shape, groups in (((5, 12, 20, 21), 3), ((5, 12, 20, 21), 12), ((6, 8, 300), 1), ((40, 32), 4)):
+    shapes: list[tuple[tuple[int, ...], int]] = [
+        ((5, 12, 20, 21), 3),
+        ((5, 12, 20, 21), 12),
+        ((6, 8, 300), 1),
+        ((40, 32), 4),
+        ((37, 16, 321), 4),  # several blocks of several groups
+        ((1, 8, 5000), 1),  # fewer groups than threads
+    ]
+    for shape, groups in shapes:
         tensors = [inputs(kind, shape, dtype), *parameters(shape[1], dtype)]
         grads = [normal(shape, dtype, 5)]
 
@@ -124,6 +133,30 @@ def test_group_norm_as_exact_as_stock(dtype: torch.dtype, kind: str) -> None:
         want = run(of(F.group_norm), tensors, grads, torch.float64)
         mine, theirs = run(of(M.group_norm), tensors, grads), run(of(F.group_norm), tensors, grads)
         assert_as_good_as_stock("y input weight bias", mine, theirs, want)
+
+
+@pytest.mark.parametrize("norm", ["batch", "group"])
+def test_gradients_wanted_alone(norm: str) -> None:
+    """Each set of gradients comes as it does among all, to the bit."""
+    shape = (7, 12, 9, 5)
+    x, (weight, bias) = inputs("normal", shape, torch.float32), parameters(12, torch.float32)
+    grad = normal(shape, torch.float32, 5)
+
+    def gradients(wanted: tuple[bool, ...]) -> list[Tensor | None]:
+        leaves = [t.clone().requires_grad_(want) for t, want in zip((x, weight, bias), wanted, strict=True)]
+        if norm == "group":
+            y = M.group_norm(leaves[0], 3, *leaves[1:])
+        else:
+            y = M.batch_norm_act(leaves[0], None, None, *leaves[1:], True)
+        y.backward(grad)
+        return [leaf.grad for leaf in leaves]
+
+    every = gradients((True, True, True))
+    for wanted in itertools.product((True, False), repeat=3):
+        if any(wanted):
+            for own, full, want in zip(gradients(wanted), every, wanted, strict=True):
+                assert (own is not None) == want
+                assert own is None or (full is not None and torch.equal(own, full))
 
 
 def test_layouts_and_missing_parameters() -> None:
