@@ -100,7 +100,9 @@ struct ChannelStatistics {
 
   // c1 and c2, one a statistic, where backward needs them.
   MEMKIT_FN ChannelTerms<T> terms(int64_t set, const double* c1, const double* c2) const {
-    const int64_t s = statistic_of(set), channel = set % channels;
+    return terms_of(statistic_of(set), set % channels, c1, c2);
+  }
+  MEMKIT_FN ChannelTerms<T> terms_of(int64_t s, int64_t channel, const double* c1, const double* c2) const {
     const double root = rstd(s), scale = root * weight_of(channel), offset = bias ? double(bias[channel]) : 0.0;
     ChannelTerms<T> made{T(mean[s]), T(scale), T(offset - lost(s) * scale), T(0), T(0)};
     if (!c1) return made;

@@ -169,18 +169,6 @@ Tensor make_roots(const ChannelCall& call, ChannelStatistics<T>& s) {
   return made;
 }
 
-// The terms of the sets [begin, end).
-template <class T>
-void put_terms(const ChannelCall& call, const ChannelStatistics<T>& s, const TermArrays<T>& arrays, int64_t begin,
-               int64_t end, const double* c1, const double* c2) {
-  const int64_t row = call.args.sets / call.repeat;
-  for (int64_t set = begin; set < end; ++set) {
-    const ChannelTerms<T> own = s.terms(set, c1, c2);
-    for (int64_t first = set * call.together; first < call.args.sets; first += row)
-      for (int64_t i = 0; i < call.together; ++i) arrays.put(first + i, own);
-  }
-}
-
 // f(k, c, n): of channel c the sums at k, which are those of n elements. In the order of memory, for the channels
 // [begin, end) of batch norm.
 template <class T, class F>
@@ -260,8 +248,14 @@ Tensor make_terms(ChannelCall& call, const double* c1, const double* c2) {
   if (call.device.is_cpu()) {
     const TermArrays<T> arrays{data, call.args.sets};
     const Tensor roots = make_roots(call, s);
-    at::parallel_for(0, call.args.sets / (call.repeat * call.together), 1024,
-                     [&](int64_t begin, int64_t end) { put_terms(call, s, arrays, begin, end, c1, c2); });
+    const int64_t row = call.args.sets / call.repeat;
+    at::parallel_for(0, row / call.together, 1024, [&](int64_t begin, int64_t end) {
+      for (int64_t set = begin; set < end; ++set) {
+        const ChannelTerms<T> own = s.terms(set, c1, c2);
+        for (int64_t first = set * call.together; first < call.args.sets; first += row)
+          for (int64_t i = 0; i < call.together; ++i) arrays.put(first + i, own);
+      }
+    });
     return made;
   }
 #ifdef MEMKIT_WITH_CUDA
@@ -286,6 +280,16 @@ void for_blocks(const ChannelCall& call, const F& f) {
   });
 }
 
+// The terms of the groups [begin, end).
+template <class T>
+void put_terms(const ChannelStatistics<T>& s, const TermArrays<T>& arrays, int64_t begin, int64_t end, const double* c1,
+               const double* c2) {
+  for (int64_t i = begin; i < end; ++i) {
+    const int64_t first = i * s.count, channel = first % s.channels;
+    for (int64_t j = 0; j < s.count; ++j) arrays.put(first + j, s.terms_of(i, channel + j, c1, c2));
+  }
+}
+
 template <class T>
 void norm_by_blocks(ChannelCall call) {
   const ChannelCall whole_groups = by_groups(call);
@@ -298,7 +302,7 @@ void norm_by_blocks(ChannelCall call) {
     cpu::channel_moments(whole_groups.args, begin, end, s.mean, s.variance);
     for (int64_t i = begin; i < end; ++i) s.variance[i] /= double(s.size);
     cpu::channel_roots(s.variance + begin, s.eps, end - begin, root + begin);
-    put_terms(call, s, arrays, begin * s.count, end * s.count, nullptr, nullptr);
+    put_terms(s, arrays, begin, end, nullptr, nullptr);
     cpu::channel_forward(call.args, begin * s.size, end * s.size);
   });
 }
@@ -314,13 +318,12 @@ void gradients_by_blocks(ChannelCall call, double* dz, double* dz_x_hat) {
   double *const root = distances + planes, *const c1 = root + s.statistics, *const c2 = c1 + s.statistics;
   s.roots = root, call.args.terms = arrays.data;
   for_blocks(call, [&](int64_t begin, int64_t end) {
-    const int64_t first = begin * s.count, last = end * s.count;
     cpu::channel_roots(s.variance + begin, s.eps, end - begin, root + begin);
     for (int64_t i = begin; i < end; ++i)  // all that the sums need of the terms
       std::fill_n(arrays.center() + i * s.count, s.count, T(s.mean[i]));
-    cpu::channel_sums(call.args, first, last, sums, distances);
+    cpu::channel_sums(call.args, begin * s.count, end * s.count, sums, distances);
     for (int64_t i = begin; i < end; ++i) s.finish_sums(i, sums, distances, c1, c2);
-    put_terms(call, s, arrays, first, last, c1, c2);
+    put_terms(s, arrays, begin, end, c1, c2);
     cpu::channel_backward(call.args, begin * s.size, end * s.size);
   });
   finish_group_parameters(s, sums, distances, dz, dz_x_hat);
