@@ -189,7 +189,7 @@ def _rows(decisions: Decisions, found: Found) -> tuple[Row, ...]:
     return (*(site.row(decision) for site, decision in decisions.items()), *found.others)
 
 
-def _names(ops: Collection[str] | str) -> frozenset[str]:
+def _names(ops: Any) -> frozenset[str]:
     if isinstance(ops, str):
         if ops == "all":
             return frozenset(OPS)
