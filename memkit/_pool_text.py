@@ -43,7 +43,9 @@ def parse_device(device: torch.device | str, pin_memory: bool) -> torch.device:
     if target.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (target.index or 0) >= count:
-            raise ValueError(f"Pool: expected one of {count} CUDA devices, got {str(target)!r}")
+            raise ValueError(
+                f"Pool: expected one of the {count} CUDA devices that PyTorch sees, got {str(target)!r}"
+            )
     elif target.type != "cpu":
         raise ValueError(f"Pool: expected a device of type cpu or cuda, got {str(target)!r}")
     if pin_memory and target.type != "cpu":

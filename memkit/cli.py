@@ -119,7 +119,6 @@ def add_bench(parsers: Parsers) -> None:
         "--json",
         type=Path,
         metavar="FILE",
-        default=argparse.SUPPRESS,
         help="results file (default: DIR/bench.json)",
     )
     output.add_argument("--no-plot", action="store_true", help="no memory.png")
@@ -151,6 +150,7 @@ def run_bench(args: argparse.Namespace) -> int:
         dropout=args.dropout,
         seed=args.seed,
         out=args.out,
+        json=args.json,
         plot=not args.no_plot,
         quiet=args.quiet,
     )
@@ -159,9 +159,8 @@ def run_bench(args: argparse.Namespace) -> int:
     except bench.OptionError as error:
         print(f"memkit {error}", file=sys.stderr)
         return 2
-    file = getattr(args, "json", options.out / "bench.json")
-    report.write_json(result, file)
-    written = [str(file)]
+    report.write_json(result, options.results_file)
+    written = [str(options.results_file)]
     if options.plot:
         report.plot(result, options.out / "memory.png")
         written.append(str(options.out / "memory.png"))

@@ -6,6 +6,7 @@ import copy
 import inspect
 import io
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -105,6 +106,30 @@ def test_forward_backward_copies_and_pickles(name: str, keep: dict[str, Any]) ->
         (got,) = torch.autograd.grad(out.sum(), x)
         (want,) = torch.autograd.grad(stock(name, x, **params).sum(), x)
         torch.testing.assert_close(got, want, rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: memkit.nn.GELU(save="both"), "GELU: expected save 'auto', 'input' or 'output', got 'both'"),
+        (
+            lambda: memkit.nn.LayerNorm(4, inplace="yes"),
+            "LayerNorm: expected inplace True, False or 'auto', got 'yes'",
+        ),
+        (
+            lambda: memkit.nn.ReLU(True, save="input"),
+            "ReLU: expected save 'auto' or 'output' in place, got 'input'",
+        ),
+        (
+            lambda: memkit.nn.Softmax(-1, inplace="yes"),
+            "Softmax: expected inplace True, False or 'auto', got 'yes'",
+        ),
+        (lambda: memkit.nn.CrossEntropyLoss(inplace="yes"), "CrossEntropyLoss: expected inplace"),
+    ],
+)
+def test_unknown_variants_are_refused_at_once(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
 
 
 def test_attributes_choose_at_any_time() -> None:

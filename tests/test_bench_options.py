@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,22 @@ def test_out_must_be_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     (tmp_path / "taken").write_text("")
     assert cli.main(["bench", "--out", str(tmp_path / "taken")]) == 2
     assert "out must be a folder, got the file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--out {}/file/below", "out must be a folder, got the file {}/file"),
+        ("--out {} --json {}/file/below.json", "json must lie in a folder, got the file {}/file"),
+        ("--out {} --json {}", "json must be a file, got the folder {}"),
+    ],
+)
+def test_results_have_a_place_before_anything_runs(
+    argv: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert cli.main(["bench", *argv.format(tmp_path, tmp_path).split()]) == 2
+    assert capsys.readouterr().err == f"memkit bench: {message.format(tmp_path)}\n"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -127,6 +145,11 @@ def test_doctor_reports_a_failed_trial(
     monkeypatch.setattr(memkit.functional, "dropout", lambda x, p: x * 2)
     assert cli.main(["doctor"]) == 1
     assert "dropout  FAILED: RuntimeError: dropout: expected" in capsys.readouterr().out
+
+
+def test_python_m_memkit_is_the_command() -> None:
+    run = subprocess.run([sys.executable, "-m", "memkit", "--version"], capture_output=True, text=True)
+    assert run.stdout == f"memkit {memkit.__version__}\n", run.stderr
 
 
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:

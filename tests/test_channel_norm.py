@@ -292,6 +292,26 @@ def test_errors_say_what_was_expected(
         make(normal((4, 6, 3), torch.float32, 0))
 
 
+@pytest.mark.parametrize(
+    "wrong", [torch.ones(5), torch.ones(6, dtype=torch.long), torch.ones(6, device="meta")]
+)
+def test_running_statistics_that_do_not_fit_leave_the_others_alone(wrong: Tensor) -> None:
+    x, right = normal((4, 6, 3, 3), torch.float32, 0), torch.zeros(6)
+    weight = torch.randn(2, 6, 1, 1)
+    for call in (
+        lambda mean, variance: M.batch_norm_act(x, mean, variance, training=True),
+        lambda mean, variance: M.norm_act_conv2d(
+            x, weight, running_mean=mean, running_var=variance, training=True
+        ),
+    ):
+        for pair in ((right, wrong), (wrong, right)):
+            with pytest.raises(
+                ValueError, match=r"_(act|conv2d): expected running statistics of 6 .* on cpu, got "
+            ):
+                call(*pair)
+        assert right.count_nonzero() == 0
+
+
 def test_nothing_to_normalise() -> None:
     for shape in ((0, 4, 3), (2, 4, 0)):
         x = torch.randn(shape).requires_grad_()

@@ -221,6 +221,8 @@ def test_hooks_and_profiler_names(rule: str) -> None:
         (lambda p: optim.AdamW(p, lr=-1.0), "AdamW: expected lr of at least 0, got -1"),
         (lambda p: optim.AdamW(p, lr=torch.ones(2)), "AdamW: expected lr of one element"),
         (lambda p: optim.AdamW(p, betas=(1.0, 0.9)), "AdamW: expected betas"),
+        (lambda p: optim.AdamW(p, betas=0.9), "AdamW: expected betas of two numbers, got 0.9"),
+        (lambda p: optim.AdamW([{"params": p, "betas": (0.9,)}]), "AdamW: expected betas of two numbers"),
         (lambda p: optim.AdamW(p, eps=-1.0), "AdamW: expected eps"),
         (lambda p: optim.AdamW(p, weight_decay=math.nan), "AdamW: expected weight_decay"),
         (lambda p: optim.AdamW(p, state_dtype="4bit"), "AdamW: expected state_dtype None, .* got '4bit'"),

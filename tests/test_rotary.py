@@ -429,6 +429,16 @@ def test_bad_input() -> None:
         ),
         (lambda: memkit.nn.RotaryEmbedding(7), ValueError, "RotaryEmbedding: expected an even dim"),
         (lambda: memkit.nn.RotaryEmbedding(8, layout="bsdh"), ValueError, "RotaryEmbedding: expected layout"),
+        (
+            lambda: memkit.nn.RotaryEmbedding(8, inplace="yes"),
+            ValueError,
+            "RotaryEmbedding: expected inplace",
+        ),
+        (
+            lambda: memkit.nn.RotaryEmbedding(D + 2)(q, k),
+            ValueError,
+            "RotaryEmbedding: expected heads of at least",
+        ),
     )
     for call, error, message in cases:
         with pytest.raises(error, match=message):

@@ -372,7 +372,13 @@ def test_gelu_tanh_in_ops_is_that_form_alone():
     ("kwargs", "error", "message"),
     [
         ({"model": 3}, TypeError, "swap: expected a torch.nn.Module, got int"),
-        ({"ops": ["gelu", "geluu"]}, ValueError, "swap: expected ops 'all' or a collection of relu.*geluu"),
+        (
+            {"ops": ["gelu", "geluu"]},
+            ValueError,
+            "swap: expected ops 'all' or a collection of relu.*; got 'geluu'",
+        ),
+        ({"ops": None}, ValueError, "swap: expected ops 'all' or a collection of .*; got NoneType"),
+        ({"exact": "no"}, ValueError, "swap: expected exact True or False, got 'no'"),
         (
             {"ops": "gelu"},
             ValueError,
@@ -383,6 +389,11 @@ def test_gelu_tanh_in_ops_is_that_form_alone():
             {"model": nn.LazyLinear(2), "sample": torch.ones(2)},
             ValueError,
             "swap: expected parameters that are there",
+        ),
+        (
+            {"model": nn.Linear(2, 2, device="meta"), "sample": torch.ones(2)},
+            ValueError,
+            "swap: expected parameters that are there, got some on the meta device",
         ),
         ({"model": torch.jit.trace(nn.GELU(), torch.ones(2))}, TypeError, "swap: .* got a ScriptModule"),
     ],

@@ -345,6 +345,17 @@ def test_report():
     assert "nothing to change" in str(swap(nn.Linear(2, 2)))
 
 
+@pytest.mark.parametrize("lean", [False, "call"])
+def test_report_of_residual_blocks(lean):
+    """What their rows say: outside of lean() their convolutions keep the activations' results as before."""
+    model = nn.Sequential(Bottleneck(), nn.Conv2d(2, 2, 1))
+    report = swap(model, sample=torch.randn(16, 2, 16, 16), lean=lean)
+    told, measured = report.bytes_before - report.bytes_after, report.saved_before - report.saved_after
+    assert report.rows[0].changed
+    assert told == pytest.approx(measured, abs=0.02 * report.saved_before)
+    assert (measured > 0.2 * report.saved_before) is bool(lean)
+
+
 def test_rounding_that_a_model_enlarges_is_not_an_error():
     """A batch norm over two values gives signs: gradients are as good as noise, stock's too."""
     model = nn.Sequential(

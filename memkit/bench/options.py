@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ class Options:
     ablation: bool = False
     seed: int = 0
     out: Path = Path("benchmark-results")
+    json: Path | None = None
     plot: bool = True
     quiet: bool = False
 
@@ -80,9 +82,13 @@ class Options:
         """Under AMP the parameters stay float32 and `dtype` is what autocast computes in."""
         return torch.float32 if self.amp else self.torch_dtype
 
+    @property
+    def results_file(self) -> Path:
+        return self.json or self.out / "bench.json"
+
     def as_json(self) -> dict[str, Any]:
-        # The output folder is a path of the machine that measured; it says nothing about the numbers.
-        kept = {k: v for k, v in asdict(self).items() if k not in ("out", "plot", "quiet")}
+        # Where results go are paths of the machine that measured; they say nothing about the numbers.
+        kept = {k: v for k, v in asdict(self).items() if k not in ("out", "json", "plot", "quiet")}
         kept["batch"] = {m: self.batch_of(m) for m in self.models}
         kept["steps"] = {m: self.steps_of(m) for m in self.models}
         return kept
@@ -104,8 +110,10 @@ def checked(options: Options) -> Options:
         raise OptionError(
             f"bench: dtype bfloat16 needs a GPU that has it, got {torch.cuda.get_device_name()}"
         )
-    if options.out.exists() and not options.out.is_dir():
-        raise OptionError(f"bench: out must be a folder, got the file {options.out}")
+    _check_folder("out must be a folder", options.out)
+    _check_folder("json must lie in a folder", options.results_file.parent)
+    if options.results_file.is_dir():
+        raise OptionError(f"bench: json must be a file, got the folder {options.results_file}")
     _check_ablation(options)
     _check_pool(options, device)
     _check_packages(options)
@@ -171,6 +179,15 @@ def _device(name: str) -> str:
         why = "no GPU in sight" if torch.version.cuda else f"the CPU build of torch ({torch.__version__})"
         raise OptionError(f"bench: device cuda needs a CUDA GPU and a CUDA build of torch, got {why}")
     return name
+
+
+def _check_folder(expected: str, folder: Path) -> None:
+    """That it can be made and written to: a run of minutes must not end without a place for its results."""
+    found = next(each for each in (folder, *folder.parents) if each.exists())
+    if not found.is_dir():
+        raise OptionError(f"bench: {expected}, got the file {found}")
+    if not os.access(found, os.W_OK | os.X_OK):
+        raise OptionError(f"bench: {expected} that can be written to, got {found}")
 
 
 def _check_ablation(options: Options) -> None:

@@ -68,6 +68,8 @@ def batch_norm_act(
             f"batch_norm_act: expected parameters {sorted(names)} for {act}, got {sorted(params)}"
         )
     values = [params.get(key, default) for key, default in names.items()]
+    if training:
+        check_running("batch_norm_act", input, running_mean, running_var)
     if not training:
         if running_mean is None or running_var is None:
             raise ValueError(
@@ -112,6 +114,19 @@ def _run(
         "_batch_norm_act", input, weight, bias, mean, variance, eps, act, params, output_dtype(input)
     )
     return found
+
+
+def check_running(op: str, input: Tensor, *statistics: Tensor | None) -> None:
+    """Before a training step writes to them: one that fits is not to change where the other does not fit."""
+    for each in statistics:
+        if each is None or input.dim() < 2:
+            continue
+        fits = each.numel() == input.shape[1] and each.device == input.device
+        if not fits or not each.is_floating_point():
+            raise ValueError(
+                f"{op}: expected running statistics of {input.shape[1]} floating-point numbers on {input.device}, "
+                f"got {each.dtype} {list(each.shape)} on {each.device}"
+            )
 
 
 def _update(running: Tensor, new: Tensor, momentum: float, factor: float = 1.0) -> None:

@@ -28,7 +28,7 @@ from torch import Generator, Tensor
 
 from .._sharding import call
 from ._activation import _parameters
-from ._channel_norm import _update
+from ._channel_norm import _update, check_running
 from ._dropout import check_probability, draw_seed, drop_numbers
 from ._glu import Packing
 from ._norm import _resolve_eps
@@ -316,6 +316,8 @@ def norm_act_conv2d(
         raise ValueError(
             f"norm_act_conv2d: expected more than 1 value per channel when training, got {list(input.shape)}"
         )
+    if training:
+        check_running("norm_act_conv2d", input, running_mean, running_var)
     conv = _convolution("norm_act_conv2d", stride, padding, dilation, groups)
     given = (None, None) if training else (running_mean, running_var)
     outputs, statistics = call(

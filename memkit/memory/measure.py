@@ -143,7 +143,9 @@ def _meter(
         return CpuMeter(samples), torch.device("cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if (target.index or 0) >= count:
-        raise ValueError(f"{name}: expected one of {count} CUDA devices, got {str(target)!r}")
+        raise ValueError(
+            f"{name}: expected one of the {count} CUDA devices that PyTorch sees, got {str(target)!r}"
+        )
     if target == torch.device("cuda"):  # without an index
         target = torch.device("cuda", torch.cuda.current_device())
     return CudaMeter(target), target

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .. import functional as F
 from ..functional import Inplace, Save
+from ..functional._activation import check_inplace
 
 
 class _Variant:
@@ -23,6 +24,10 @@ class _Variant:
     save: Save = "auto"
 
     def __init__(self, *args: Any, inplace: Inplace = False, save: Save = "auto", **kwargs: Any) -> None:
+        name = type(self).__name__
+        check_inplace(name, inplace, save)
+        if save not in ("auto", "input", "output"):
+            raise ValueError(f"{name}: expected save 'auto', 'input' or 'output', got {save!r}")
         super().__init__(*args, **kwargs)
         self.inplace = inplace
         self.save = save

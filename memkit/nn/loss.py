@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from .. import functional as F
 from ..functional import Inplace
+from ..functional._activation import check_inplace
 
 
 class CrossEntropyLoss(nn.CrossEntropyLoss):
@@ -33,6 +34,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         softcap: float | None = None,
         inplace: Inplace = False,
     ) -> None:
+        check_inplace("CrossEntropyLoss", inplace)
         super().__init__(weight, size_average, ignore_index, reduce, reduction, label_smoothing)
         self.z_loss = z_loss
         self.softcap = softcap

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from .. import functional as F
 from ..functional import Inplace
+from ..functional._activation import check_inplace
 from ..functional._rotary import Layout
 
 
@@ -40,6 +41,7 @@ class RotaryEmbedding(nn.Module):
             raise ValueError(f"RotaryEmbedding: expected an even dim of at least 2, got {dim}")
         if layout not in ("bhsd", "bshd"):
             raise ValueError(f"RotaryEmbedding: expected layout 'bhsd' or 'bshd', got {layout!r}")
+        check_inplace("RotaryEmbedding", inplace)
         self.dim = dim
         self.max_position_embeddings = max_position_embeddings
         self.base = base
@@ -75,6 +77,10 @@ class RotaryEmbedding(nn.Module):
         self, q: Tensor, k: Tensor | None = None, position_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor] | Tensor:
         """(q, k), turned; q alone without k."""
+        if self.dim > q.size(-1):
+            raise ValueError(
+                f"RotaryEmbedding: expected heads of at least {self.dim} elements, dim, got {list(q.shape)}"
+            )
         self._grow(q, position_ids)
         return F.apply_rotary(
             q,

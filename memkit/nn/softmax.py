@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .. import functional as F
 from ..functional import Inplace
+from ..functional._activation import check_inplace
 
 
 class _Variant:
@@ -20,6 +21,7 @@ class _Variant:
     inplace: Inplace = False
 
     def __init__(self, dim: int | None = None, *, inplace: Inplace = False) -> None:
+        check_inplace(type(self).__name__, inplace)
         super().__init__(dim)  # type: ignore[call-arg]
         self.inplace = inplace
 

@@ -56,7 +56,7 @@ class AdamW(FusedOptimizer):
     ) -> None:
         defaults = {
             "lr": lr,
-            "betas": (float(betas[0]), float(betas[1])),
+            "betas": _pair(betas),
             "eps": eps,
             "weight_decay": weight_decay,
             "amsgrad": amsgrad,
@@ -70,7 +70,7 @@ class AdamW(FusedOptimizer):
 
     def _check(self, group: dict[str, Any]) -> None:
         super()._check(group)
-        if not all(0 <= beta < 1 for beta in group["betas"]):
+        if not all(0 <= beta < 1 for beta in _pair(group["betas"])):
             raise ValueError(f"AdamW: expected betas of at least 0 and below 1, got {tuple(group['betas'])}")
         if not group["eps"] >= 0:
             raise ValueError(f"AdamW: expected eps of at least 0, got {group['eps']}")
@@ -108,6 +108,14 @@ class AdamW(FusedOptimizer):
             part.rounds,
             *self._amp(),
         )
+
+
+def _pair(betas: Any) -> tuple[float, float]:
+    try:
+        first, second = betas
+        return float(first), float(second)
+    except (TypeError, ValueError):
+        raise ValueError(f"AdamW: expected betas of two numbers, got {betas!r}") from None
 
 
 def scales(entries: Sequence[Mapping[str, Any]], moment: Moment) -> list[Tensor]:

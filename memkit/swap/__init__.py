@@ -65,7 +65,8 @@ def swap(
         sample: what to call the model with: one tensor, a tuple of arguments or a mapping of keyword arguments.
             The model runs on it three times, five with dropouts, forward and backward, in its present mode and under
             the present autocast; user hooks are called. Random state, gradients, buffers and the modules' attributes are put
-            back afterwards. The proof holds for the control flow that the sample takes. Without a sample,
+            back afterwards. The proof holds for the control flow that the sample takes. Under `torch.no_grad()` it runs
+            forward only, and the report says that no gradients were compared. Without a sample,
             activations are changed only where the structure proves it (in an `nn.Sequential` before a layer that keeps
             its input, in torch.nn's transformer layers), and norms keep their input.
         ops: which, by their names in `memkit.functional`: of activations, of norms ("layer_norm", "rms_norm",
@@ -90,6 +91,8 @@ def swap(
         >>> print(memkit.swap(model, sample=batch))
     """
     names = _names(ops)
+    if exact not in (True, False):
+        raise ValueError(f"swap: expected exact True or False, got {exact!r}")
     if lean not in (True, False, "call"):
         raise ValueError(f"swap: expected lean True, False or 'call', got {lean!r}")
     _check_model(model)
@@ -136,7 +139,7 @@ def _swap_by_sample(trial: Trial, found: Found, exact: bool, lean: bool | str) -
     swapped = trial.run("swapped", dropouts)
     dtypes = dtypes or {parameter.dtype for parameter in trial.model.parameters()}
     tolerance = max((TOLERANCE.get(dtype, 0.0) for dtype in dtypes), default=0.0)
-    note = ""
+    note = "" if torch.is_grad_enabled() else "autograd was off, so gradients were not compared"
     if not swapped.agrees_with(stock, tolerance):
         # Rounding may be what a model with kinks, or a norm over few values, makes much of. Then stock does it too.
         change.undo(trial.model)
@@ -186,16 +189,17 @@ def _rows(decisions: Decisions, found: Found) -> tuple[Row, ...]:
     return (*(site.row(decision) for site, decision in decisions.items()), *found.others)
 
 
-def _names(ops: Collection[str] | str) -> frozenset[str]:
+def _names(ops: Any) -> frozenset[str]:
     if isinstance(ops, str):
         if ops == "all":
             return frozenset(OPS)
-        given, unknown = f"{ops!r}, which as a collection is [{ops!r}]", True
+        unknown = f"{ops!r}, which as a collection is [{ops!r}]"
+    elif not isinstance(ops, Collection):
+        unknown = type(ops).__name__
     else:
-        given = str(sorted(map(str, ops)))
-        unknown = not set(ops) <= set(OPS)
+        unknown = ", ".join(repr(name) for name in ops if name not in OPS)
     if unknown:
-        raise ValueError(f"swap: expected ops 'all' or a collection of {', '.join(OPS)}; got {given}")
+        raise ValueError(f"swap: expected ops 'all' or a collection of {', '.join(OPS)}; got {unknown}")
     return frozenset(ops)
 
 
@@ -223,6 +227,10 @@ def _check_sample(model: nn.Module, sample: Any) -> None:
         )
     if any(is_lazy(parameter) for parameter in model.parameters()):
         raise ValueError("swap: expected parameters that are there, got lazy ones; run the model once before")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError(
+            "swap: expected parameters that are there, got some on the meta device; load them first, or give no sample"
+        )
 
 
 class _Callable(ModuleType):

@@ -28,7 +28,7 @@ def prove(
         if refusal or not calls:
             decisions[site] = Decision(None, refusal or "not called on the sample")
         elif isinstance(site, LayerSite):
-            decisions[site] = _decide_layer(site, calls, watch, exact)
+            decisions[site] = _decide_layer(site, calls, watch, exact, lean)
         else:
             decisions[site] = _decide(site, calls, watch, exact, lean)
     return decisions, {call.dtype for calls in watch.calls.values() for call in calls}
@@ -77,15 +77,15 @@ def _decide_without_lean(site: Site, calls: list[Call], watch: Watch, exact: boo
     return Decision(proof, "; ".join(filter(None, reasons)), before, after)
 
 
-def _decide_layer(site: LayerSite, calls: list[Call], watch: Watch, exact: bool) -> Decision:
+def _decide_layer(site: LayerSite, calls: list[Call], watch: Watch, exact: bool, lean: bool) -> Decision:
     before = _own(calls, watch)
     if not any(call.dtype in FLOATS for call in calls):
         return Decision(None, f"called on {calls[0].dtype}", before, before)
     if site.is_block:
         after = sum(
-            call.dtype.itemsize * site.twin.kept(site.module, call.shape) for call in calls if call.own
+            call.dtype.itemsize * site.twin.kept(site.module, call.shape, lean) for call in calls if call.own
         )
-        return Decision(site.choice, "", before, after)
+        return Decision(site.choice, "", before, min(before, after))
     if not site.is_norm:
         return Decision(site.choice, "", before, 8 * sum(bool(call.own) for call in calls))
     if exact and torch.is_autocast_enabled(calls[0].device):

@@ -100,7 +100,7 @@ class FeedForward(Twin, kind="steps"):
         return run(steps, input, self._swap.dropout)
 
     @staticmethod
-    def kept(module: Any, shape: torch.Size) -> int:
+    def kept(module: Any, shape: torch.Size, lean: bool) -> int:
         """Elements of what lies between the layers, beside the input, where the result has this shape."""
         linears = [layer for layer in module._modules.values() if linear_weights(layer) is not None]
         return shape.numel() if len(linears) < 2 else _hidden(linears[-1], shape)
@@ -136,7 +136,7 @@ class GatedFeedForward(Twin, kind="gated"):
         return out
 
     @staticmethod
-    def kept(module: Any, shape: torch.Size) -> int:
+    def kept(module: Any, shape: torch.Size, lean: bool) -> int:
         row = next(row for row in GATINGS if all(hasattr(module, name) for name in row.names))
         return 2 * _hidden(getattr(module, row.down), shape)
 
@@ -158,7 +158,7 @@ class BertLayer(Twin, kind="bert_layer"):
         return last.LayerNorm(out + attention_output)  # type: ignore[no-any-return]
 
     @staticmethod
-    def kept(module: Any, shape: torch.Size) -> int:
+    def kept(module: Any, shape: torch.Size, lean: bool) -> int:
         return _hidden(module.output.dense, shape)
 
 
@@ -176,7 +176,7 @@ class Experts(Twin, kind="experts"):
         return F.gated(gate_up_out, None, act[0])  # type: ignore[arg-type]
 
     @staticmethod
-    def kept(module: Any, shape: torch.Size) -> int:
+    def kept(module: Any, shape: torch.Size, lean: bool) -> int:
         return shape.numel()
 
 

@@ -98,7 +98,7 @@ class BatchNormAct(Twin, kind="batch_norm_act"):
         return batch_norm_of(self, input, *act)
 
     @staticmethod
-    def kept(module: Any, shape: torch.Size) -> int:
+    def kept(module: Any, shape: torch.Size, lean: bool) -> int:
         return 0
 
 

@@ -8,6 +8,7 @@ DenseNet's: twice a batch norm, an activation and a convolution, of all that the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -62,8 +63,8 @@ class ResidualBlock(Twin, kind="residual"):
         return steps[-1](out)  # type: ignore[no-any-return]
 
     @staticmethod
-    def kept(module: Any, shape: torch.Size) -> int:
-        return 2 * shape.numel()
+    def kept(module: Any, shape: torch.Size, lean: bool) -> int:
+        return _kept(module, ("bn1", "bn2", "bn3"), shape, lean)
 
 
 DENSE = ("norm1", "relu1", "conv1", "norm2", "relu2", "conv2")
@@ -84,8 +85,14 @@ class DenseLayer(Twin, kind="dense_layer"):
         return out
 
     @staticmethod
-    def kept(module: Any, shape: torch.Size) -> int:
-        return shape.numel() // shape[1] * int(module.norm1.num_features + module.norm2.num_features)
+    def kept(module: Any, shape: torch.Size, lean: bool) -> int:
+        return _kept(module, ("norm1", "norm2"), shape, lean)
+
+
+def _kept(module: nn.Module, norms: Sequence[str], shape: torch.Size, lean: bool) -> int:
+    """Elements of each norm's input, and outside of `memkit.lean` of each activation's result; all as high as the output."""
+    channels = sum(int(getattr(module, name).num_features) for name in norms if hasattr(module, name))
+    return shape.numel() // shape[1] * channels * (1 if lean else 2)
 
 
 def is_dense_layer(module: nn.Module) -> bool:
