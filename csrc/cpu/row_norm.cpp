@@ -2,6 +2,7 @@
 // one for the result. Rows of one chunk are converted once; longer rows of a half dtype again for the second pass.
 #include "row_norm.h"
 
+#include <algorithm>
 #include <memory>
 
 #include "chunks.h"
@@ -118,11 +119,17 @@ class ParameterSums {
     if (++rows_ == kRows) flush();
   }
   MEMKIT_FN void flush() {
-    MEMKIT_LOOP
-    for (int64_t i = 0; i < 2 * columns_; ++i) {
-      sums_[i] += double(weight[i]);
-      weight[i] = T(0);
+    if (flushed_ && rows_ == 0) return;
+    T* const from = weight.get();
+    if (flushed_) {
+      MEMKIT_LOOP
+      for (int64_t i = 0; i < 2 * columns_; ++i) sums_[i] += double(from[i]);
+    } else {
+      MEMKIT_LOOP
+      for (int64_t i = 0; i < 2 * columns_; ++i) sums_[i] = double(from[i]);
     }
+    std::fill_n(from, 2 * columns_, T(0));
+    flushed_ = true;
     rows_ = 0;
   }
 
@@ -131,9 +138,10 @@ class ParameterSums {
 
  private:
   static constexpr int kRows = 8;
-  double* sums_;
+  double* sums_;  // may hold anything at first
   int64_t columns_;
   int rows_ = 0;
+  bool flushed_ = false;
 };
 
 template <class T, bool centered, bool from_output_, bool parameters>
@@ -210,18 +218,22 @@ struct Reduce {
     MEMKIT_FN static void run(const RowNormArgs& args, const double* partials, int64_t count, void* grad_weight,
                               void* grad_bias, int64_t begin, int64_t end) {
       T space[kChunk];
+      double total[kChunk];
       for (int part = 0; part < 2; ++part) {
         void* target = part == 0 ? grad_weight : grad_bias;
         if (!target) continue;
         for (int64_t first = begin; first < end; first += kChunk) {
           const int64_t n = chunk_at(first, end);
           T* to = place(target, args.weight_dtype, first, space);
-          for (int64_t i = 0; i < n; ++i) {
-            const double* from = partials + part * args.columns + first + i;
-            double total = 0;
-            for (int64_t k = 0; k < count; ++k) total += from[k * 2 * args.columns];
-            to[i] = T(total);
+          const double* from = partials + part * args.columns + first;
+          std::copy_n(from, n, total);
+          for (int64_t k = 1; k < count; ++k) {
+            from += 2 * args.columns;
+            MEMKIT_LOOP
+            for (int64_t i = 0; i < n; ++i) total[i] += from[i];
           }
+          MEMKIT_LOOP
+          for (int64_t i = 0; i < n; ++i) to[i] = T(total[i]);
           written<Lanes>(to, target, args.weight_dtype, first, n);
         }
       }

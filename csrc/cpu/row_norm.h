@@ -7,7 +7,7 @@ namespace memkit::cpu {
 
 void row_norm_forward(const RowNormArgs& args, int64_t begin, int64_t end);
 
-// Adds these rows' share of the gradients of weight and bias to args.partial, doubles of this call alone.
+// Puts these rows' share of the gradients of weight and bias into args.partial, doubles of this call alone.
 void row_norm_backward(const RowNormArgs& args, int64_t begin, int64_t end);
 
 // The sum of `count` partial sums of 2 * columns elements each, into the gradients of weight and bias (either may be

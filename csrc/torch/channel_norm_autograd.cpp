@@ -1,9 +1,12 @@
 // Batch norm with an activation and group norm with their derivative. The input and the statistics are kept; what the
 // activation was applied to is computed again.
 #include <ATen/ATen.h>
+#include <ATen/EmptyTensor.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/library.h>
+
+#include <algorithm>
 
 #include "channel_norm.h"
 #include "checks.h"
@@ -81,6 +84,15 @@ Tensor normalise(const ChannelNorm& norm, const Tensor& input, const Tensor& mea
       input, norm.groups, mean, variance, weight, bias, norm.eps, norm.act, norm.params, dtype);
 }
 
+// Sums in double as the gradient of a parameter. On the CPU past the dispatcher, which takes as long as a small pass.
+Tensor gradient_of(const Tensor& parameter, const Tensor& sums) {
+  if (!is_plain(sums) || !sums.is_cpu() || parameter.scalar_type() != at::kFloat)
+    return sums.to(parameter.scalar_type());
+  Tensor made(at::detail::empty_cpu(sums.sizes(), at::kFloat));
+  std::copy_n(sums.const_data_ptr<double>(), sums.numel(), made.mutable_data_ptr<float>());
+  return made;
+}
+
 struct ChannelNormBackward : SavedNode {
   int64_t groups = 0;
   double eps = 0;
@@ -114,8 +126,8 @@ struct ChannelNormBackward : SavedNode {
       const bool sole = is_sole_owner(grad);
       ChannelGradients made = channel_norm_gradients(norm(), grad, x, mean, variance, weight, bias, sole);
       result[0] = std::move(made.input);
-      if (wants_weight) result[1] = made.dz_x_hat.to(weight->scalar_type());
-      if (wants_bias) result[2] = made.dz.to(bias->scalar_type());
+      if (wants_weight) result[1] = gradient_of(*weight, made.dz_x_hat);
+      if (wants_bias) result[2] = gradient_of(*bias, made.dz);
       return result;
     }
     ChannelSums sums;
@@ -130,8 +142,8 @@ struct ChannelNormBackward : SavedNode {
                                               Params))(grad, x, groups, mean, variance, weight, bias, eps, act, params);
       }
     }
-    if (wants_weight) result[1] = sums.dz_x_hat.to(weight->scalar_type());
-    if (wants_bias) result[2] = sums.dz.to(bias->scalar_type());
+    if (wants_weight) result[1] = gradient_of(*weight, sums.dz_x_hat);
+    if (wants_bias) result[2] = gradient_of(*bias, sums.dz);
     if (!task_should_compute_output(0)) return result;
     const OptionalTensor c1 = own_statistics ? optional(sums.c1) : std::nullopt;
     const OptionalTensor c2 = own_statistics ? optional(sums.c2) : std::nullopt;

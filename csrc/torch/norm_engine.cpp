@@ -1,6 +1,7 @@
 #include "norm_engine.h"
 
 #include <ATen/ATen.h>
+#include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
 
 #include <algorithm>
@@ -36,14 +37,14 @@ int64_t grain_rows(const RowNormArgs& args) {
 }
 
 // Each thread sums over its rows; the sums are added up in the threads' order.
-void backward_on_cpu(RowNormArgs args, const Tensor& grad, Tensor& grad_weight, Tensor& grad_bias) {
+void backward_on_cpu(RowNormArgs args, Tensor& grad_weight, Tensor& grad_bias) {
   const bool parameters = grad_weight.defined() || grad_bias.defined();
   const int64_t most = (args.rows + grain_rows(args) - 1) / grain_rows(args);
   const int64_t parts = std::max<int64_t>(1, std::min<int64_t>(at::get_num_threads(), most));
   Tensor partials;
   double* partial = nullptr;
   if (parameters) {
-    partials = at::zeros({parts, 2, args.columns}, grad.options().dtype(at::kDouble));
+    partials = Tensor(at::detail::empty_cpu({parts, 2, args.columns}, at::kDouble));
     partial = partials.mutable_data_ptr<double>();
   }
   at::parallel_for(0, parts, 1, [&](int64_t begin, int64_t end) {
@@ -84,7 +85,7 @@ void run_row_norm_backward(RowNormArgs args, const Tensor& grad, Tensor& grad_we
     if (grad_bias.defined()) grad_bias.zero_();
     return;
   }
-  if (grad.device().is_cpu()) return backward_on_cpu(args, grad, grad_weight, grad_bias);
+  if (grad.device().is_cpu()) return backward_on_cpu(args, grad_weight, grad_bias);
 #ifdef MEMKIT_WITH_CUDA
   const c10::cuda::CUDAGuard guard(grad.device());
   CUstream_st* stream = c10::cuda::getCurrentCUDAStream().stream();
