@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "../cpu/channel_norm.h"
+#include "engine.h"
 
 #ifdef MEMKIT_WITH_CUDA
 #include <c10/cuda/CUDAException.h>
@@ -26,6 +27,7 @@ constexpr int64_t kGrain = 32768;  // elements below which one thread is faster 
 // has elements, which pays for terms for every element of a row. Sums over a plane, which end in adding up partial sums,
 // cost more.
 constexpr int64_t kSmallPlane = 32, kSmallPlaneOfSums = 128, kRowsOfColumns = 4;
+constexpr int64_t kCached = 32768;  // elements that stay in the second-level cache from one pass to the next
 constexpr int64_t kShortRow = 512;  // elements of rows of columns that are walked as one, for the same reason
 
 // Parts: what moments and sums are taken of. `each` of `ways` ranges of rows in the layout of columns, else planes.
@@ -212,20 +214,18 @@ void finish_batch_moments(const ChannelStatistics<T>& s, const double* means, co
   });
 }
 
-// The gradients of weight and bias, and c1 and c2 from them.
+// Of the channels [begin, end) the gradients of weight and bias, and c1 and c2 from them.
 template <class T>
-void finish_batch_sums(const ChannelStatistics<T>& s, const double* sums, const double* distances, double* dz,
-                       double* dz_x_hat, double* c1, double* c2) {
-  for_channels(s, [&](int64_t begin, int64_t end) {
-    std::fill(dz + begin, dz + end, 0.0);
-    std::fill(dz_x_hat + begin, dz_x_hat + end, 0.0);
-    for_parts(s, begin, end, [&](int64_t k, int64_t c, double) { dz[c] += sums[k], dz_x_hat[c] += distances[k]; });
-    for (int64_t c = begin; c < end; ++c) {
-      dz_x_hat[c] = (dz_x_hat[c] - s.lost(c) * dz[c]) * s.rstd(c);
-      const double share = s.weight_of(c) / double(s.size);
-      c1[c] = share * dz[c], c2[c] = share * dz_x_hat[c];
-    }
-  });
+void finish_batch_sums(const ChannelStatistics<T>& s, int64_t begin, int64_t end, const double* sums,
+                       const double* distances, double* dz, double* dz_x_hat, double* c1, double* c2) {
+  std::fill(dz + begin, dz + end, 0.0);
+  std::fill(dz_x_hat + begin, dz_x_hat + end, 0.0);
+  for_parts(s, begin, end, [&](int64_t k, int64_t c, double) { dz[c] += sums[k], dz_x_hat[c] += distances[k]; });
+  for (int64_t c = begin; c < end; ++c) {
+    dz_x_hat[c] = (dz_x_hat[c] - s.lost(c) * dz[c]) * s.rstd(c);
+    const double share = s.weight_of(c) / double(s.size);
+    c1[c] = share * dz[c], c2[c] = share * dz_x_hat[c];
+  }
 }
 
 // The terms of all sets, which the call then points to.
@@ -309,9 +309,12 @@ void run_channel_sums(const ChannelCall& whole, double* dz, double* dz_x_hat, do
     if (call.device.is_cpu()) {
       const Tensor terms = make_terms<T>(call, nullptr, nullptr), roots = make_roots(call, s);
       for_units(call.args, parts, [&](int64_t begin, int64_t end, int64_t part) {
-        cpu::channel_sums(call.args, begin, end, sums + part, distances + part);
+        cpu::channel_sums(call.args, begin, end, sums + part, distances + part, call.dz);
       });
-      if (call.groups == 0) return finish_batch_sums(s, sums, distances, dz, dz_x_hat, c1, c2);
+      if (call.groups == 0)
+        return for_channels(s, [&](int64_t begin, int64_t end) {
+          finish_batch_sums(s, begin, end, sums, distances, dz, dz_x_hat, c1, c2);
+        });
       for (int64_t i = 0; i < s.statistics; ++i) s.finish_sums(i, sums, distances, c1, c2);
       for (int64_t c = 0; c < s.channels; ++c) s.finish_parameters(c, parts.count, sums, distances, dz, dz_x_hat);
       return;
@@ -342,6 +345,43 @@ void run_channel_backward(const ChannelCall& whole, const double* c1, const doub
 #else
     without_cuda(call);
 #endif
+  });
+}
+
+// Planes: some channels at a time, which the second pass finds in the cache. Sums leave dz where the input's gradient will
+// be, if that holds it, so that the slope is computed once.
+void run_channel_gradients(const ChannelCall& whole, double* dz, double* dz_x_hat, double* c1, double* c2) {
+  ChannelCall call = whole;
+  ChannelArgs& args = call.args;
+  const bool holds_dz = args.out_dtype == args.dtype && args.dtype == dtype_of(call.computed);
+  if (args.has_act && holds_dz) call.dz = args.grad_input;
+  ChannelCall last = call;
+  if (call.dz) last.args.has_act = false, last.args.grad = call.dz;
+  if (args.columns() || by_columns(call, kSmallPlaneOfSums).together > 1) {
+    run_channel_sums(call, dz, dz_x_hat, c1, c2);
+    return run_channel_backward(last, c1, c2);
+  }
+  with_computed(call, [&](auto computed) {
+    using T = decltype(computed);
+    const Parts parts = parts_of(call);
+    const Tensor room = scratch(call, parts.count);
+    double *sums = room.mutable_data_ptr<double>(), *distances = sums + parts.count;
+    ChannelStatistics<T> s = statistics_of<T>(call, parts);
+    const Tensor terms = make_terms<T>(call, nullptr, nullptr), roots = make_roots(call, s);
+    last.args.terms = args.terms;
+    const TermArrays<T> arrays{static_cast<T*>(terms.mutable_data_ptr()), args.sets};
+    const int64_t channel = args.outer * args.inner, at_once = std::max<int64_t>(1, kCached / channel);
+    const auto some = [&](int64_t begin, int64_t end) {
+      for (int64_t plane = begin; plane < args.planes(); plane += args.channels)
+        cpu::channel_sums(args, plane, plane + end - begin, sums, distances, call.dz);
+      finish_batch_sums(s, begin, end, sums, distances, dz, dz_x_hat, c1, c2);
+      for (int64_t c = begin; c < end; ++c) arrays.put(c, s.terms(c, c1, c2));
+      for (int64_t plane = begin; plane < args.planes(); plane += args.channels)
+        cpu::channel_backward(last.args, plane * args.inner, (plane + end - begin) * args.inner);
+    };
+    at::parallel_for(0, args.channels, std::max<int64_t>(1, kGrain / channel), [&](int64_t begin, int64_t end) {
+      for (int64_t c = begin; c < end; c += at_once) some(c, std::min(end, c + at_once));
+    });
   });
 }
 

@@ -19,6 +19,7 @@ struct ChannelCall {
   const void* bias = nullptr;
   double* mean = nullptr;
   double* variance = nullptr;
+  void* dz = nullptr;  // where sums leave what the activation's slope made of grad, in the type computed in; CPU
   c10::Device device = c10::kCPU;
 };
 
@@ -27,5 +28,7 @@ void run_channel_forward(const ChannelCall& call);
 // Into dz and dz_x_hat, one a channel, and c1 and c2, one a statistic.
 void run_channel_sums(const ChannelCall& call, double* dz, double* dz_x_hat, double* c1, double* c2);
 void run_channel_backward(const ChannelCall& call, const double* c1, const double* c2);
+// Sums, and the input's gradient from them: of batch norm by the input's own statistics, on the CPU.
+void run_channel_gradients(const ChannelCall& call, double* dz, double* dz_x_hat, double* c1, double* c2);
 
 }  // namespace memkit

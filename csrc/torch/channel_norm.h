@@ -48,4 +48,12 @@ at::Tensor channel_norm_backward(const ChannelNorm& norm, const at::Tensor& grad
                                  const OptionalTensor& bias, const OptionalTensor& c1, const OptionalTensor& c2,
                                  bool reuse_grad = false);
 
+// All gradients, of the input and in double of weight and bias, where the statistics are the input's own.
+struct ChannelGradients {
+  at::Tensor input, weight, bias;
+};
+ChannelGradients channel_norm_gradients(const ChannelNorm& norm, const at::Tensor& grad, const at::Tensor& input,
+                                        const at::Tensor& mean, const at::Tensor& variance,
+                                        const OptionalTensor& weight, const OptionalTensor& bias, bool reuse_grad);
+
 }  // namespace memkit

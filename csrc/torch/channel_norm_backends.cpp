@@ -90,11 +90,22 @@ Tensor doubles(c10::SymIntArrayRef shape, const Tensor& x) {
 
 Tensor empty_statistics(const ChannelNorm& norm, const Tensor& x) { return doubles(statistics_shape(norm, x), x); }
 
+ChannelSums empty_sums(const ChannelNorm& norm, const Tensor& x) {
+  const auto of_channels = [&] { return doubles({x.sym_size(1)}, x); };
+  return {of_channels(), of_channels(), empty_statistics(norm, x), empty_statistics(norm, x)};
+}
+
 void check_gradient(const ChannelNorm& norm, const Tensor& grad, const Tensor& input) {
   check_float_tensor(norm.name(), grad);
   TORCH_CHECK(input.sym_sizes() == grad.sym_sizes() && input.device() == grad.device(), norm.name(),
               ": expected a saved input like the gradient, ", describe(grad), " on ", grad.device(), ", got ",
               describe(input), " on ", input.device());
+}
+
+// Where the gradient of x goes: the incoming one's memory, or that of its copy g, where that is free.
+Tensor gradient_memory(const Tensor& x, const Tensor& grad, const Tensor& g, bool reuse_grad) {
+  const bool reuse = (reuse_grad || !g.is_same(grad)) && g.scalar_type() == x.scalar_type();
+  return reuse ? g : fresh_like(x);
 }
 
 }  // namespace
@@ -147,8 +158,7 @@ ChannelSums channel_norm_sums(const ChannelNorm& norm, const Tensor& grad, const
   check_gradient(norm, grad, input);
   const auto format = format_of(norm, input);
   const Tensor x = input.contiguous(format), g = grad.contiguous(format);
-  ChannelSums sums{doubles({x.sym_size(1)}, x), doubles({x.sym_size(1)}, x), empty_statistics(norm, x),
-                   empty_statistics(norm, x)};
+  ChannelSums sums = empty_sums(norm, x);
   if (x.is_meta()) return sums;
   if (x.numel() == 0) return {sums.dz.zero_(), sums.dz_x_hat.zero_(), sums.c1.zero_(), sums.c2.zero_()};
   ChannelCall call = call_of(norm, x, g.scalar_type());
@@ -165,8 +175,7 @@ Tensor channel_norm_backward(const ChannelNorm& norm, const Tensor& grad, const 
   check_gradient(norm, grad, input);
   const auto format = format_of(norm, input);
   const Tensor x = input.contiguous(format), g = grad.contiguous(format);
-  const bool reuse = (reuse_grad || !g.is_same(grad)) && g.scalar_type() == x.scalar_type();
-  Tensor grad_input = reuse ? g : fresh_like(x);
+  const Tensor grad_input = gradient_memory(x, grad, g, reuse_grad);
   if (x.is_meta() || x.numel() == 0) return grad_input;
   ChannelCall call = call_of(norm, x, g.scalar_type());
   const Operands operands(call, norm, x, mean, variance, weight, bias);
@@ -176,6 +185,29 @@ Tensor channel_norm_backward(const ChannelNorm& norm, const Tensor& grad, const 
   run_channel_backward(call, first ? first->const_data_ptr<double>() : nullptr,
                        second ? second->const_data_ptr<double>() : nullptr);
   return grad_input;
+}
+
+ChannelGradients channel_norm_gradients(const ChannelNorm& norm, const Tensor& grad, const Tensor& input,
+                                        const Tensor& mean, const Tensor& variance, const OptionalTensor& weight,
+                                        const OptionalTensor& bias, bool reuse_grad) {
+  if (!input.is_cpu() || norm.groups || input.numel() == 0) {
+    const ChannelSums sums = channel_norm_sums(norm, grad, input, mean, variance, weight, bias);
+    const Tensor found =
+        channel_norm_backward(norm, grad, input, mean, variance, weight, bias, sums.c1, sums.c2, reuse_grad);
+    return {found, sums.dz_x_hat, sums.dz};
+  }
+  check_gradient(norm, grad, input);
+  const auto format = format_of(norm, input);
+  const Tensor x = input.contiguous(format), g = grad.contiguous(format);
+  const Tensor grad_input = gradient_memory(x, grad, g, reuse_grad);
+  const ChannelSums sums = empty_sums(norm, x);
+  ChannelCall call = call_of(norm, x, g.scalar_type());
+  const Operands operands(call, norm, x, mean, variance, weight, bias);
+  call.args.grad = g.const_data_ptr();
+  call.args.grad_input = grad_input.mutable_data_ptr();
+  run_channel_gradients(call, sums.dz.data_ptr<double>(), sums.dz_x_hat.data_ptr<double>(), sums.c1.data_ptr<double>(),
+                        sums.c2.data_ptr<double>());
+  return {grad_input, sums.dz_x_hat, sums.dz};
 }
 
 namespace {
