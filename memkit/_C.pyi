@@ -162,11 +162,14 @@ def batch_norm_act(
 
 # csrc/torch/lean.cpp
 
-class Recipe:
-    """How to compute a saved tensor again."""
+def recipe(tensor: Tensor) -> object | None:
+    """How to compute a saved tensor again; None where it has to be kept."""
 
-def pack(tensor: Tensor) -> Recipe | None: ...
-def unpack(recipe: Recipe) -> Tensor: ...
+def pack(tensor: Tensor) -> object:
+    """The recipe, or the tensor as autograd keeps it."""
+
+def unpack(packed: object) -> Tensor | None:
+    """Of what either of them gave; None for anything else."""
 
 # csrc/torch/cross_entropy.cpp
 

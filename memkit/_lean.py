@@ -41,7 +41,7 @@ class lean:  # noqa: N801  a context, named as torch.no_grad is
         self._entered: list[saved_tensors_hooks | None] = []
 
     def __enter__(self) -> lean:
-        self._entered.append(None if is_compiling() else self._hooks())
+        self._entered.append(None if is_compiling() or is_lean() else _hooks())
         hooks = self._entered[-1]
         if hooks is not None:
             hooks.__enter__()
@@ -54,44 +54,33 @@ class lean:  # noqa: N801  a context, named as torch.no_grad is
         if hooks is not None:
             hooks.__exit__(kind, error, trace)
 
-    @staticmethod
-    def _hooks() -> saved_tensors_hooks:
-        hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)  # None without
-        keep, give_back = hooks or (_Kept, _Kept.tensor)
-
-        def pack(tensor: Tensor) -> Any:
-            return _C.pack(tensor) or keep(tensor)
-
-        vars(pack)["lean"] = True
-
-        def unpack(packed: Any) -> Tensor:
-            return _C.unpack(packed) if type(packed) is _C.Recipe else give_back(packed)
-
-        return saved_tensors_hooks(pack, unpack)
-
 
 def is_lean() -> bool:
     """Whether what autograd saves now is saved by :class:`lean`. Not in compiled code."""
     if is_compiling():
         return False
-    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks is not None and hasattr(hooks[0], "lean")
+    hooks = _active_hooks()
+    return hooks is not None and (hooks[0] is _C.pack or hasattr(hooks[0], "lean"))
 
 
-class _Kept:
-    """A tensor as autograd keeps it without hooks: raises where it was changed since."""
+def _active_hooks() -> Any:
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)  # None without
 
-    __slots__ = ("value", "version")
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.value = tensor.detach()  # the tensor itself would hold the graph that holds it
-        self.version = tensor._version
+def _hooks() -> saved_tensors_hooks:
+    outer = _active_hooks()
+    if outer is None:
+        return saved_tensors_hooks(_C.pack, _C.unpack)  # type: ignore[arg-type]
+    keep, give_back = outer
 
-    def tensor(self) -> Tensor:
-        if self.value._version != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"expected {self.value.dtype} {list(self.value.shape)} at version {self.version}, "
-                f"got version {self.value._version}"
-            )
-        return self.value
+    def pack(tensor: Tensor) -> Any:
+        recipe = _C.recipe(tensor)
+        return keep(tensor) if recipe is None else recipe
+
+    vars(pack)["lean"] = True
+
+    def unpack(packed: Any) -> Tensor:
+        tensor = _C.unpack(packed)
+        return give_back(packed) if tensor is None else tensor
+
+    return saved_tensors_hooks(pack, unpack)

@@ -329,3 +329,33 @@ def test_changed_running_statistics_are_noticed() -> None:
     norm.train()(x)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("act", [None, "relu", "silu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    "shape", [(3, 70, 24, 24), (2, 5, 200, 101), (4, 9, 2, 3), (6, 5), (2, 1, 3)], ids=str
+)
+@pytest.mark.parametrize("last", [False, True])
+def test_both_passes_of_backward_in_one_are_the_two(
+    shape: tuple[int, ...], dtype: torch.dtype, act: str | None, last: bool
+) -> None:
+    """But for the order of sums, whatever is worked on at a time; and a gradient that others hold stays as it is."""
+    form = torch.channels_last if last and len(shape) == 4 else torch.contiguous_format
+    x = torch.randn(shape, dtype=dtype).contiguous(memory_format=form).requires_grad_()
+    weight, bias = (torch.randn(shape[1], dtype=dtype, requires_grad=True) for _ in range(2))
+    grad = torch.randn(shape, dtype=dtype).contiguous(memory_format=form)
+    before = grad.clone()
+    out = M.batch_norm_act(x, None, None, weight, bias, training=True, act=act)
+    got = torch.autograd.grad(out, [x, weight, bias], grad)
+    assert torch.equal(grad, before)
+
+    with torch.no_grad():
+        ops = torch.ops.memkit
+        mean, variance = ops._channel_moments(x, 0)
+        how = (weight, bias, 1e-5, act or "", [])
+        dz, dz_x_hat, c1, c2 = ops._channel_norm_sums(grad, x, 0, mean, variance, *how)
+        dx = ops._channel_norm_backward(grad, x, 0, mean, variance, weight, bias, c1, c2, *how[2:])
+    unit = torch.finfo(dtype).eps
+    for ours, theirs in zip(got, (dx, dz_x_hat.to(dtype), dz.to(dtype)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=4 * unit, atol=4 * unit * theirs.abs().max().item())

@@ -213,7 +213,8 @@ template <class T>
 struct GradientSums {
   template <class Lanes>
   struct Body {
-    MEMKIT_FN static void run(const ChannelArgs& args, int64_t begin, int64_t end, double* sum, double* sum_distance) {
+    MEMKIT_FN static void run(const ChannelArgs& args, int64_t begin, int64_t end, double* sum, double* sum_distance,
+                              T* kept) {
       const Arrays<T> terms(args);
       const bool columns = args.columns();
       const int64_t unit_size = columns ? args.channels : args.inner;
@@ -233,7 +234,7 @@ struct GradientSums {
       for (int64_t first = begin * unit_size; first < end * unit_size; first += kChunk) {
         const int64_t n = std::min(kChunk, end * unit_size - first);
         const T* x = read<Lanes>(args.x, args.dtype, first, n, space);
-        const T* dz = gradients<Lanes>(args, terms, first, n, x, grads);
+        const T* dz = gradients<Lanes>(args, terms, first, n, x, kept ? kept + first : grads);
         for_runs(
             args, first, n,
             [&](int64_t k, int64_t m, int64_t unit, int64_t set) MEMKIT_INLINE {
@@ -352,10 +353,12 @@ void channel_backward(const ChannelArgs& args, int64_t begin, int64_t end) {
   Compiled<Backward<float>::Body>::run(args, begin, end);
 }
 
-void channel_sums(const ChannelArgs& args, int64_t begin, int64_t end, double* sum_dz, double* sum_dz_distance) {
+void channel_sums(const ChannelArgs& args, int64_t begin, int64_t end, double* sum_dz, double* sum_dz_distance,
+                  void* dz) {
   if (args.dtype == Dtype::float64)
-    return Compiled<GradientSums<double>::Body>::run(args, begin, end, sum_dz, sum_dz_distance);
-  Compiled<GradientSums<float>::Body>::run(args, begin, end, sum_dz, sum_dz_distance);
+    return Compiled<GradientSums<double>::Body>::run(args, begin, end, sum_dz, sum_dz_distance,
+                                                     static_cast<double*>(dz));
+  Compiled<GradientSums<float>::Body>::run(args, begin, end, sum_dz, sum_dz_distance, static_cast<float*>(dz));
 }
 
 }  // namespace memkit::cpu

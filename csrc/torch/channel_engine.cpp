@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "../cpu/channel_norm.h"
+#include "engine.h"
 
 #ifdef MEMKIT_WITH_CUDA
 #include <c10/cuda/CUDAException.h>
@@ -26,6 +27,7 @@ constexpr int64_t kGrain = 32768;  // elements below which one thread is faster 
 // has elements, which pays for terms for every element of a row. Sums over a plane, which end in adding up partial sums,
 // cost more.
 constexpr int64_t kSmallPlane = 32, kSmallPlaneOfSums = 128, kRowsOfColumns = 4;
+constexpr int64_t kCached = 32768;  // elements that stay in the second-level cache from one pass to the next
 constexpr int64_t kShortRow = 512;  // elements of rows of columns that are walked as one, for the same reason
 constexpr int64_t kBlock = 16384;   // elements of groups that all passes are over, one pass after the other
 
@@ -206,20 +208,18 @@ void finish_batch_moments(const ChannelStatistics<T>& s, const double* means, co
   });
 }
 
-// The gradients of weight and bias, and c1 and c2 from them.
+// Of the channels [begin, end) the gradients of weight and bias, and c1 and c2 from them.
 template <class T>
-void finish_batch_sums(const ChannelStatistics<T>& s, const double* sums, const double* distances, double* dz,
-                       double* dz_x_hat, double* c1, double* c2) {
-  for_channels(s, [&](int64_t begin, int64_t end) {
-    std::fill(dz + begin, dz + end, 0.0);
-    std::fill(dz_x_hat + begin, dz_x_hat + end, 0.0);
-    for_parts(s, begin, end, [&](int64_t k, int64_t c, double) { dz[c] += sums[k], dz_x_hat[c] += distances[k]; });
-    for (int64_t c = begin; c < end; ++c) {
-      dz_x_hat[c] = (dz_x_hat[c] - s.lost(c) * dz[c]) * s.rstd(c);
-      const double share = s.weight_of(c) / double(s.size);
-      c1[c] = share * dz[c], c2[c] = share * dz_x_hat[c];
-    }
-  });
+void finish_batch_sums(const ChannelStatistics<T>& s, int64_t begin, int64_t end, const double* sums,
+                       const double* distances, double* dz, double* dz_x_hat, double* c1, double* c2) {
+  std::fill(dz + begin, dz + end, 0.0);
+  std::fill(dz_x_hat + begin, dz_x_hat + end, 0.0);
+  for_parts(s, begin, end, [&](int64_t k, int64_t c, double) { dz[c] += sums[k], dz_x_hat[c] += distances[k]; });
+  for (int64_t c = begin; c < end; ++c) {
+    dz_x_hat[c] = (dz_x_hat[c] - s.lost(c) * dz[c]) * s.rstd(c);
+    const double share = s.weight_of(c) / double(s.size);
+    c1[c] = share * dz[c], c2[c] = share * dz_x_hat[c];
+  }
 }
 
 // The gradients of weight and bias, from the sums over planes in the order of memory.
@@ -329,6 +329,37 @@ void gradients_by_blocks(ChannelCall call, double* dz, double* dz_x_hat) {
   finish_group_parameters(s, sums, distances, dz, dz_x_hat);
 }
 
+// Batch norm of planes on the CPU where there are channels for all threads.
+bool by_channels(const ChannelCall& call) {
+  return call.device.is_cpu() && !call.groups && !call.args.columns() &&
+         by_columns(call, kSmallPlaneOfSums).together == 1 && call.args.channels >= at::get_num_threads();
+}
+
+// Some channels at a time, which the second pass finds in the cache.
+template <class T>
+void gradients_by_channels(ChannelCall call, ChannelCall last, double* dz, double* dz_x_hat, double* c1, double* c2) {
+  const ChannelArgs& args = call.args;
+  const Parts parts = parts_of(call);
+  const Tensor room = scratch(call, parts.count);
+  double *sums = room.mutable_data_ptr<double>(), *distances = sums + parts.count;
+  ChannelStatistics<T> s = statistics_of<T>(call, parts);
+  const Tensor terms = make_terms<T>(call, nullptr, nullptr), roots = make_roots(call, s);
+  const TermArrays<T> arrays{static_cast<T*>(terms.mutable_data_ptr()), args.sets};
+  last.args.terms = arrays.data;
+  const int64_t channel = args.outer * args.inner, at_once = std::max<int64_t>(1, kCached / channel);
+  const auto some = [&](int64_t begin, int64_t end) {
+    for (int64_t plane = begin; plane < args.planes(); plane += args.channels)
+      cpu::channel_sums(args, plane, plane + end - begin, sums, distances, call.dz);
+    finish_batch_sums(s, begin, end, sums, distances, dz, dz_x_hat, c1, c2);
+    for (int64_t c = begin; c < end; ++c) arrays.put(c, s.terms(c, c1, c2));
+    for (int64_t plane = begin; plane < args.planes(); plane += args.channels)
+      cpu::channel_backward(last.args, plane * args.inner, (plane + end - begin) * args.inner);
+  };
+  at::parallel_for(0, args.channels, std::max<int64_t>(1, kGrain / channel), [&](int64_t begin, int64_t end) {
+    for (int64_t c = begin; c < end; c += at_once) some(c, std::min(end, c + at_once));
+  });
+}
+
 }  // namespace
 
 void run_channel_moments(const ChannelCall& whole) {
@@ -386,9 +417,12 @@ void run_channel_sums(const ChannelCall& whole, double* dz, double* dz_x_hat, do
     if (call.device.is_cpu()) {
       const Tensor terms = make_terms<T>(call, nullptr, nullptr), roots = make_roots(call, s);
       for_units(call.args, parts, [&](int64_t begin, int64_t end, int64_t part) {
-        cpu::channel_sums(call.args, begin, end, sums + part, distances + part);
+        cpu::channel_sums(call.args, begin, end, sums + part, distances + part, call.dz);
       });
-      if (call.groups == 0) return finish_batch_sums(s, sums, distances, dz, dz_x_hat, c1, c2);
+      if (call.groups == 0)
+        return for_channels(s, [&](int64_t begin, int64_t end) {
+          finish_batch_sums(s, begin, end, sums, distances, dz, dz_x_hat, c1, c2);
+        });
       for (int64_t i = 0; i < s.statistics; ++i) s.finish_sums(i, sums, distances, c1, c2);
       return finish_group_parameters(s, sums, distances, dz, dz_x_hat);
     }
@@ -427,14 +461,24 @@ void run_channel_norm(const ChannelCall& call) {
   run_channel_forward(call);
 }
 
-void run_channel_gradients(const ChannelCall& call, double* dz, double* dz_x_hat) {
-  if (by_blocks(call))
-    return with_computed(call, [&](auto computed) { gradients_by_blocks<decltype(computed)>(call, dz, dz_x_hat); });
-  const int64_t statistics = call.groups ? call.args.outer * call.groups : call.args.channels;
+void run_channel_gradients(const ChannelCall& whole, double* dz, double* dz_x_hat) {
+  if (by_blocks(whole))
+    return with_computed(whole, [&](auto computed) { gradients_by_blocks<decltype(computed)>(whole, dz, dz_x_hat); });
+  ChannelCall call = whole;
+  ChannelArgs& args = call.args;
+  // Sums leave dz where the input's gradient will be, if that holds it, so that the slope is computed once.
+  const bool holds_dz = args.out_dtype == args.dtype && args.dtype == dtype_of(call.computed);
+  if (call.device.is_cpu() && args.has_act && holds_dz) call.dz = args.grad_input;
+  ChannelCall last = call;
+  if (call.dz) last.args.has_act = false, last.args.grad = call.dz;
+  const int64_t statistics = call.groups ? args.outer * call.groups : args.channels;
   const Tensor means = scratch(call, statistics);
   double *const c1 = means.mutable_data_ptr<double>(), *const c2 = c1 + statistics;
+  if (by_channels(call))
+    return with_computed(
+        call, [&](auto computed) { gradients_by_channels<decltype(computed)>(call, last, dz, dz_x_hat, c1, c2); });
   run_channel_sums(call, dz, dz_x_hat, c1, c2);
-  run_channel_backward(call, c1, c2);
+  run_channel_backward(last, c1, c2);
 }
 
 }  // namespace memkit

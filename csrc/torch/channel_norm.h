@@ -55,9 +55,9 @@ at::Tensor channel_norm_backward(const ChannelNorm& norm, const at::Tensor& grad
                                  const OptionalTensor& bias, const OptionalTensor& c1, const OptionalTensor& c2,
                                  bool reuse_grad = false);
 
-// Sums and the input's gradient in one go, where the statistics are the input's own.
+// All gradients, of the input and in double of weight and bias, where the statistics are the input's own.
 struct ChannelGradients {
-  at::Tensor input, dz, dz_x_hat;
+  at::Tensor input, weight, bias;
 };
 ChannelGradients channel_norm_gradients(const ChannelNorm& norm, const at::Tensor& grad, const at::Tensor& input,
                                         const at::Tensor& mean, const at::Tensor& variance,

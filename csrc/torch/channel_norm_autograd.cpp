@@ -121,13 +121,13 @@ struct ChannelNormBackward : SavedNode {
     const bool plain = is_plain(grad) && all_plain(x, weight, bias);
     const bool wants_weight = weight && task_should_compute_output(1);
     const bool wants_bias = bias && task_should_compute_output(2);
-    if (plain && own_statistics && task_should_compute_output(0)) {
-      // The incoming gradient's memory serves for the outgoing one where no one else can see it.
-      const bool sole = is_sole_owner(grad);
-      ChannelGradients made = channel_norm_gradients(norm(), grad, x, mean, variance, weight, bias, sole);
-      result[0] = std::move(made.input);
-      if (wants_weight) result[1] = gradient_of(*weight, made.dz_x_hat);
-      if (wants_bias) result[2] = gradient_of(*bias, made.dz);
+    // The incoming gradient's memory serves for the outgoing one where no one else can see it.
+    const bool reuse = plain && is_sole_owner(grad), wants_input = task_should_compute_output(0);
+    if (plain && own_statistics && wants_input) {
+      ChannelGradients found = channel_norm_gradients(norm(), grad, x, mean, variance, weight, bias, reuse);
+      if (wants_weight) result[1] = gradient_of(*weight, found.weight);
+      if (wants_bias) result[2] = gradient_of(*bias, found.bias);
+      result[0] = std::move(found.input);
       return result;
     }
     ChannelSums sums;
@@ -144,12 +144,11 @@ struct ChannelNormBackward : SavedNode {
     }
     if (wants_weight) result[1] = gradient_of(*weight, sums.dz_x_hat);
     if (wants_bias) result[2] = gradient_of(*bias, sums.dz);
-    if (!task_should_compute_output(0)) return result;
+    if (!wants_input) return result;
     const OptionalTensor c1 = own_statistics ? optional(sums.c1) : std::nullopt;
     const OptionalTensor c2 = own_statistics ? optional(sums.c2) : std::nullopt;
     if (plain) {
-      const bool sole = is_sole_owner(grad);
-      result[0] = channel_norm_backward(norm(), grad, x, mean, variance, weight, bias, c1, c2, sole);
+      result[0] = channel_norm_backward(norm(), grad, x, mean, variance, weight, bias, c1, c2, reuse);
     } else {
       result[0] = MEMKIT_CALL("memkit::_channel_norm_backward",
                               Tensor(const Tensor&, const Tensor&, int64_t, const Tensor&, const Tensor&,

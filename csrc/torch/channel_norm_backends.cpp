@@ -97,9 +97,10 @@ void check_gradient(const ChannelNorm& norm, const Tensor& grad, const Tensor& i
               describe(input), " on ", input.device());
 }
 
-// Whether the input's gradient may be put where `grad` is, of which g is a contiguous form.
-bool may_reuse(bool reuse_grad, const Tensor& grad, const Tensor& g, const Tensor& x) {
-  return (reuse_grad || !g.is_same(grad)) && g.scalar_type() == x.scalar_type();
+// Where the gradient of x goes: the incoming one's memory, or that of its copy g, where that is free.
+Tensor gradient_memory(const Tensor& x, const Tensor& grad, const Tensor& g, bool reuse_grad) {
+  const bool reuse = (reuse_grad || !g.is_same(grad)) && g.scalar_type() == x.scalar_type();
+  return reuse ? g : fresh_like(x);
 }
 
 }  // namespace
@@ -185,8 +186,7 @@ Tensor channel_norm_backward(const ChannelNorm& norm, const Tensor& grad, const 
   check_gradient(norm, grad, input);
   const auto format = format_of(norm, input);
   const Tensor x = input.contiguous(format), g = grad.contiguous(format);
-  const bool reuse = may_reuse(reuse_grad, grad, g, x);
-  Tensor grad_input = reuse ? g : fresh_like(x);
+  const Tensor grad_input = gradient_memory(x, grad, g, reuse_grad);
   if (x.is_meta() || x.numel() == 0) return grad_input;
   ChannelCall call = call_of(norm, x, g.scalar_type());
   const Operands operands(call, norm, x, mean, variance, weight, bias);
@@ -204,15 +204,15 @@ ChannelGradients channel_norm_gradients(const ChannelNorm& norm, const Tensor& g
   check_gradient(norm, grad, input);
   const auto format = format_of(norm, input);
   const Tensor x = input.contiguous(format), g = grad.contiguous(format);
-  ChannelGradients made{may_reuse(reuse_grad, grad, g, x) ? g : fresh_like(x), doubles({x.sym_size(1)}, x),
+  ChannelGradients made{gradient_memory(x, grad, g, reuse_grad), doubles({x.sym_size(1)}, x),
                         doubles({x.sym_size(1)}, x)};
   if (x.is_meta()) return made;
-  if (x.numel() == 0) return {made.input, made.dz.zero_(), made.dz_x_hat.zero_()};
+  if (x.numel() == 0) return {made.input, made.weight.zero_(), made.bias.zero_()};
   ChannelCall call = call_of(norm, x, g.scalar_type());
   const Operands operands(call, norm, x, mean, variance, weight, bias);
   call.args.grad = g.const_data_ptr();
   call.args.grad_input = made.input.mutable_data_ptr();
-  run_channel_gradients(call, made.dz.data_ptr<double>(), made.dz_x_hat.data_ptr<double>());
+  run_channel_gradients(call, made.bias.data_ptr<double>(), made.weight.data_ptr<double>());
   return made;
 }
 

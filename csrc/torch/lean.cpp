@@ -4,12 +4,17 @@
 #include <ATen/ops/add.h>
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty_strided.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/generated/Functions.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
+#include <memory>
+#include <variant>
 
+#include "checks.h"
 #include "saved_node.h"
 
 namespace memkit {
@@ -70,7 +75,26 @@ struct Recipe {
   int64_t offset;
 };
 
-std::optional<Recipe> pack(const Tensor& x) {
+// A tensor as autograd keeps it without hooks: raises where it was changed since.
+struct Original {
+  // The tensor itself would hold the graph that holds it.
+  explicit Original(const Tensor& x) : value(is_plain(x) ? x.tensor_data() : x.detach()), version(x._version()) {}
+
+  Tensor unpack() const {
+    TORCH_CHECK(value._version() == version,
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                "expected ",
+                describe(value), " at version ", version, ", got version ", value._version());
+    return value;
+  }
+
+  Tensor value;
+  uint32_t version;
+};
+
+using Packed = std::variant<Recipe, Original>;
+
+std::optional<Recipe> recipe_of(const Tensor& x) {
   if (!x.requires_grad() || x.is_leaf() || x.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) return std::nullopt;
   const Tensor made = x.is_view() ? Tensor(x._base()) : x;
   const NodePtr& node = made.grad_fn();
@@ -80,7 +104,8 @@ std::optional<Recipe> pack(const Tensor& x) {
   return Recipe{node, made.strides().vec(), x.sizes().vec(), x.strides().vec(), x.storage_offset()};
 }
 
-Tensor unpack(const Recipe& recipe) {
+Tensor made_again(const Recipe& recipe) {
+  const pybind11::gil_scoped_release no_gil;
   const at::AutoGradMode off(false);
   Tensor made = rebuild(*recipe.node);
   // Hooks inside this one may have handed the node its input in another order of memory.
@@ -89,12 +114,58 @@ Tensor unpack(const Recipe& recipe) {
   return made.as_strided(recipe.sizes, recipe.strides, recipe.offset);
 }
 
+// -- for Python, which autograd calls once for each tensor that it saves: plain functions over capsules
+
+constexpr const char* kCapsule = "memkit.packed";
+
+void drop(PyObject* capsule) { delete static_cast<Packed*>(PyCapsule_GetPointer(capsule, kCapsule)); }
+
+PyObject* in_capsule(Packed&& packed) {
+  auto held = std::make_unique<Packed>(std::move(packed));
+  PyObject* capsule = PyCapsule_New(held.get(), kCapsule, drop);
+  if (!capsule) throw python_error();
+  held.release();
+  return capsule;
+}
+
+const Tensor& tensor_of(PyObject* object, const char* name) {
+  TORCH_CHECK_TYPE(THPVariable_Check(object), name, ": expected a Tensor, got ", Py_TYPE(object)->tp_name);
+  return THPVariable_Unpack(object);
+}
+
+PyObject* recipe(PyObject*, PyObject* tensor) {
+  HANDLE_TH_ERRORS
+  if (auto found = recipe_of(tensor_of(tensor, "recipe"))) return in_capsule(std::move(*found));
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* pack(PyObject*, PyObject* tensor) {
+  HANDLE_TH_ERRORS
+  const Tensor& x = tensor_of(tensor, "pack");
+  auto found = recipe_of(x);
+  return in_capsule(found ? Packed(std::move(*found)) : Packed(Original(x)));
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* unpack(PyObject*, PyObject* object) {
+  HANDLE_TH_ERRORS
+  if (!PyCapsule_IsValid(object, kCapsule)) Py_RETURN_NONE;
+  const auto& packed = *static_cast<const Packed*>(PyCapsule_GetPointer(object, kCapsule));
+  const auto* original = std::get_if<Original>(&packed);
+  return THPVariable_Wrap(original ? original->unpack() : made_again(std::get<Recipe>(packed)));
+  END_HANDLE_TH_ERRORS
+}
+
+PyMethodDef kMethods[] = {{"recipe", recipe, METH_O, nullptr},
+                          {"pack", pack, METH_O, nullptr},
+                          {"unpack", unpack, METH_O, nullptr},
+                          {nullptr, nullptr, 0, nullptr}};
+
 }  // namespace
 
 void bind_lean(pybind11::module_& m) {
-  pybind11::class_<Recipe>(m, "Recipe", "How to compute a saved tensor again.");
-  m.def("pack", pack);
-  m.def("unpack", unpack, pybind11::call_guard<pybind11::gil_scoped_release>());
+  if (PyModule_AddFunctions(m.ptr(), kMethods) != 0) throw pybind11::error_already_set();
 }
 
 }  // namespace memkit

@@ -6,8 +6,9 @@
 namespace memkit {
 
 // Adds to the module:
-//   pack(tensor) -> Recipe | None     a recipe that takes the tensor's place; None where it has to be kept
-//   unpack(recipe) -> Tensor
+//   recipe(tensor) -> capsule | None    how to make the tensor again; None where it has to be kept
+//   pack(tensor) -> capsule             the recipe, or the tensor
+//   unpack(capsule) -> Tensor | None    what either came from; None for anything else
 void bind_lean(pybind11::module_& m);
 
 }  // namespace memkit

@@ -199,6 +199,14 @@ struct BatchNormProducer : Producer {
   Tensors backward(Tensor grad, const Tensors& statistics, const std::vector<bool>& wanted, bool) override {
     const Tensor &mean = statistics[0], &variance = statistics[1];
     Tensors found(5);
+    if (own() && wanted[0]) {
+      ChannelGradients g =
+          channel_norm_gradients(norm, grad, x(), mean, variance, weight(), bias(), /*reuse_grad=*/true);
+      if (wanted[1]) found[1] = g.weight.to(inputs[1].scalar_type());
+      if (wanted[2]) found[2] = g.bias.to(inputs[2].scalar_type());
+      found[0] = std::move(g.input);
+      return found;
+    }
     ChannelSums sums;
     if (own() || wanted[1] || wanted[2]) sums = channel_norm_sums(norm, grad, x(), mean, variance, weight(), bias());
     if (wanted[1]) found[1] = sums.dz_x_hat.to(inputs[1].scalar_type());
