@@ -48,7 +48,7 @@ at::Tensor channel_norm_backward(const ChannelNorm& norm, const at::Tensor& grad
                                  const OptionalTensor& bias, const OptionalTensor& c1, const OptionalTensor& c2,
                                  bool reuse_grad = false);
 
-// All gradients, of the input and in double of weight and bias, where the statistics are the input's own.
+// All gradients, those of weight and bias in their dtype, where the statistics are the input's own.
 struct ChannelGradients {
   at::Tensor input, weight, bias;
 };

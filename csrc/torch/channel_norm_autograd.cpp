@@ -113,8 +113,8 @@ struct ChannelNormBackward : SavedNode {
     const bool reuse = plain && is_sole_owner(grad), wants_input = task_should_compute_output(0);
     if (plain && own_statistics && wants_input) {
       ChannelGradients found = channel_norm_gradients(norm(), grad, x, mean, variance, weight, bias, reuse);
-      if (wants_weight) result[1] = found.weight.to(weight->scalar_type());
-      if (wants_bias) result[2] = found.bias.to(bias->scalar_type());
+      if (wants_weight) result[1] = std::move(found.weight);
+      if (wants_bias) result[2] = std::move(found.bias);
       result[0] = std::move(found.input);
       return result;
     }

@@ -3,6 +3,8 @@
 #include <ATen/EmptyTensor.h>
 #include <torch/library.h>
 
+#include <algorithm>
+
 #include "channel_engine.h"
 #include "channel_norm.h"
 #include "checks.h"
@@ -51,7 +53,7 @@ ChannelCall call_of(const ChannelNorm& norm, const Tensor& x, at::ScalarType dty
 }
 
 OptionalTensor as(const OptionalTensor& x, at::ScalarType dtype) {
-  return x ? OptionalTensor(x->to(dtype).contiguous()) : x;
+  return !x || (x->scalar_type() == dtype && x->is_contiguous()) ? x : x->to(dtype).contiguous();
 }
 
 // Statistics in double and parameters in the type computed in, alive as long as the call that points to them.
@@ -100,6 +102,15 @@ void check_gradient(const ChannelNorm& norm, const Tensor& grad, const Tensor& i
   TORCH_CHECK(input.sym_sizes() == grad.sym_sizes() && input.device() == grad.device(), norm.name(),
               ": expected a saved input like the gradient, ", describe(grad), " on ", grad.device(), ", got ",
               describe(input), " on ", input.device());
+}
+
+// A parameter's gradient from sums in double: on the CPU past the dispatcher, as above.
+Tensor gradient_of(const OptionalTensor& parameter, const Tensor& sums) {
+  if (!parameter) return {};
+  if (!sums.is_cpu() || parameter->scalar_type() != at::kFloat) return sums.to(parameter->scalar_type());
+  Tensor made(at::detail::empty_cpu(sums.sizes(), at::kFloat));
+  std::copy_n(sums.const_data_ptr<double>(), sums.numel(), made.mutable_data_ptr<float>());
+  return made;
 }
 
 // Where the gradient of x goes: the incoming one's memory, or that of its copy g, where that is free.
@@ -194,7 +205,7 @@ ChannelGradients channel_norm_gradients(const ChannelNorm& norm, const Tensor& g
     const ChannelSums sums = channel_norm_sums(norm, grad, input, mean, variance, weight, bias);
     const Tensor found =
         channel_norm_backward(norm, grad, input, mean, variance, weight, bias, sums.c1, sums.c2, reuse_grad);
-    return {found, sums.dz_x_hat, sums.dz};
+    return {found, gradient_of(weight, sums.dz_x_hat), gradient_of(bias, sums.dz)};
   }
   check_gradient(norm, grad, input);
   const auto format = format_of(norm, input);
@@ -207,7 +218,7 @@ ChannelGradients channel_norm_gradients(const ChannelNorm& norm, const Tensor& g
   call.args.grad_input = grad_input.mutable_data_ptr();
   run_channel_gradients(call, sums.dz.data_ptr<double>(), sums.dz_x_hat.data_ptr<double>(), sums.c1.data_ptr<double>(),
                         sums.c2.data_ptr<double>());
-  return {grad_input, sums.dz_x_hat, sums.dz};
+  return {grad_input, gradient_of(weight, sums.dz_x_hat), gradient_of(bias, sums.dz)};
 }
 
 namespace {
