@@ -55,7 +55,11 @@ at::Tensor channel_norm_backward(const ChannelNorm& norm, const at::Tensor& grad
                                  const OptionalTensor& bias, const OptionalTensor& c1, const OptionalTensor& c2,
                                  bool reuse_grad = false);
 
-// All gradients, of the input and in double of weight and bias, where the statistics are the input's own.
+// A parameter's gradient from sums in double; undefined without the parameter. On the CPU past the dispatcher, which takes as
+// long as a small pass.
+at::Tensor gradient_of(const OptionalTensor& parameter, const at::Tensor& sums);
+
+// All gradients, those of weight and bias in their dtype, where the statistics are the input's own.
 struct ChannelGradients {
   at::Tensor input, weight, bias;
 };

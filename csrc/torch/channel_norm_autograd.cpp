@@ -1,12 +1,9 @@
 // Batch norm with an activation and group norm with their derivative. The input and the statistics are kept; what the
 // activation was applied to is computed again.
 #include <ATen/ATen.h>
-#include <ATen/EmptyTensor.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/library.h>
-
-#include <algorithm>
 
 #include "channel_norm.h"
 #include "checks.h"
@@ -84,15 +81,6 @@ Tensor normalise(const ChannelNorm& norm, const Tensor& input, const Tensor& mea
       input, norm.groups, mean, variance, weight, bias, norm.eps, norm.act, norm.params, dtype);
 }
 
-// Sums in double as the gradient of a parameter. On the CPU past the dispatcher, which takes as long as a small pass.
-Tensor gradient_of(const Tensor& parameter, const Tensor& sums) {
-  if (!is_plain(sums) || !sums.is_cpu() || parameter.scalar_type() != at::kFloat)
-    return sums.to(parameter.scalar_type());
-  Tensor made(at::detail::empty_cpu(sums.sizes(), at::kFloat));
-  std::copy_n(sums.const_data_ptr<double>(), sums.numel(), made.mutable_data_ptr<float>());
-  return made;
-}
-
 struct ChannelNormBackward : SavedNode {
   int64_t groups = 0;
   double eps = 0;
@@ -125,8 +113,8 @@ struct ChannelNormBackward : SavedNode {
     const bool reuse = plain && is_sole_owner(grad), wants_input = task_should_compute_output(0);
     if (plain && own_statistics && wants_input) {
       ChannelGradients found = channel_norm_gradients(norm(), grad, x, mean, variance, weight, bias, reuse);
-      if (wants_weight) result[1] = gradient_of(*weight, found.weight);
-      if (wants_bias) result[2] = gradient_of(*bias, found.bias);
+      if (wants_weight) result[1] = std::move(found.weight);
+      if (wants_bias) result[2] = std::move(found.bias);
       result[0] = std::move(found.input);
       return result;
     }
@@ -142,8 +130,8 @@ struct ChannelNormBackward : SavedNode {
                                               Params))(grad, x, groups, mean, variance, weight, bias, eps, act, params);
       }
     }
-    if (wants_weight) result[1] = gradient_of(*weight, sums.dz_x_hat);
-    if (wants_bias) result[2] = gradient_of(*bias, sums.dz);
+    if (wants_weight) result[1] = gradient_of(weight, sums.dz_x_hat);
+    if (wants_bias) result[2] = gradient_of(bias, sums.dz);
     if (!wants_input) return result;
     const OptionalTensor c1 = own_statistics ? optional(sums.c1) : std::nullopt;
     const OptionalTensor c2 = own_statistics ? optional(sums.c2) : std::nullopt;

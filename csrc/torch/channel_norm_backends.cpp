@@ -3,6 +3,8 @@
 #include <ATen/EmptyTensor.h>
 #include <torch/library.h>
 
+#include <algorithm>
+
 #include "channel_engine.h"
 #include "channel_norm.h"
 #include "checks.h"
@@ -51,7 +53,7 @@ ChannelCall call_of(const ChannelNorm& norm, const Tensor& x, at::ScalarType dty
 }
 
 OptionalTensor as(const OptionalTensor& x, at::ScalarType dtype) {
-  return x ? OptionalTensor(x->to(dtype).contiguous()) : x;
+  return !x || (x->scalar_type() == dtype && x->is_contiguous()) ? x : x->to(dtype).contiguous();
 }
 
 // Statistics in double and parameters in the type computed in, alive as long as the call that points to them.
@@ -163,6 +165,15 @@ ChannelNormed channel_norm(const ChannelNorm& norm, const Tensor& input, const O
   return {out, mean, variance};
 }
 
+Tensor gradient_of(const OptionalTensor& parameter, const Tensor& sums) {
+  if (!parameter) return {};
+  if (!is_plain(sums) || !sums.is_cpu() || parameter->scalar_type() != at::kFloat)
+    return sums.to(parameter->scalar_type());
+  Tensor made(at::detail::empty_cpu(sums.sizes(), at::kFloat));
+  std::copy_n(sums.const_data_ptr<double>(), sums.numel(), made.mutable_data_ptr<float>());
+  return made;
+}
+
 ChannelSums channel_norm_sums(const ChannelNorm& norm, const Tensor& grad, const Tensor& input, const Tensor& mean,
                               const Tensor& variance, const OptionalTensor& weight, const OptionalTensor& bias) {
   check_gradient(norm, grad, input);
@@ -204,16 +215,18 @@ ChannelGradients channel_norm_gradients(const ChannelNorm& norm, const Tensor& g
   check_gradient(norm, grad, input);
   const auto format = format_of(norm, input);
   const Tensor x = input.contiguous(format), g = grad.contiguous(format);
-  ChannelGradients made{gradient_memory(x, grad, g, reuse_grad), doubles({x.sym_size(1)}, x),
-                        doubles({x.sym_size(1)}, x)};
-  if (x.is_meta()) return made;
-  if (x.numel() == 0) return {made.input, made.weight.zero_(), made.bias.zero_()};
-  ChannelCall call = call_of(norm, x, g.scalar_type());
-  const Operands operands(call, norm, x, mean, variance, weight, bias);
-  call.args.grad = g.const_data_ptr();
-  call.args.grad_input = made.input.mutable_data_ptr();
-  run_channel_gradients(call, made.bias.data_ptr<double>(), made.weight.data_ptr<double>());
-  return made;
+  const Tensor grad_input = gradient_memory(x, grad, g, reuse_grad);
+  const Tensor dz = doubles({x.sym_size(1)}, x), dz_x_hat = doubles({x.sym_size(1)}, x);
+  if (x.numel() == 0) {
+    dz.zero_(), dz_x_hat.zero_();
+  } else if (!x.is_meta()) {
+    ChannelCall call = call_of(norm, x, g.scalar_type());
+    const Operands operands(call, norm, x, mean, variance, weight, bias);
+    call.args.grad = g.const_data_ptr();
+    call.args.grad_input = grad_input.mutable_data_ptr();
+    run_channel_gradients(call, dz.data_ptr<double>(), dz_x_hat.data_ptr<double>());
+  }
+  return {grad_input, gradient_of(weight, dz_x_hat), gradient_of(bias, dz)};
 }
 
 namespace {

@@ -202,8 +202,8 @@ struct BatchNormProducer : Producer {
     if (own() && wanted[0]) {
       ChannelGradients g =
           channel_norm_gradients(norm, grad, x(), mean, variance, weight(), bias(), /*reuse_grad=*/true);
-      if (wanted[1]) found[1] = g.weight.to(inputs[1].scalar_type());
-      if (wanted[2]) found[2] = g.bias.to(inputs[2].scalar_type());
+      if (wanted[1]) found[1] = std::move(g.weight);
+      if (wanted[2]) found[2] = std::move(g.bias);
       found[0] = std::move(g.input);
       return found;
     }
