@@ -122,6 +122,7 @@ def test_group_norm_as_exact_as_stock(dtype: torch.dtype, kind: str) -> None:
         ((40, 32), 4),
         ((37, 16, 321), 4),  # several blocks of several groups
         ((1, 8, 5000), 1),  # fewer groups than threads
+        ((1, 2048, 1, 1), 32),  # of one sample, planes of one element
     ]
     for shape, groups in shapes:
         tensors = [inputs(kind, shape, dtype), *parameters(shape[1], dtype)]
