@@ -294,7 +294,8 @@ def test_errors_say_what_was_expected(
 
 
 @pytest.mark.parametrize(
-    "wrong", [torch.ones(5), torch.ones(6, dtype=torch.long), torch.ones(6, device="meta")]
+    "wrong",
+    [torch.ones(5), torch.ones(6, 1), torch.ones(6, dtype=torch.long), torch.ones(6, device="meta")],
 )
 def test_running_statistics_that_do_not_fit_leave_the_others_alone(wrong: Tensor) -> None:
     x, right = normal((4, 6, 3, 3), torch.float32, 0), torch.zeros(6)
