@@ -122,6 +122,7 @@ def test_group_norm_as_exact_as_stock(dtype: torch.dtype, kind: str) -> None:
         ((40, 32), 4),
         ((37, 16, 321), 4),  # several blocks of several groups
         ((1, 8, 5000), 1),  # fewer groups than threads
+        ((1, 2048, 1, 1), 32),  # of one sample, planes of one element
     ]
     for shape, groups in shapes:
         tensors = [inputs(kind, shape, dtype), *parameters(shape[1], dtype)]
@@ -293,7 +294,8 @@ def test_errors_say_what_was_expected(
 
 
 @pytest.mark.parametrize(
-    "wrong", [torch.ones(5), torch.ones(6, dtype=torch.long), torch.ones(6, device="meta")]
+    "wrong",
+    [torch.ones(5), torch.ones(6, 1), torch.ones(6, dtype=torch.long), torch.ones(6, device="meta")],
 )
 def test_running_statistics_that_do_not_fit_leave_the_others_alone(wrong: Tensor) -> None:
     x, right = normal((4, 6, 3, 3), torch.float32, 0), torch.zeros(6)

@@ -64,6 +64,18 @@ def test_subclasses_are_kept_by_their_own_detach() -> None:
     assert type(kept) is type(x)
 
 
+def test_a_subclass_of_python_alone_comes_back_as_one() -> None:
+    class Named(torch.Tensor):
+        pass
+
+    x = torch.ones(3).as_subclass(Named)
+    kept = _C.unpack(_C.pack(x))
+    assert type(kept) is Named
+    assert kept.data_ptr() == x.data_ptr()
+    x.add_(1)
+    assert kept._version == x._version
+
+
 def test_lean_inside_lean_adds_nothing() -> None:
     assert not is_lean()
     with memkit.lean():

@@ -367,3 +367,13 @@ def test_module() -> None:
     assert torch.equal(mine(x, target), twin(x, target))
     capped = memkit.nn.CrossEntropyLoss(z_loss=0.1, softcap=2.0)
     torch.testing.assert_close(capped(x, target), stock(x, target, z_loss=0.1, softcap=2.0))
+
+
+def test_meta_tensors_give_shapes() -> None:
+    """Which autocast knows nothing of."""
+    logits, weight = (torch.randn(8, 6, device="meta", requires_grad=True) for _ in range(2))
+    target = torch.zeros(8, dtype=torch.long, device="meta")
+    for loss in (M.cross_entropy(logits, target), M.linear_cross_entropy(logits, weight, target)):
+        assert (loss.device.type, loss.dtype, loss.shape) == ("meta", torch.float32, ())
+        loss.backward()
+    assert logits.grad is not None

@@ -222,6 +222,20 @@ def test_traced_and_exported(name: str) -> None:
     )
 
 
+@cases
+def test_meta_tensors_give_shapes(name: str) -> None:
+    """Which autocast knows nothing of."""
+    x, parameters, call = CASES[name]
+    tensors = [t.to("meta", torch.float32).requires_grad_() for t in (x, *parameters)]
+    out = call(getattr(M, name), *tensors)
+    out = out[0] if isinstance(out, tuple) else out
+    assert (out.device, out.dtype, out.shape) == (tensors[0].device, torch.float32, x.shape)
+    out.sum().backward()
+    for each in tensors:
+        assert each.grad is not None
+        assert each.grad.shape == each.shape
+
+
 def test_many_gradients_at_once() -> None:
     """is_grads_batched: the same kernel under vmap."""
     x = ROW.clone().requires_grad_()

@@ -265,9 +265,11 @@ Tensor make_terms(ChannelCall& call, const double* c1, const double* c2) {
 }
 
 // Group norm on the CPU where there are groups for all threads. A group's elements lie one behind the other: all passes are
-// over some groups, which are in the cache after the first.
+// over some groups, which are in the cache after the first. One sample of planes of one element is columns, whose sums are
+// over ranges of rows.
 bool by_blocks(const ChannelCall& call) {
-  return call.device.is_cpu() && call.groups && call.args.outer * call.groups >= at::get_num_threads();
+  return call.device.is_cpu() && call.groups && !call.args.columns() &&
+         call.args.outer * call.groups >= at::get_num_threads();
 }
 
 // f(begin, end): of the groups of all samples.

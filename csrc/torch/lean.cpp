@@ -77,9 +77,6 @@ struct Recipe {
 
 // A tensor as autograd keeps it without hooks: raises where it was changed since.
 struct Original {
-  // The tensor itself would hold the graph that holds it.
-  explicit Original(const Tensor& x) : value(is_plain(x) ? x.tensor_data() : x.detach()), version(x._version()) {}
-
   Tensor unpack() const {
     TORCH_CHECK(value._version() == version,
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -140,11 +137,19 @@ PyObject* recipe(PyObject*, PyObject* tensor) {
   END_HANDLE_TH_ERRORS
 }
 
+// The tensor itself would hold the graph that holds it.
+Original original(const Tensor& x, PyObject* object) {
+  if (THPVariable_CheckExact(object)) return {is_plain(x) ? x.tensor_data() : x.detach(), x._version()};
+  // A subclass, which the tensor in C++ need not know of.
+  const pybind11::object detached = pybind11::handle(object).attr("detach")();
+  return {tensor_of(detached.ptr(), "pack"), x._version()};
+}
+
 PyObject* pack(PyObject*, PyObject* tensor) {
   HANDLE_TH_ERRORS
   const Tensor& x = tensor_of(tensor, "pack");
   auto found = recipe_of(x);
-  return in_capsule(found ? Packed(std::move(*found)) : Packed(Original(x)));
+  return in_capsule(found ? Packed(std::move(*found)) : Packed(original(x, tensor)));
   END_HANDLE_TH_ERRORS
 }
 

@@ -5,13 +5,13 @@
 // no pass over memory more. So reduced losses have their gradients made in the forward, up to the factor that arrives in
 // backward. Losses one by one meet a factor a row, and make the logits anew in backward.
 #include <ATen/ATen.h>
-#include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <array>
 
+#include "autocast.h"
 #include "checks.h"
 #include "loss.h"
 #include "operators.h"
@@ -368,10 +368,9 @@ Tensor named(const Tensor& input, const Tensor& linear_weight, const Tensor& tar
              std::optional<double> softcap, std::optional<int64_t> chunk) {
   TORCH_CHECK_VALUE(input.dim() > 0, kOp, ": expected an input of shape [..., in_features], got []");
   TORCH_CHECK_VALUE(!chunk || *chunk > 0, kOp, ": expected chunk None or above 0, got ", *chunk);
-  const at::DeviceType device = input.device().type();
   at::ScalarType compute = input.scalar_type();
-  if (at::autocast::is_autocast_enabled(device) && compute != at::kDouble) {
-    compute = at::autocast::get_autocast_dtype(device);
+  if (is_autocast(input) && compute != at::kDouble) {
+    compute = at::autocast::get_autocast_dtype(input.device().type());
   } else {
     for (const Tensor& each : {linear_weight, linear_bias.value_or(linear_weight)})
       TORCH_CHECK_TYPE(each.scalar_type() == compute, kOp, ": expected input, weight and bias of one dtype, got ",

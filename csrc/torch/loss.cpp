@@ -2,12 +2,12 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
-#include <ATen/autocast_mode.h>
 
 #include <algorithm>
 #include <numeric>
 
 #include "../cpu/loss.h"
+#include "autocast.h"
 #include "checks.h"
 #include "engine.h"
 
@@ -56,8 +56,7 @@ double softcap_of(std::string_view op, std::optional<double> softcap) {
 at::ScalarType wide_dtype(at::ScalarType dtype) { return dtype == at::kDouble ? at::kDouble : at::kFloat; }
 
 at::ScalarType loss_dtype(const Tensor& logits) {
-  const bool autocast = at::autocast::is_autocast_enabled(logits.device().type());
-  return autocast ? wide_dtype(logits.scalar_type()) : logits.scalar_type();
+  return is_autocast(logits) ? wide_dtype(logits.scalar_type()) : logits.scalar_type();
 }
 
 c10::SymDimVector rows_shape(c10::SymIntArrayRef logits) {

@@ -1,10 +1,10 @@
 // The named operators: each hands its arguments to memkit::_activation.
 #include "named_ops.h"
 
-#include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
 #include "activation_ops.h"
+#include "autocast.h"
 #include "spec.h"
 
 namespace memkit {
@@ -14,7 +14,7 @@ using Text = c10::string_view;
 
 Tensor cast_for_autocast(const Tensor& bias, const Tensor& input) {
   if (bias.scalar_type() == input.scalar_type()) return bias;
-  return at::autocast::is_autocast_enabled(input.device().type()) ? bias.to(input.scalar_type()) : bias;
+  return is_autocast(input) ? bias.to(input.scalar_type()) : bias;
 }
 
 c10::ArrayRef<double> default_params(Text act) {

@@ -1,8 +1,8 @@
 // LayerNorm and RMSNorm below autograd, on CPU, CUDA and meta tensors.
 #include <ATen/ATen.h>
-#include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
+#include "autocast.h"
 #include "checks.h"
 #include "engine.h"
 #include "fresh.h"
@@ -57,10 +57,8 @@ void check_parameter(const RowNorm& norm, const char* what, const Tensor& input,
 }  // namespace
 
 at::ScalarType norm_output_dtype(const Tensor& input) {
-  const auto device = input.device().type();
   const auto dtype = input.scalar_type();
-  return dtype != at::kDouble && at::autocast::is_autocast_enabled(device) ? at::autocast::get_autocast_dtype(device)
-                                                                           : dtype;
+  return dtype != at::kDouble && is_autocast(input) ? at::autocast::get_autocast_dtype(input.device().type()) : dtype;
 }
 
 void check_row_norm(const RowNorm& norm, const Tensor& input, const OptionalTensor& residual,

@@ -1,11 +1,11 @@
 #include "row_norm_save.h"
 
 #include <ATen/ATen.h>
-#include <ATen/autocast_mode.h>
 
 #include <mutex>
 #include <unordered_map>
 
+#include "autocast.h"
 #include "checks.h"
 #include "engine.h"
 #include "norm_engine.h"
@@ -101,8 +101,7 @@ Kept resolve_kept(const RowNorm& norm, const Tensor& input, const OptionalTensor
   if (save == "input") return Kept::input;
   if (!is_plain(input) || (weight && !is_plain(*weight)) || (bias && !is_plain(*bias)))  // values unknown
     return save == "output" ? Kept::output : Kept::input;
-  const OutputVerdict verdict =
-      output_verdict(norm, weight, bias, rounded || at::autocast::is_autocast_enabled(input.device().type()));
+  const OutputVerdict verdict = output_verdict(norm, weight, bias, rounded || is_autocast(input));
   if (save == "auto" && !inplace) return verdict.exact ? Kept::output : Kept::input;
   TORCH_CHECK_VALUE(verdict.possible, norm.name(), ": expected, ", inplace ? "in place" : "with save='output'",
                     ", finite weights other than 0, from which the input follows, got some that are not; use ",

@@ -121,7 +121,7 @@ def check_running(op: str, input: Tensor, *statistics: Tensor | None) -> None:
     for each in statistics:
         if each is None or input.dim() < 2:
             continue
-        fits = each.numel() == input.shape[1] and each.device == input.device
+        fits = tuple(each.shape) == (input.shape[1],) and each.device == input.device
         if not fits or not each.is_floating_point():
             raise ValueError(
                 f"{op}: expected running statistics of {input.shape[1]} floating-point numbers on {input.device}, "

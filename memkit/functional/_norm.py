@@ -205,7 +205,7 @@ def _check(op: str, input: Tensor, shape: Sequence[int], inplace: Inplace, save:
 def output_dtype(input: Tensor) -> torch.dtype:
     """The input's dtype, or under autocast autocast's."""
     device = input.device.type
-    if input.dtype != torch.float64 and torch.is_autocast_enabled(device):
+    if input.dtype != torch.float64 and device != "meta" and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return input.dtype
 
