@@ -345,6 +345,10 @@ def test_modules_take_what_their_twins_take_and_no_more() -> None:
         memkit.nn.GELU("erf")(X)
     for name, activation in ACTIVATIONS.items():
         if activation.module is not None:
-            module = getattr(memkit.nn, activation.module.__name__)(save="neither")
+            twin = activation.module.__name__
+            with pytest.raises(ValueError, match=f"^{twin}: expected save .*'neither'"):
+                getattr(memkit.nn, twin)(save="neither")
+            module = getattr(memkit.nn, twin)()
+            module.save = "neither"
             with pytest.raises(ValueError, match=f"^{name}: expected save .*'neither'"):
                 module(X)

@@ -217,9 +217,10 @@ ChannelGradients channel_norm_gradients(const ChannelNorm& norm, const Tensor& g
   const Tensor x = input.contiguous(format), g = grad.contiguous(format);
   const Tensor grad_input = gradient_memory(x, grad, g, reuse_grad);
   const Tensor dz = doubles({x.sym_size(1)}, x), dz_x_hat = doubles({x.sym_size(1)}, x);
+  if (x.is_meta()) return {grad_input, gradient_of(weight, dz_x_hat), gradient_of(bias, dz)};
   if (x.numel() == 0) {
     dz.zero_(), dz_x_hat.zero_();
-  } else if (!x.is_meta()) {
+  } else {
     ChannelCall call = call_of(norm, x, g.scalar_type());
     const Operands operands(call, norm, x, mean, variance, weight, bias);
     call.args.grad = g.const_data_ptr();
