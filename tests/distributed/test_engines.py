@@ -25,8 +25,8 @@ ENGINES = (
 )
 TOLERANCE = {"fsdp2_bf16_offload": 2e-3}  # bfloat16: one unit in the last place of these losses is 3e-2
 SAVED = {"deepspeed_zero3": 0}
-"""Bytes of a rank's peak, where not 50,000 (DeepSpeed's own buffers take two thousand MB): beside the hooks that ZeRO 3 puts on every
-module after swap, swapped layers run as stock ones."""
+"""Bytes of a rank's peak, where not 50,000 (DeepSpeed's own buffers take two thousand MB): beside the hooks that ZeRO 3
+puts on every module after swap, swapped layers run as stock ones."""
 
 
 def torchrun(script, *args, processes=2):
