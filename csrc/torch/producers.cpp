@@ -209,8 +209,8 @@ struct BatchNormProducer : Producer {
     }
     ChannelSums sums;
     if (own() || wanted[1] || wanted[2]) sums = channel_norm_sums(norm, grad, x(), mean, variance, weight(), bias());
-    if (wanted[1]) found[1] = sums.dz_x_hat.to(inputs[1].scalar_type());
-    if (wanted[2]) found[2] = sums.dz.to(inputs[2].scalar_type());
+    if (wanted[1]) found[1] = gradient_of(weight(), sums.dz_x_hat);
+    if (wanted[2]) found[2] = gradient_of(bias(), sums.dz);
     const OptionalTensor c1 = own() ? optional(sums.c1) : std::nullopt, c2 = own() ? optional(sums.c2) : std::nullopt;
     if (wanted[0])
       found[0] = channel_norm_backward(norm, grad, x(), mean, variance, weight(), bias(), c1, c2, /*reuse_grad=*/true);

@@ -24,9 +24,6 @@ ENGINES = (
     *NEEDS,
 )
 TOLERANCE = {"fsdp2_bf16_offload": 2e-3}  # bfloat16: one unit in the last place of these losses is 3e-2
-SAVED = {"deepspeed_zero3": 0}
-"""Bytes of a rank's peak, where not 50,000 (DeepSpeed's own buffers take two thousand MB): beside the hooks that ZeRO 3
-puts on every module after swap, swapped layers run as stock ones."""
 
 
 def torchrun(script, *args, processes=2):
@@ -63,4 +60,4 @@ def test_engine(engine):
         swapped = found[kind]
         assert swapped["losses"] == pytest.approx(stock["losses"], rel=TOLERANCE.get(engine, 1e-6)), kind
         for ours, theirs in zip(swapped["peaks"], stock["peaks"], strict=True):
-            assert theirs - ours >= SAVED.get(engine, 50_000), kind
+            assert theirs - ours > 50_000, kind  # bytes; DeepSpeed's own buffers take two thousand MB
