@@ -237,8 +237,7 @@ def trace(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Buffer]:
     releases of what is older are ignored. Python's garbage collector is off meanwhile: a plan must not count on it.
     An error of `fn` propagates.
     """
-    if not callable(fn):
-        raise TypeError(f"trace: expected a callable, got {type(fn).__name__}")
+    _check_callable(fn, "trace")
     gc.collect()
     collecting = gc.isenabled()
     gc.disable()
@@ -271,6 +270,7 @@ def record(
         >>> plan = memkit.plan.record(step, batch)
         >>> print(plan.height, plan.gap)
     """
+    _check_callable(fn, "record")
     if signature is None:
         signature = signature_of(*args, **kwargs)  # before fn changes its arguments
     return Plan.solve(trace(fn, *args, **kwargs), alignment=alignment, budget=budget, signature=signature)
@@ -299,6 +299,11 @@ def read_trace(path: str | os.PathLike[str]) -> list[Buffer]:
                     f"read_trace: {path}: expected whole numbers in line {rows.line_num}, got {dict(row)}"
                 ) from None
     return buffers
+
+
+def _check_callable(fn: Any, name: str) -> None:
+    if not callable(fn):
+        raise TypeError(f"{name}: expected a callable, got {type(fn).__name__}")
 
 
 def _describe(value: Any) -> Any:

@@ -276,8 +276,10 @@ def test_bias_beside_a_scalar(context: Any) -> None:
 
 def test_parameters_that_are_no_numbers() -> None:
     for value in ("a", None, [1.0]):
-        with pytest.raises(TypeError, match="must be real number"):
+        with pytest.raises(TypeError, match=rf"^leaky_relu: expected a number, got {type(value).__name__}\b"):
             M.leaky_relu(X, value)
+    with pytest.raises(TypeError, match=r"^gelu: expected a str, got int"):
+        M.gelu(X, save=3)  # type: ignore[arg-type]
 
 
 # -- below autograd --------------------------------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ def test_bad_input() -> None:
         (lambda: M.conv2d(x[0, 0], weight), ValueError, "conv2d: expected an input .N, C, H, W."),
         (lambda: M.conv2d(x.int(), weight), TypeError, "conv2d: expected float32"),
         (lambda: M.conv2d(x, weight.double()), TypeError, "conv2d: expected a weight of the input's dtype"),
-        (lambda: M.conv2d(x[:, :2], weight), ValueError, "conv2d: expected 3 features"),
+        (lambda: M.conv2d(x[:, :2], weight), ValueError, "conv2d: expected 3 channels"),
         (lambda: M.conv2d(x, weight, stride=0), ValueError, "conv2d: expected stride"),
         (lambda: M.conv2d(x, weight, padding="same"), ValueError, "conv2d: expected padding"),  # type: ignore[arg-type]
     ):

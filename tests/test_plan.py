@@ -401,6 +401,8 @@ def test_what_cannot_be_solved(buffers, options, message):
 
 
 def test_other_types_are_refused():
+    with pytest.raises(TypeError, match=r"^record: expected a callable, got int"):
+        memkit.plan.record(3)
     with pytest.raises(TypeError):
         Plan.solve([(1.5, 0, 1)])
     with pytest.raises(TypeError, match="signature that JSON can hold"):

@@ -124,7 +124,8 @@ Tensors Consumers::forward(const Tensor& h) const {
   for (size_t i = 0; i < weights.size(); ++i) {
     const c10::SymInt wanted = weights[i].sym_size(1) * (conv.empty() ? 1 : conv[6]);
     TORCH_CHECK_VALUE(h.sym_size(inner) == wanted, conv.empty() ? "linear" : "conv2d", ": expected ", wanted,
-                      " features, got ", h.sym_sizes(), " for a weight ", weights[i].sym_sizes());
+                      conv.empty() ? " features, got " : " channels, got ", h.sym_sizes(), " for a weight ",
+                      weights[i].sym_sizes());
     if (h.is_meta()) {
       outs.push_back(meta_output(h, weights[i], conv));
     } else if (conv.empty()) {

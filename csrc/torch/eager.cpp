@@ -17,6 +17,12 @@ size_t idle_handles(const at::TensorBase& x) {
   return x.use_count() == 2 && object.ref_count() == 2;  // the tensor's own reference and this one
 }
 
+// The object's type, in the place of Python's own error.
+std::string taken(PyObject* object) {
+  PyErr_Clear();
+  return Py_TYPE(object)->tp_name;
+}
+
 // Whether autograd records that x is a view, and what is done to it.
 bool is_recorded_view(const Tensor& x) {
   if (!at::GradMode::is_enabled() || !x.requires_grad()) return false;
@@ -26,24 +32,32 @@ bool is_recorded_view(const Tensor& x) {
 
 }  // namespace
 
-std::string_view text(PyObject* object) {
+std::string_view text(PyObject* object, std::string_view op) {
+  TORCH_CHECK_TYPE(PyUnicode_Check(object), op, ": expected a str, got ", Py_TYPE(object)->tp_name);
   Py_ssize_t size = 0;
   const char* data = PyUnicode_AsUTF8AndSize(object, &size);
   if (!data) throw python_error();
   return {data, static_cast<size_t>(size)};
 }
 
+double number(PyObject* object, std::string_view op) {
+  const double value = PyFloat_AsDouble(object);
+  TORCH_CHECK_TYPE(value != -1 || !PyErr_Occurred(), op, ": expected a number, got ", taken(object));
+  return value;
+}
+
+int64_t integer(PyObject* object, std::string_view op) {
+  const int64_t value = PyLong_AsLongLong(object);
+  TORCH_CHECK_TYPE(value != -1 || !PyErr_Occurred(), op, ": expected an int, got ", taken(object));
+  return value;
+}
+
 Inplace inplace_of(PyObject* object, std::string_view op) {
   if (object == Py_False) return Inplace::never;
   if (object == Py_True) return Inplace::forced;
-  TORCH_CHECK_VALUE(PyUnicode_Check(object) && text(object) == "auto", op,
+  TORCH_CHECK_VALUE(PyUnicode_Check(object) && text(object, op) == "auto", op,
                     ": expected inplace True, False or 'auto', got ", std::string(pybind11::repr(object)));
   return Inplace::automatic;
-}
-
-std::string taken(PyObject* object) {
-  PyErr_Clear();
-  return Py_TYPE(object)->tp_name;
 }
 
 bool stands_for_tensor(PyObject* object, std::string_view op, const char* argument) {

@@ -15,6 +15,7 @@
 #include <string_view>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 namespace memkit {
 
@@ -22,10 +23,10 @@ enum class Inplace { never, forced, automatic };
 
 namespace eager {
 
-std::string_view text(PyObject* object);
-
-// The object's type, in the place of Python's own error.
-std::string taken(PyObject* object);
+// An argument that is no tensor, or a TypeError that says what `op` expected.
+std::string_view text(PyObject* object, std::string_view op);
+double number(PyObject* object, std::string_view op);
+int64_t integer(PyObject* object, std::string_view op);
 
 // Whether the object is no tensor but takes tensors' functions over, as torch.fx.Proxy does. Raises for anything else.
 bool stands_for_tensor(PyObject* object, std::string_view op, const char* argument);
@@ -65,15 +66,20 @@ struct Argument {
       TORCH_CHECK_TYPE(PyBool_Check(object), op, ": expected a bool, got ", Py_TYPE(object)->tp_name);
       return object == Py_True;
     } else if constexpr (std::is_same_v<T, double>) {
-      const double value = PyFloat_AsDouble(object);
-      TORCH_CHECK_TYPE(value != -1 || !PyErr_Occurred(), op, ": expected a number, got ", taken(object));
-      return value;
+      return number(object, op);
     } else if constexpr (std::is_same_v<T, int64_t>) {
-      const int64_t value = PyLong_AsLongLong(object);
-      TORCH_CHECK_TYPE(value != -1 || !PyErr_Occurred(), op, ": expected an int, got ", taken(object));
-      return value;
+      return integer(object, op);
+    } else if constexpr (std::is_same_v<T, std::optional<double>>) {
+      return object == Py_None ? T() : T(number(object, op));
+    } else if constexpr (std::is_same_v<T, std::vector<int64_t>> || std::is_same_v<T, std::vector<double>>) {
+      TORCH_CHECK_TYPE(PyTuple_Check(object) || PyList_Check(object), op, ": expected a tuple or list of numbers, got ",
+                       Py_TYPE(object)->tp_name);
+      T values;
+      for (const pybind11::handle value : pybind11::handle(object))
+        values.push_back(Argument<typename T::value_type>::get(value.ptr(), op));
+      return values;
     } else if constexpr (std::is_same_v<T, std::string_view>) {
-      return text(object);
+      return text(object, op);
     } else if constexpr (std::is_same_v<T, Inplace>) {
       return inplace_of(object, op);
     } else if constexpr (std::is_same_v<T, std::optional<at::Generator>>) {

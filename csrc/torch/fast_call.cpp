@@ -17,8 +17,8 @@ using namespace eager;
 PyObject* activation_entry(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(count == 7, "activation: expected 7 arguments, got ", count);
-  const std::string_view op = text(args[0]);
-  std::string_view save = text(args[6]);
+  const std::string_view op = text(args[0], "activation");
+  std::string_view save = text(args[6], op);
   const bool biased = args[2] != Py_None;
   if (stands_for_tensor(args[1], op, "input") || (biased && stands_for_tensor(args[2], op, "bias")) ||
       !THPVariable_CheckExact(args[1]) || (biased && !THPVariable_CheckExact(args[2])) ||
@@ -27,13 +27,9 @@ PyObject* activation_entry(PyObject*, PyObject* const* args, Py_ssize_t count) {
   }
   const Tensor& input = THPVariable_Unpack(args[1]);
   const std::optional<Tensor> bias = biased ? std::optional<Tensor>(THPVariable_Unpack(args[2])) : std::nullopt;
-  const int64_t dim = PyLong_AsLongLong(args[3]);
-  if (dim == -1 && PyErr_Occurred()) throw python_error();
+  const int64_t dim = integer(args[3], op);
   c10::SmallVector<double, 2> params;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args[4]); ++i) {
-    params.push_back(PyFloat_AsDouble(PyTuple_GET_ITEM(args[4], i)));
-    if (PyErr_Occurred()) throw python_error();
-  }
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args[4]); ++i) params.push_back(number(PyTuple_GET_ITEM(args[4], i), op));
   const Inplace inplace = inplace_of(args[5], op);
   Way way = Way::fresh;
   if (inplace != Inplace::never) {

@@ -86,7 +86,7 @@ struct Original {
   }
 
   Tensor value;
-  uint32_t version;
+  int64_t version;
 };
 
 using Packed = std::variant<Recipe, Original>;
