@@ -275,6 +275,11 @@ def test_modules_are_their_twins() -> None:
         (ValueError, r"a weight of shape \[6\], got \[5\]", lambda x: M.group_norm(x, 2, torch.ones(5))),
         (TypeError, "float16 or bfloat16", lambda x: M.batch_norm_act(x.int(), None, None, training=True)),
         (ValueError, "running_mean and running_var", lambda x: M.batch_norm_act(x, None, None)),
+        (
+            ValueError,
+            "both running_mean and running_var or neither, got one",
+            lambda x: M.batch_norm_act(x, torch.zeros(x.shape[1]), None, training=True),
+        ),
         (ValueError, "6 means and variances", lambda x: M.batch_norm_act(x, torch.ones(5), torch.ones(5))),
         (
             ValueError,

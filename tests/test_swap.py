@@ -386,6 +386,11 @@ def test_gelu_tanh_in_ops_is_that_form_alone():
         ),
         ({"sample": [torch.ones(2)]}, TypeError, "swap: expected sample to be a tensor, a tuple .* got list"),
         (
+            {"sample": torch.ones(0, 2)},
+            ValueError,
+            "swap: expected a sample to compare results of, got tensors of no elements: \\[0, 2\\]",
+        ),
+        (
             {"model": nn.LazyLinear(2), "sample": torch.ones(2)},
             ValueError,
             "swap: expected parameters that are there",

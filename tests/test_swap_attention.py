@@ -214,6 +214,22 @@ def test_dropout_that_a_function_takes_by_itself(first, written_out_as):
     torch.testing.assert_close(step(model.train(), x), step(stock, x), rtol=1e-4, atol=1e-5)
 
 
+def test_evaluation_before_the_backward(written_out_as):
+    """What is made again is what the forward made, dropout included."""
+    model, x = make("plain")
+    plain = written_out
+    written_out_as(lambda module, *args, **kwargs: dropped(module, *plain(module, *args, **kwargs)))
+    stock = copy.deepcopy(model).train()
+    swap(model.train(), lean="call")
+    found = []
+    for each in (stock, model):
+        torch.manual_seed(0)
+        out = each(x)
+        found.append(torch.autograd.grad(out.square().sum(), list(each.eval().attention.v.parameters())))
+        assert not any(module.training for module in each.modules())
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
 def test_names_patched_later(written_out_as):
     model, x = make("plain")
     swap(model, lean="call")

@@ -87,9 +87,8 @@ def batch_norm_act(
                 f"batch_norm_act: expected more than 1 value per channel when training, got {list(input.shape)}"
             )
         out, mean, variance = _run(input, weight, bias, None, None, eps, name, values)
-    if running_mean is not None:
+    if running_mean is not None and running_var is not None:
         _update(running_mean, mean, momentum)
-    if running_var is not None:
         _update(running_var, variance, momentum, count / (count - 1))
     return out
 
@@ -118,6 +117,8 @@ def _run(
 
 def check_running(op: str, input: Tensor, *statistics: Tensor | None) -> None:
     """Before a training step writes to them: one that fits is not to change where the other does not fit."""
+    if len({each is None for each in statistics}) > 1:
+        raise ValueError(f"{op}: expected both running_mean and running_var or neither, got one")
     for each in statistics:
         if each is None or input.dim() < 2:
             continue

@@ -38,7 +38,7 @@ from .prove import prove
 from .report import Row, SwapReport
 from .sites import Decision, Decisions
 from .structure import by_structure
-from .trial import TOLERANCE, Trial
+from .trial import TOLERANCE, Trial, tensors
 
 __all__ = ["Row", "SwapReport", "swap", "unswap"]
 
@@ -224,6 +224,11 @@ def _check_sample(model: nn.Module, sample: Any) -> None:
         raise TypeError(
             f"swap: expected sample to be a tensor, a tuple of arguments or a mapping of keyword arguments, "
             f"got {type(sample).__name__}"
+        )
+    given = tensors(dict(sample) if isinstance(sample, Mapping) else sample)
+    if given and not any(x.numel() for x in given):
+        raise ValueError(
+            f"swap: expected a sample to compare results of, got tensors of no elements: {list(given[0].shape)}"
         )
     if any(is_lazy(parameter) for parameter in model.parameters()):
         raise ValueError("swap: expected parameters that are there, got lazy ones; run the model once before")

@@ -96,7 +96,7 @@ def _attend(
     if not (query.requires_grad or key.requires_grad or value.requires_grad):
         return function(module, query, key, value, *args, **kwargs)
     value = _alone(value, query, key)
-    call = partial(function, module)
+    call = partial(_as_it_was, function, module, module.training)
     dropout = kwargs.get("dropout", 0.0)
     # PyTorch's kernels for the CPU have neither dropout nor the gradient of what is added.
     slow = query.device.type == "cpu" and (dropout > 0 or any(map(_is_learned, (*args, *kwargs.values()))))
@@ -114,6 +114,15 @@ def _attend(
         determinism_check="none",
         **kwargs,
     )
+
+
+def _as_it_was(function: Any, module: nn.Module, training: bool, *args: Any, **kwargs: Any) -> Any:
+    """In the mode of the forward, from which a function may take dropout: `eval()` may come before the backward."""
+    now, module.training = module.training, training
+    try:
+        return function(module, *args, **kwargs)
+    finally:
+        module.training = now
 
 
 def _as_written(
