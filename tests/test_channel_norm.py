@@ -319,6 +319,25 @@ def test_running_statistics_that_do_not_fit_leave_the_others_alone(wrong: Tensor
         assert right.count_nonzero() == 0
 
 
+@pytest.mark.parametrize("act", [None, "relu"])
+@pytest.mark.parametrize("layout", SHAPES)
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_input_that_is_not_finite_in_evaluation(dtype: torch.dtype, layout: str, act: str | None) -> None:
+    """Its gradient is finite: with given statistics x has no part in it."""
+    shape = SHAPES[layout]
+    running = (normal(shape[1:2], torch.float32, 3), uniform(shape[1:2], torch.float32, 4, 0.5, 2))
+    x = normal(shape, dtype, 0)
+    for i, value in enumerate((torch.inf, -torch.inf, torch.nan)):
+        x.view(-1)[i::7] = value
+    grad, found = normal(shape, dtype, 5), []
+    for function in (M.batch_norm_act, STOCK["batch_norm_act"]):
+        call = batch_norm(function, act, False, running)
+        given = x.clone().requires_grad_()
+        found.append(torch.autograd.grad(call(given, *parameters(shape[1], dtype)), given, grad)[0])
+    assert found[0].isfinite().all()
+    torch.testing.assert_close(found[0], found[1], rtol=0.02 if dtype.itemsize == 2 else 1e-5, atol=1e-2)
+
+
 def test_nothing_to_normalise() -> None:
     for shape in ((0, 4, 3), (2, 4, 0)):
         x = torch.randn(shape).requires_grad_()
