@@ -1,11 +1,23 @@
-"""Whether calling a module runs more than its class's forward."""
+"""Whether calling a module runs more than its class's forward, and whether that may touch what the forward gives."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 from torch import nn
 from torch.nn.modules import module as torch_module
+
+READ = {
+    ("deepspeed.runtime.zero.parameter_offload", "_pre_backward_module_hook"),
+    ("deepspeed.runtime.zero.parameter_offload", "_post_forward_module_hook"),
+}
+"""Forward hooks whose source was read, by their functions' modules and names: they neither keep a tensor nor read nor change
+its numbers. DeepSpeed's for ZeRO 3, on every module, release its parameters and hand its result on through an identity of
+autograd's, whose backward gathers them again."""
+
+WRAPPERS = {"deepspeed.utils.nvtx": "func"}
+"""Modules with a decorator that calls the function it holds under this name, and does nothing to what goes through."""
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -21,3 +33,20 @@ def has_hooks(module: nn.Module) -> bool:
 
 def has_global_hooks() -> bool:
     return cast(bool, cast(Any, torch_module)._has_any_global_hook())
+
+
+def shows_result(module: nn.Module) -> bool:
+    """Whether a forward hook is given the result that may keep or change it."""
+    if torch_module._global_forward_hooks:
+        return True
+    return bool(module._forward_hooks) and not all(map(was_read, module._forward_hooks.values()))
+
+
+def was_read(hook: Callable[..., Any]) -> bool:
+    module = getattr(hook, "__module__", None)
+    if module in WRAPPERS:
+        code, cells = getattr(hook, "__code__", None), getattr(hook, "__closure__", None)
+        held = dict(zip(code.co_freevars, cells, strict=True)) if code and cells else {}
+        cell = held.get(WRAPPERS[module])
+        return cell is not None and was_read(cell.cell_contents)
+    return (module, getattr(hook, "__name__", None)) in READ
