@@ -8,13 +8,15 @@ from typing import Any, cast
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+_ZERO3 = "deepspeed.runtime.zero.parameter_offload"
 READ = {
-    ("deepspeed.runtime.zero.parameter_offload", "_pre_backward_module_hook"),
-    ("deepspeed.runtime.zero.parameter_offload", "_post_forward_module_hook"),
+    *((_ZERO3, "_start_of_forward_hook"), (_ZERO3, "_pre_forward_module_hook")),
+    *((_ZERO3, "_post_backward_module_hook"), (_ZERO3, "_post_forward_module_hook")),
+    (_ZERO3, "_pre_backward_module_hook"),
 }
-"""Forward hooks whose source was read, by their functions' modules and names: they neither keep a tensor nor read nor change
-its numbers. DeepSpeed's for ZeRO 3, on every module, release its parameters and hand its result on through an identity of
-autograd's, whose backward gathers them again."""
+"""Hooks around a forward whose source was read, by their functions' modules and names: they neither keep a tensor nor read
+nor change its numbers. DeepSpeed's for ZeRO 3, on every module, gather its own parameters for its call and hand tensors on
+through identities of autograd's, whose backward gathers them again for the backward of the call."""
 
 WRAPPERS = {"deepspeed.utils.nvtx": "func"}
 """Modules with a decorator that calls the function it holds under this name, and does nothing to what goes through."""
@@ -40,6 +42,13 @@ def shows_result(module: nn.Module) -> bool:
     if torch_module._global_forward_hooks:
         return True
     return bool(module._forward_hooks) and not all(map(was_read, module._forward_hooks.values()))
+
+
+def only_read(module: nn.Module) -> bool:
+    """Whether all that a call runs beside the class's forward are such hooks: nothing sees what is computed."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    others = module._backward_hooks or module._backward_pre_hooks or "forward" in module.__dict__
+    return not (others or has_global_hooks()) and all(map(was_read, hooks))
 
 
 def was_read(hook: Callable[..., Any]) -> bool:

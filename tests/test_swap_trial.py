@@ -254,7 +254,9 @@ def test_dictionaries_of_other_classes():
 def test_parameters_that_deepspeed_has_sharded():
     model, x = mlp(nn.GELU()), batch()
     model[0].weight.ds_id = 0
-    with pytest.raises(ValueError, match=r"^swap: expected parameters that are whole, got .* ZeRO 3 has sharded"):
+    with pytest.raises(
+        ValueError, match=r"^swap: expected parameters that are whole, got .* ZeRO 3 has sharded"
+    ):
         swap(model, sample=x)
     assert type(model[1]) is nn.GELU
     assert only(swap(model)).changed

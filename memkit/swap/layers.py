@@ -248,10 +248,10 @@ def is_convolution(module: Any) -> bool:
     """One that does what its parameters say, and nothing else."""
     return (
         type(module) in (nn.Conv2d, Conv2d)
+        and not has_hooks(module)
         and type(module.weight) is nn.Parameter
         and module.padding_mode == "zeros"
         and not isinstance(module.padding, str)
-        and not has_hooks(module)
     )
 
 

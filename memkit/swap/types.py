@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch._C import _len_torch_dispatch_stack
 from torch.compiler import is_dynamo_compiling, is_exporting
-from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+from torch.nn.modules.module import _global_forward_pre_hooks
 
 from .. import _C
 from .. import nn as memkit_nn
@@ -103,9 +103,8 @@ class Swapped(Changed):
         inplace, holders, callers, hooked, dtypes, _, save = self._swap
         if (dtypes is not None and input.dtype not in dtypes) or (save == "input" and not is_lean()):
             return self._stock_forward(input)
-        if save == "output" and (self._forward_hooks or _global_forward_hooks) and not hooked:
-            if shows_result(self):
-                return self._stock_forward(input)
+        if save == "output" and not hooked and shows_result(self):
+            return self._stock_forward(input)
         try:
             # Three frames up: _call_impl, _wrapped_call_impl, the caller. Beside hooks _call_impl takes two.
             if callers and _caller(_getframe(3)) not in CALLERS:
