@@ -304,6 +304,26 @@ def test_the_choice_follows_the_weights() -> None:
     assert M.norm_saves(half(x.half())) == "input"
 
 
+def test_weights_written_past_their_version() -> None:
+    """As engines with flat or sharded parameters do. A weight of 0 rebuilds nothing, its own gradient included."""
+    leaves = [normal((4, 8), torch.float32, 0), torch.ones(8), torch.zeros(8)]
+    x, weight, bias = (leaf.requires_grad_() for leaf in leaves)
+    assert M.norm_saves(M.layer_norm(x, (8,), weight, bias)) == "output"
+    version = weight._version
+    weight.data.zero_()
+    assert weight._version == version
+    out = M.layer_norm(x, (8,), weight, bias)
+    assert M.norm_saves(out) == "input"
+    found = torch.autograd.grad(out.sum(), weight)
+    expected = torch.autograd.grad(torch.nn.functional.layer_norm(x, (8,), weight, bias).sum(), weight)
+    torch.testing.assert_close(found, expected)
+    bias.data.fill_(2.0)
+    weight.data.fill_(2.0)
+    assert M.norm_saves(M.layer_norm(x, (8,), weight, bias)) == "output"
+    bias.data.fill_(2.1)
+    assert M.norm_saves(M.layer_norm(x, (8,), weight, bias)) == "input"
+
+
 def test_weights_that_die_leave_no_verdict_behind() -> None:
     x = normal((2, 8), torch.float32, 0).requires_grad_()
     for i in range(600):

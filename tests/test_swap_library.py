@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from swap_cases import D, assert_as_stock, batch, step
+from swap_cases import D, assert_as_stock, batch, only, step
 from torch import nn
 
 from memkit import lean, swap, unswap
@@ -432,3 +432,12 @@ def test_function_transforms_of_a_lean_model():
     swap(model, sample=x, lean="call")
     for name, grad in torch.func.grad(loss)(parameters).items():
         torch.testing.assert_close(grad, stock[name])
+
+
+def test_a_norm_whose_parameters_are_elsewhere():
+    """On no elements everything agrees with everything."""
+    norm = TinyRMSNorm(D)
+    norm.weight = nn.Parameter(torch.empty(0))
+    row = only(swap(nn.Sequential(norm)))
+    assert not row.changed
+    assert row.reason == "its parameters have no values yet"

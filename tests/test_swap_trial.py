@@ -231,3 +231,32 @@ def test_values_that_differ_are_refused(monkeypatch):
     assert "differ on the sample" in only(report).reason
     assert type(model.act) is nn.GELU
     assert report.saved_before == report.saved_after
+
+
+class Parented(dict):
+    """A dictionary that needs an argument more, as DeepSpeed's for parameters does."""
+
+    def __init__(self, parent, *args):
+        super().__init__(*args)
+        self.parent = parent
+
+
+def test_dictionaries_of_other_classes():
+    model, x = mlp(nn.GELU()), batch()
+    for module in model.modules():
+        module._parameters = Parented(module, module._parameters)
+    assert only(swap(model, sample=x)).changed
+    assert all(type(module._parameters) is Parented for module in model.modules())
+    assert [name for name, _ in model.named_parameters()] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert_as_stock(model, x)
+
+
+def test_parameters_that_deepspeed_has_sharded():
+    model, x = mlp(nn.GELU()), batch()
+    model[0].weight.ds_id = 0
+    with pytest.raises(
+        ValueError, match=r"^swap: expected parameters that are whole, got .* ZeRO 3 has sharded"
+    ):
+        swap(model, sample=x)
+    assert type(model[1]) is nn.GELU
+    assert only(swap(model)).changed

@@ -64,9 +64,10 @@ struct WeightCheck {
 
   MEMKIT_FN int flaws(T weight, T bias) const {
     const T size = std::fabs(weight), offset = std::fabs(bias);
-    const bool good = offset <= size && size >= lowest && size * largest_x_hat + offset <= highest;
-    const bool possible = size > T(0) && size - size == T(0) && offset - offset == T(0);
-    return int(!good) * kIllConditioned + int(!possible) * kNotInvertible;
+    // Without branches, which would keep the loop over columns from being vectorised.
+    const int good = int(offset <= size) & int(size >= lowest) & int(size * largest_x_hat + offset <= highest);
+    const int possible = int(size > T(0)) & int(size - size == T(0)) & int(offset - offset == T(0));
+    return (1 - good) * kIllConditioned + (1 - possible) * kNotInvertible;
   }
 };
 

@@ -15,62 +15,36 @@ namespace {
 
 using at::Tensor;
 
-// The weights a verdict is about. Their object may die and another take its address, hence the weak reference.
-struct Identity {
-  c10::weak_intrusive_ptr<c10::TensorImpl> weight;
-  const void *weight_data, *bias_data;
-  int64_t weight_version, bias_version;
-  at::ScalarType dtype;
+OutputVerdict verdict_of(int flaws) { return {flaws == 0, !(flaws & kNotInvertible)}; }
 
-  Identity(const Tensor& weight, const OptionalTensor& bias, at::ScalarType dtype)
-      : weight(weight.getIntrusivePtr()),
-        weight_data(weight.const_data_ptr()),
-        bias_data(bias ? bias->const_data_ptr() : nullptr),
-        weight_version(weight.is_inference() ? -1 : weight._version()),
-        bias_version(bias && !bias->is_inference() ? bias->_version() : -1),
-        dtype(dtype) {}
-
-  bool operator==(const Identity& other) const {
-    return weight_data == other.weight_data && bias_data == other.bias_data && weight_version == other.weight_version &&
-           bias_version == other.bias_version && dtype == other.dtype;
-  }
-};
-
-struct Entry {
-  Identity identity;
-  WeightMeasurement measurement;
-};
-
-class Verdicts {
+// Measurements that run beside the program, each with the weight it is about, which may die and whose address another
+// may take.
+class Measurements {
  public:
   OutputVerdict of(const RowNorm& norm, const Tensor& weight, const OptionalTensor& bias) {
-    Identity identity(weight, bias, norm.dtype);
     const std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = entries_.find(weight.unsafeGetTensorImpl());
-    if (found == entries_.end() || found->second.identity.weight.expired()) {
+    auto found = entries_.find(weight.unsafeGetTensorImpl());
+    if (found == entries_.end() || found->second.weight.expired()) {
       if (entries_.size() >= sweep_at_) sweep();
-      Entry entry{std::move(identity), {}};
-      entry.measurement.start(norm, weight, bias);
-      const auto [at, _] = entries_.insert_or_assign(weight.unsafeGetTensorImpl(), std::move(entry));
-      return read(at->second);
+      Entry entry{Weak(weight.getIntrusivePtr()), {}};
+      found = entries_.insert_or_assign(weight.unsafeGetTensorImpl(), std::move(entry)).first;
     }
-    Entry& entry = found->second;
-    if (!(entry.identity == identity) && entry.measurement.done()) {
-      entry.identity = std::move(identity);
-      entry.measurement.start(norm, weight, bias);
-    }
-    return read(entry);
+    WeightMeasurement& measurement = found->second.measurement;
+    const int flaws = measurement.flaws();
+    if (measurement.done()) measurement.start(norm, weight, bias);
+    return verdict_of(flaws);
   }
 
  private:
-  static OutputVerdict read(Entry& entry) {
-    const int flaws = entry.measurement.flaws();
-    return {flaws == 0, !(flaws & kNotInvertible)};
-  }
+  using Weak = c10::weak_intrusive_ptr<c10::TensorImpl>;
+  struct Entry {
+    Weak weight;
+    WeightMeasurement measurement;
+  };
 
   void sweep() {
     for (auto at = entries_.begin(); at != entries_.end();)
-      at = at->second.identity.weight.expired() ? entries_.erase(at) : std::next(at);
+      at = at->second.weight.expired() ? entries_.erase(at) : std::next(at);
     sweep_at_ = std::max<size_t>(256, 2 * entries_.size());
   }
 
@@ -79,13 +53,22 @@ class Verdicts {
   size_t sweep_at_ = 256;
 };
 
+OutputVerdict measured(const RowNorm& norm, const Tensor& weight, const OptionalTensor& bias) {
+  if (!weight.is_cpu()) {
+    static auto& measurements = *new Measurements;  // outlives every thread
+    return measurements.of(norm, weight, bias);
+  }
+  WeightMeasurement measurement;
+  measurement.start(norm, weight, bias);
+  return verdict_of(measurement.flaws());
+}
+
 }  // namespace
 
 OutputVerdict output_verdict(const RowNorm& norm, const OptionalTensor& weight, const OptionalTensor& bias,
                              bool rounded) {
   if (!weight) return {!bias.has_value(), true};
-  static auto& verdicts = *new Verdicts;  // outlives every thread
-  OutputVerdict verdict = verdicts.of(norm, *weight, bias);
+  OutputVerdict verdict = measured(norm, *weight, bias);
   // A weight of more digits than the output: its gradient would have the output's, as a rounded one has already.
   const bool precise = c10::elementSize(weight->scalar_type()) > c10::elementSize(norm.dtype);
   if (precise && !rounded) verdict.exact = false;

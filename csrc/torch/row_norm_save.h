@@ -10,8 +10,8 @@ struct OutputVerdict {
   bool possible;  // every weight can be divided by
 };
 
-// Measured once for each version of the weights. On CUDA without waiting: until a measurement is done the one before it
-// holds, and before the first `exact` is false.
+// Measured in each call, for versions do not tell: engines that shard or flatten parameters write past them. On CUDA
+// without waiting: until a measurement is done the one before it holds, and before the first `exact` is false.
 // rounded: the gradient that arrives will have been rounded to the output's dtype, as under autocast.
 OutputVerdict output_verdict(const RowNorm& norm, const OptionalTensor& weight, const OptionalTensor& bias,
                              bool rounded);

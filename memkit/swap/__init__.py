@@ -60,7 +60,7 @@ def swap(
     is to be differentiated (`create_graph=True`) through gelu, silu, mish or hardswish or a norm that keeps its output.
 
     Args:
-        model: changed where it stands. Swap before `torch.compile`, and before DDP or FSDP if there is a sample.
+        model: changed where it stands. Swap before `torch.compile`, and before DDP, FSDP or DeepSpeed if there is a sample.
             A model swapped before is taken as it was.
         sample: what to call the model with: one tensor, a tuple of arguments or a mapping of keyword arguments.
             The model runs on it three times, five with dropouts, forward and backward, in its present mode and under
@@ -232,6 +232,11 @@ def _check_sample(model: nn.Module, sample: Any) -> None:
         )
     if any(is_lazy(parameter) for parameter in model.parameters()):
         raise ValueError("swap: expected parameters that are there, got lazy ones; run the model once before")
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        raise ValueError(
+            "swap: expected parameters that are whole, got some that DeepSpeed's ZeRO 3 has sharded; swap before "
+            "deepspeed.initialize, or give no sample"
+        )
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(
             "swap: expected parameters that are there, got some on the meta device; load them first, or give no sample"

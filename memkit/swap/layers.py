@@ -18,11 +18,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling, is_exporting
-from torch.nn.modules import module as torch_module
 
 from .. import _C
 from .. import nn as memkit_nn
-from .._hooks import has_global_hooks, has_hooks
+from .._hooks import has_global_hooks, has_hooks, shows_result
 from .._lean import is_lean
 from .._sharding import is_dtensor
 from ..functional import Save, norm_saves
@@ -66,8 +65,7 @@ class Layer(Changed):
 class Norm(Layer):
     @property
     def save(self) -> Save:
-        hooks = self._forward_hooks or torch_module._global_forward_hooks
-        return "input" if hooks and not self._swap.hooked else self._swap.save
+        return "input" if not self._swap.hooked and shows_result(self) else self._swap.save
 
     def _stays(self, input: Tensor) -> bool:
         return self._swap.exact and torch.is_autocast_enabled(input.device.type)
@@ -250,10 +248,10 @@ def is_convolution(module: Any) -> bool:
     """One that does what its parameters say, and nothing else."""
     return (
         type(module) in (nn.Conv2d, Conv2d)
+        and not has_hooks(module)
         and type(module.weight) is nn.Parameter
         and module.padding_mode == "zeros"
         and not isinstance(module.padding, str)
-        and not has_hooks(module)
     )
 
 

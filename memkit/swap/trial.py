@@ -159,7 +159,10 @@ def _keep_attributes(stack: ExitStack, module: nn.Module) -> None:
     attributes = vars(module)
     before = dict(attributes)
     containers: list[tuple[Any, Any]] = [
-        (held, held.copy()) for held in before.values() if isinstance(held, dict | list | set)
+        (held, kind(held))  # a class derived from it may not be copied like it
+        for held in before.values()
+        for kind in (dict, list, set)
+        if isinstance(held, kind)
     ]
     own = [*module._buffers.values(), *before.values()]
     tensors = [(held, held.detach().clone()) for held in own if isinstance(held, Tensor)]

@@ -18,16 +18,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from sys import _getframe, getrefcount
+from types import CodeType, FrameType
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch._C import _len_torch_dispatch_stack
 from torch.compiler import is_dynamo_compiling, is_exporting
-from torch.nn.modules.module import _global_forward_hooks
+from torch.nn.modules.module import _global_forward_pre_hooks
 
 from .. import _C
 from .. import nn as memkit_nn
+from .._hooks import shows_result
 from .._lean import is_lean
 from .._sharding import is_dtensor
 from ..functional._activation import Inplace, Save, _dispatched
@@ -101,14 +103,20 @@ class Swapped(Changed):
         inplace, holders, callers, hooked, dtypes, _, save = self._swap
         if (dtypes is not None and input.dtype not in dtypes) or (save == "input" and not is_lean()):
             return self._stock_forward(input)
-        if save == "output" and (self._forward_hooks or _global_forward_hooks) and not hooked:
+        if save == "output" and not hooked and shows_result(self):
             return self._stock_forward(input)
         try:
-            # Three frames up: _call_impl, _wrapped_call_impl (of a module without hooks), the caller.
-            if callers and _getframe(3).f_code not in CALLERS:
+            # Three frames up: _call_impl, _wrapped_call_impl, the caller. Beside hooks _call_impl takes two.
+            if callers and _caller(_getframe(3)) not in CALLERS:
                 return self._stock_forward(input)
-            # Dispatch modes (selective checkpointing) must see one and the same operator each time.
-            if inplace == "auto" and (getrefcount(input) > holders + ALONE or _len_torch_dispatch_stack()):
+            # Dispatch modes (selective checkpointing) must see one and the same operator each time. What a hook put
+            # in the input's place has fewer holders to begin with, so that one more would not show.
+            if inplace == "auto" and (
+                getrefcount(input) > holders + ALONE
+                or _len_torch_dispatch_stack()
+                or self._forward_pre_hooks
+                or _global_forward_pre_hooks
+            ):
                 inplace = False
             out = _C.activation(self._op, input, None, -1, self._params, inplace, save)
             if out is None:  # a tensor subclass, or a torch function mode
@@ -136,6 +144,15 @@ class Swapped(Changed):
         ):
             return self._stock_forward(input)
         return _dispatched(self._op, input, self._params, proof.inplace, proof.save, None, -1)
+
+
+def _caller(frame: FrameType) -> CodeType:
+    """Of a module, where this frame is it or _wrapped_call_impl."""
+    outer = frame.f_back if frame.f_code is _WRAPPED else frame
+    return frame.f_code if outer is None else outer.f_code
+
+
+_WRAPPED: CodeType = nn.Module._wrapped_call_impl.__code__
 
 
 class _Counter(nn.Module):

@@ -115,7 +115,10 @@ class Verifier:
 
     @staticmethod
     def _verify(module: nn.Module, match: Match) -> str:
-        if any(tensor.is_meta for tensor in match.probe):
+        values = [*match.probe, *module.parameters()]
+        if not match.probe or any(
+            tensor.is_meta or not tensor.numel() for tensor in values
+        ):  # on meta, or sharded
             return "its parameters have no values yet"
         stock = type(module)
         twin = twin_of(match.kind, stock)

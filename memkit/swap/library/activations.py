@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 from ... import functional as F
+from ..._hooks import only_read
 from ...functional._activation import _PARAMETERS
 from ..recipes import FUNCTIONS
 from ..types import TWINS, Swapped
-from .twin import Twin, is_plain, twin_of
+from .twin import Twin, twin_of
 
 CLASSES = {
     "AccurateGELUActivation": "gelu_tanh",
@@ -83,7 +84,7 @@ def activation_of(act: Any) -> tuple[str, dict[str, float]] | None:
     if not isinstance(act, nn.Module):
         name = FUNCTIONS.get(act)
         return None if name is None else (name, {})
-    if not is_plain(act):
+    if not only_read(act):
         return None
     view: Any = act
     if not isinstance(act, Swapped):

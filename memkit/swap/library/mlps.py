@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import functional as F
+from ..._hooks import only_read
 from ..._lean import lean
 from ...functional._activation import _apply
 from ...functional._glu import Packing
@@ -23,7 +24,7 @@ from ...nn.norm import batch_norm_of
 from ..layers import BATCH_NORMS, BatchNorm, Dropout, serves, takes
 from ..types import KEEPS_OUTPUT
 from .activations import activation_of
-from .twin import Twin, computes_in, is_plain, linear_weights
+from .twin import Twin, computes_in, is_plain, linear_call, linear_weights
 
 
 class Steps(NamedTuple):
@@ -119,14 +120,18 @@ class GatedFeedForward(Twin, kind="gated"):
         gate = getattr(self, how.gate)(input)
         up = None if how.up is None else getattr(self, how.up)(input)
         between = [step for name in how.between if not _is_idle(step := getattr(self, name))]
-        weights = linear_weights(down)
+        linear = linear_call(down)
         kind: Any = act[0]
-        if weights is not None and not between:
-            out = F.glu_linear(gate, up, *weights, kind, packing=how.packing)
-        elif weights is not None and how.dropout and len(between) == 1 and _is_dropout(between[0]):
+        if linear is not None and not between:
+
+            def fused(weight: Tensor, bias: Tensor | None, gate: Tensor, up: Tensor | None = None) -> Tensor:
+                return F.glu_linear(gate, up, weight, bias, kind, packing=how.packing)
+
+            out = linear(fused, gate) if up is None else linear(fused, gate, up)
+        elif linear is not None and how.dropout and len(between) == 1 and _is_dropout(between[0]):
             with lean():  # the product, which dropout's node would keep
                 product = F.gated(gate, up, kind, packing=how.packing)
-                out = F.dropout_linear(product, *weights, between[0].p)
+                out = linear(lambda w, b, h: F.dropout_linear(h, w, b, between[0].p), product)
         else:
             out = F.gated(gate, up, kind, packing=how.packing)
             for step in (*between, down):
@@ -213,14 +218,15 @@ def _next(steps: Sequence[Any], at: int, input: Tensor, dropout: bool) -> tuple[
             p = p or (0.0 if _is_idle(steps[after]) else steps[after].p)
             after += 1
         layer: Any = steps[after] if after < len(steps) else None
-        weights = linear_weights(layer)
-        if weights is not None and p:
+        linear = linear_call(layer)
+        if linear is not None and p:
             # The hidden features of a dropout_linear are the ones that act_dropout would drop.
-            return F.dropout_linear(input, *weights, p, act=act[0], **params), after + 1
+            dropping = lambda w, b, h: F.dropout_linear(h, w, b, p, act=act[0], **params)  # noqa: E731
+            return linear(dropping, input), after + 1
         if p or act[0] in KEEPS_OUTPUT:  # which the layer keeps too: making it again would bring nothing
             return step(input), at + 1
-        if weights is not None:
-            return F.act_linear(input, *weights, act[0], **params), after + 1
+        if linear is not None:
+            return linear(lambda w, b, h: F.act_linear(h, w, b, act[0], **params), input), after + 1
         if takes(layer, input):
             how = (layer.stride, layer.padding, layer.dilation, layer.groups)
             return F.act_conv2d(input, layer.weight, layer.bias, *how, act=act[0], **params), after + 1
@@ -240,11 +246,11 @@ def _is_batch_norm(step: Any) -> bool:
 
 
 def _is_dropout(step: Any) -> bool:
-    return (type(step) is nn.Dropout or isinstance(step, Dropout)) and is_plain(step) and not step.inplace
+    return (type(step) is nn.Dropout or isinstance(step, Dropout)) and only_read(step) and not step.inplace
 
 
 def _is_idle(step: Any) -> bool:
     """Gives what it is given."""
     if type(step) is nn.Identity:
-        return is_plain(step)
+        return only_read(step)
     return _is_dropout(step) and not (step.training and step.p > 0)

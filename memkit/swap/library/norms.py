@@ -8,12 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from ... import functional as F
+from ..._hooks import only_read
 from ..._lean import is_lean
 from ...functional._norm import output_dtype
 from ...nn.norm import batch_norm_of
 from ..layers import Norm, row_shape, serves
 from .activations import activation_of
-from .twin import Twin, is_plain, numbers
+from .twin import Twin, numbers
 
 
 class _RMSNorm(Norm, Twin):
@@ -88,9 +89,9 @@ class BatchNormAct(Twin, kind="batch_norm_act"):
 
     def forward(self, input: Tensor) -> Tensor:
         module: Any = self
-        idle = type(module.act) is nn.Identity and is_plain(module.act)
+        idle = type(module.act) is nn.Identity and only_read(module.act)
         act = (None, {}) if idle else activation_of(module.act)
-        alone = type(module.drop) is nn.Identity and is_plain(module.drop)
+        alone = type(module.drop) is nn.Identity and only_read(module.drop)
         if act is None or not alone or not serves(input) or output_dtype(input) != input.dtype:
             return self._stock_forward(input)
         if idle and not is_lean():  # alone, all it brings is that lean() can rebuild its result

@@ -6,14 +6,14 @@ they are, and a pickle or a copy says: this mixin before that class.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from ..._hooks import has_global_hooks, has_hooks
+from ..._hooks import has_global_hooks, has_hooks, only_read
 from ..._lean import lean
 from ..._sharding import is_dtensor
 from ..layers import serves
@@ -97,11 +97,38 @@ def linear_weights(module: Any) -> tuple[Tensor, Tensor | None] | None:
     A weight of another tensor subclass (quantised) brings its own linear, which only a call of the layer reaches.
     """
     transposed = type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
-    plain = type(module) is nn.Linear or transposed or _is_another_linear(module)
-    known = plain and (type(module.weight) in (nn.Parameter, Tensor) or is_dtensor(module.weight))
-    if known and is_plain(module):
-        return (module.weight.t() if transposed else module.weight), module.bias
+    linear = type(module) is nn.Linear or transposed or _is_another_linear(module)
+    if not (linear and is_plain(module)):
+        return None
+    weight: Any = module.weight
+    if type(weight) in (nn.Parameter, Tensor) or is_dtensor(weight):
+        return (weight.t() if transposed else weight), module.bias
     return None
+
+
+def linear_call(module: Any) -> Callable[..., Tensor] | None:
+    """Calls ``op(weight, bias, *inputs)`` in the place of a layer that is a Linear and nothing else; else None.
+
+    Beside hooks that were read, as the layer's own forward: they gather its parameters for that and for its backward.
+    """
+    if (weights := linear_weights(module)) is not None:
+        return lambda op, *inputs: cast(Tensor, op(*weights, *inputs))
+    if (
+        type(module) is not nn.Linear
+        or type(module._parameters.get("weight")) is not nn.Parameter
+        or not only_read(module)
+        or is_compiling()
+    ):
+        return None
+
+    def call(op: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        vars(module)["forward"] = lambda *given: op(module.weight, module.bias, *given)
+        try:
+            return module(*inputs)  # type: ignore[no-any-return]
+        finally:
+            del vars(module)["forward"]
+
+    return call
 
 
 def _is_another_linear(module: Any) -> bool:
@@ -116,5 +143,11 @@ def computes_in(input: Any, *layers: Any) -> bool:
         return False
     if torch.is_autocast_enabled(input.device.type):
         return True
-    weights = (getattr(layer, "weight", None) for layer in layers)
+    weights = (_weight_of(layer) for layer in layers)
     return all(weight.dtype == input.dtype for weight in weights if isinstance(weight, Tensor))
+
+
+def _weight_of(layer: Any) -> Any:
+    """Past the dictionary's own way to look it up, by which ZeRO 3 gathers what another module asks for."""
+    held = layer._parameters.get("weight") if isinstance(layer, nn.Module) else None
+    return getattr(layer, "weight", None) if held is None else held
