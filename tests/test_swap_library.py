@@ -256,6 +256,19 @@ def test_a_proposal_whose_shapes_do_not_fit_is_refused():
     ]
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_a_dropout_that_a_forward_writes_out_is_not_lost(training):
+    """Nothing shows it in evaluation."""
+
+    class DroppedMLP(GatedMLP):
+        def forward(self, x):
+            return nn.functional.dropout(super().forward(x), 0.5, self.training)
+
+    model = DroppedMLP().train(training)
+    assert not swap(model).changed
+    assert (model.train()(batch().float()) == 0).any()
+
+
 def test_verifying_leaves_no_trace():
     model = nn.Sequential(BasicConv2d(), nn.Flatten(), nn.Dropout(0.5))
     before = {k: v.clone() for k, v in model.state_dict().items()}
