@@ -77,7 +77,14 @@ class Attention(nn.Module):
     is_causal = False
 
     def __init__(
-        self, function="written out", dropout=0.0, packed=False, mask=False, bias=False, named=False, **options
+        self,
+        function="written out",
+        dropout=0.0,
+        packed=False,
+        mask=False,
+        bias=False,
+        named=False,
+        **options,
     ):
         super().__init__()
         self.function, self.dropout, self.packed, self.options = function, dropout, packed, options

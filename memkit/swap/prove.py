@@ -100,7 +100,9 @@ def _decide_layer(site: LayerSite, calls: list[Call], watch: Watch, exact: bool,
     statistics = 0
     for call in calls:
         if call.own:
-            from_output = choice.save == "auto" and keeps_output(site.twin, site.module, call.dtype)
+            from_output = choice.save == "auto" and keeps_output(
+                site.twin, site.module, call.shape, call.dtype
+            )
             kept[call.output if from_output else call.input] = call.nbytes
             statistics += _statistics(site, call, from_output)
     return Decision(choice, reason, before, _beyond(kept, watch) + statistics)
@@ -111,7 +113,7 @@ def _statistics(site: LayerSite, call: Call, from_output: bool) -> int:
     module: Any = site.module
     if site.name == "group_norm":
         return 16 * call.shape[0] * int(module.num_groups)
-    rows: int = call.shape.numel() // max(1, math.prod(row_shape(module)))
+    rows: int = call.shape.numel() // max(1, math.prod(row_shape(module, call.shape)))
     return (
         (2 if site.name == "layer_norm" and not from_output else 1)
         * rows
