@@ -41,6 +41,10 @@ class OwnLayerNorm(nn.Module):
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
 
 
+class KinLayerNorm(TinyRMSNorm):
+    """T5's kin calls it so."""
+
+
 class PlainRMSNorm(nn.Module):
     """As in nanochat, for rows of any width."""
 
@@ -167,6 +171,7 @@ def images():
 KNOWN = {
     "rms_norm": (TinyRMSNorm, batch),
     "rms_norm+1": (lambda: TinyRMSNorm(1.0), batch),
+    "rms_norm by the other's name": (KinLayerNorm, batch),
     "rms_norm without a weight": (PlainRMSNorm, batch),
     "layer_norm": (OwnLayerNorm, batch),
     "layer_norm without a weight": (PlainLayerNorm, batch),

@@ -114,7 +114,7 @@ def norm_kinds(module: nn.Module) -> tuple[str, ...]:
         images = "2d" in cls.__name__ or getattr(module, "data_format", "") == "channels_first"
         two = images and len(module.normalized_shape) == 1
         return () if cls is nn.LayerNorm else ("layer_norm_2d",) if two else ("layer_norm", "layer_norm+1")
-    rms = cls.__name__.lower().endswith(("rmsnorm", "l2norm")) or cls.__name__ == "T5LayerNorm"
+    rms = cls.__name__.lower().endswith(("rmsnorm", "l2norm"))
     rows = rms or cls.__name__.endswith("LayerNorm")
     if not rows or isinstance(module, nn.RMSNorm) or module._modules:
         return ()
@@ -127,7 +127,7 @@ def norm_kinds(module: nn.Module) -> tuple[str, ...]:
         return ("rms_norm",) if rms else ("layer_norm",)
     if held.keys() != {"weight"} or held["weight"].dim() != 1 or _eps(module) is None:
         return ()
-    return ("rms_norm", "rms_norm+1") if rms else ("layer_norm",)
+    return ("rms_norm", "rms_norm+1") if rms else ("layer_norm", "rms_norm")  # T5's kin names the one as the other
 
 
 def norm_probe(module: nn.Module, kind: str) -> tuple[Tensor, ...]:
