@@ -127,7 +127,9 @@ def norm_kinds(module: nn.Module) -> tuple[str, ...]:
         return ("rms_norm",) if rms else ("layer_norm",)
     if held.keys() != {"weight"} or held["weight"].dim() != 1 or _eps(module) is None:
         return ()
-    return ("rms_norm", "rms_norm+1") if rms else ("layer_norm", "rms_norm")  # T5's kin names the one as the other
+    return (
+        ("rms_norm", "rms_norm+1") if rms else ("layer_norm", "rms_norm")
+    )  # T5's kin names the one as the other
 
 
 def norm_probe(module: nn.Module, kind: str) -> tuple[Tensor, ...]:
