@@ -76,9 +76,19 @@ def turned(x):
 class Attention(nn.Module):
     is_causal = False
 
-    def __init__(self, function="written out", dropout=0.0, packed=False, mask=False, bias=False, **options):
+    def __init__(
+        self,
+        function="written out",
+        dropout=0.0,
+        packed=False,
+        mask=False,
+        bias=False,
+        named=False,
+        **options,
+    ):
         super().__init__()
         self.function, self.dropout, self.packed, self.options = function, dropout, packed, options
+        self.named = named
         keys = HEADS if packed else KEYS
         self.sizes = [HEADS * WIDTH, keys * WIDTH, keys * WIDTH]
         if packed:
@@ -96,15 +106,17 @@ class Attention(nn.Module):
         q, k, v = (part.unflatten(-1, (-1, WIDTH)).transpose(1, 2) for part in parts)
         function = ALL_ATTENTION_FUNCTIONS.get_interface(self.function, written_out)
         given = dict(self.options) if self.bias is None else {**self.options, "position_bias": self.bias}
+        mask = self.mask if attention_mask is None else attention_mask
         out, weights = function(
             self,
             turned(q),
             turned(k),
             v,
-            self.mask if attention_mask is None else attention_mask,
+            *(() if self.named else (mask,)),
             scaling=WIDTH**-0.5,
             dropout=self.dropout if self.training else 0.0,
             **given,
+            **({"attention_mask": mask} if self.named else {}),
         )
         return out.flatten(-2), weights
 
@@ -121,6 +133,7 @@ class Model(nn.Module):
 LAYERS = {
     "plain": {},
     "masked": {"mask": True},
+    "masked by name": {"mask": True, "named": True},
     "capped": {"softcap": 2.0, "mask": True},
     "biased": {"bias": True},
     "dropout": {"dropout": 0.3, "mask": True},
@@ -132,7 +145,10 @@ LAYERS = {
     "fused, dropout": {"function": "sdpa", "dropout": 0.3},
     "packed": {"function": "sdpa", "packed": True},
 }
-KEEP_WEIGHTS = ("plain", "masked", "capped", "biased", "dropout", "fused, a learned bias", "fused, dropout")
+KEEP_WEIGHTS = (
+    *("plain", "masked", "masked by name", "capped", "biased", "dropout"),
+    *("fused, a learned bias", "fused, dropout"),
+)
 every = pytest.mark.parametrize("name", LAYERS)
 
 

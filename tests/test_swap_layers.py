@@ -111,6 +111,27 @@ def test_an_output_that_is_changed_later_is_not_kept():
     assert_as_stock(model, x)
 
 
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+def test_an_input_that_is_kept_anyway_is_kept(norm):
+    """The output would come on top, as what follows keeps its own."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.act, self.out = norm(D), nn.ReLU(), nn.Linear(D, D)
+
+        def forward(self, x):
+            return self.out(self.act(self.norm(torch.tanh(x))))
+
+    model, x = Model().double(), batch().requires_grad_()
+    before = memory.measure(lambda: model(x)).saved
+    report = swap(model, sample=x)
+    assert by_path(report)["norm"].saved == "input"
+    assert by_path(report)["norm"].bytes_after < x.nbytes
+    assert memory.measure(lambda: model(x)).saved <= before
+    assert_as_stock(model, x)
+
+
 def test_weights_that_do_not_allow_the_output():
     norm = nn.LayerNorm(D).double()
     nn.init.constant_(norm.bias, 5.0)

@@ -41,6 +41,32 @@ class OwnLayerNorm(nn.Module):
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
 
 
+class KinLayerNorm(TinyRMSNorm):
+    """T5's kin calls it so."""
+
+
+class PlainRMSNorm(nn.Module):
+    """As in nanochat, for rows of any width."""
+
+    def __init__(self):
+        super().__init__()
+        self.eps = 1e-6
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+
+class PlainLayerNorm(nn.Module):
+    """As in OLMo."""
+
+    def __init__(self):
+        super().__init__()
+        self.normalized_shape = (D,)
+
+    def forward(self, x):
+        return nn.functional.layer_norm(x, self.normalized_shape)
+
+
 class OffsetLayerNorm(nn.LayerNorm):
     """As in Nemotron."""
 
@@ -145,7 +171,10 @@ def images():
 KNOWN = {
     "rms_norm": (TinyRMSNorm, batch),
     "rms_norm+1": (lambda: TinyRMSNorm(1.0), batch),
+    "rms_norm by the other's name": (KinLayerNorm, batch),
+    "rms_norm without a weight": (PlainRMSNorm, batch),
     "layer_norm": (OwnLayerNorm, batch),
+    "layer_norm without a weight": (PlainLayerNorm, batch),
     "layer_norm+1": (lambda: OffsetLayerNorm(D), batch),
     "layer_norm, channels first": (lambda: FirstLayerNorm(2), images),
     "mlp": (MLP, batch),
@@ -164,7 +193,7 @@ known = pytest.mark.parametrize("name", KNOWN)
 
 def make(name):
     module, inputs = KNOWN[name]
-    return nn.Sequential(module()).double(), inputs()
+    return nn.Sequential(module()).double(), inputs().requires_grad_()
 
 
 @known
@@ -172,7 +201,6 @@ def make(name):
 @pytest.mark.parametrize("by_sample", [False, True])
 def test_known(name, by_sample, lean):
     model, x = make(name)
-    x.requires_grad_()
     report = swap(model, sample=x if by_sample else None, lean=lean)
     assert type(model[0]).__mro__[1].__module__.startswith("memkit.swap.library"), report
     assert_as_stock(model, x)
@@ -205,6 +233,17 @@ def test_compiled(name, lean):
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     for each, expected in zip(step(compiled, x), step(stock, x), strict=True):
         torch.testing.assert_close(each, expected)
+
+
+@pytest.mark.parametrize("norm", [PlainRMSNorm, PlainLayerNorm])
+def test_norms_without_a_weight_keep_their_output(norm):
+    x = torch.randn(64, D, requires_grad=True)
+    model = nn.Sequential(nn.Tanh(), norm(), nn.Linear(D, 1))
+    report = swap(model, sample=x, ops={"rms_norm", "layer_norm"})
+    assert report.saved_after == report.saved_before - report.bytes_before + report.bytes_after
+    assert measure(lambda: model(x)).saved == (2 * D + 1) * 64 * 4
+    if norm is PlainRMSNorm:
+        torch.testing.assert_close(model[1](torch.tensor(3.0)), norm()(torch.tensor(3.0)))
 
 
 def test_saved_bytes():
@@ -254,6 +293,19 @@ def test_a_proposal_whose_shapes_do_not_fit_is_refused():
     assert [row.reason for row in report.left if row.path == "0"] == [
         "this version of Doubled computes something else"
     ]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_dropout_that_a_forward_writes_out_is_not_lost(training):
+    """Nothing shows it in evaluation."""
+
+    class DroppedMLP(GatedMLP):
+        def forward(self, x):
+            return nn.functional.dropout(super().forward(x), 0.5, self.training)
+
+    model = DroppedMLP().train(training)
+    assert not swap(model).changed
+    assert (model.train()(batch().float()) == 0).any()
 
 
 def test_verifying_leaves_no_trace():

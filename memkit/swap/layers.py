@@ -13,6 +13,7 @@ autocast's dtype there, stock's float32.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -86,20 +87,20 @@ def serves(input: Tensor, sharded: bool = False) -> bool:
     )
 
 
-def keeps_output(twin: type[Layer], module: Any, dtype: torch.dtype) -> bool:
-    """Whether save="auto" comes to the output, with these weights."""
+def keeps_output(twin: type[Layer], module: Any, shape: Sequence[int], dtype: torch.dtype) -> bool:
+    """Whether save="auto" comes to the output, with these weights and inputs of that shape."""
     norm: Any = twin.__new__(twin)
     vars(norm).update(vars(module))
     norm._swap = Choice("auto", hooked=True, exact=False)
     device = next((p.device for p in module.parameters()), None)
-    x = torch.zeros(1, *row_shape(module), dtype=dtype, device=device, requires_grad=True)
+    x = torch.zeros(1, *row_shape(module, shape), dtype=dtype, device=device, requires_grad=True)
     with torch.enable_grad():
         return norm_saves(norm.over_rows(x)) == "output"
 
 
-def row_shape(norm: Any) -> tuple[int, ...]:
-    """What it takes statistics over."""
-    return tuple(norm.normalized_shape if hasattr(norm, "normalized_shape") else norm.weight.shape)
+def row_shape(norm: Any, shape: Sequence[int]) -> tuple[int, ...]:
+    """What it takes statistics over, of an input of that shape."""
+    return tuple(norm.normalized_shape if hasattr(norm, "normalized_shape") else shape[-1:])
 
 
 class LayerNorm(Norm, memkit_nn.LayerNorm):  # type: ignore[override]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..functional import Save
 from .layers import FUSED, Choice, keeps_output, row_shape
 from .sites import LEAN, AnySite, Decision, Decisions, LayerSite, Site
 from .structure import ALREADY, check
@@ -92,18 +93,27 @@ def _decide_layer(site: LayerSite, calls: list[Call], watch: Watch, exact: bool,
         reason = "its result is float32 under autocast: exact=False allows autocast's dtype"
         return Decision(None, reason, before, before)
     written = next((call.written for call in calls if call.written), "")
-    choice = Choice(
-        "auto" if site.may_keep_output and not written else "input", bool(site.module._forward_hooks), exact
-    )
-    reason = f"keeps its input: {written}" if site.may_keep_output and written else ""
+    hooked = bool(site.module._forward_hooks)
+    from_input = _after_norm(site, calls, watch, "input")
+    if not site.may_keep_output or written:
+        reason = f"keeps its input: {written}" if site.may_keep_output else ""
+        return Decision(Choice("input", hooked, exact), reason, before, from_input)
+    after = _after_norm(site, calls, watch, "auto")
+    if from_input < after:  # the input is kept elsewhere, the output is not
+        return Decision(Choice("input", hooked, exact), "", before, from_input)
+    return Decision(Choice("auto", hooked, exact), "", before, after)
+
+
+def _after_norm(site: LayerSite, calls: list[Call], watch: Watch, save: Save) -> int:
+    """What a norm would keep that nothing else keeps."""
     kept: dict[int, int] = {}
     statistics = 0
     for call in calls:
         if call.own:
-            from_output = choice.save == "auto" and keeps_output(site.twin, site.module, call.dtype)
+            from_output = save == "auto" and keeps_output(site.twin, site.module, call.shape, call.dtype)
             kept[call.output if from_output else call.input] = call.nbytes
             statistics += _statistics(site, call, from_output)
-    return Decision(choice, reason, before, _beyond(kept, watch) + statistics)
+    return _beyond(kept, watch) + statistics
 
 
 def _statistics(site: LayerSite, call: Call, from_output: bool) -> int:
@@ -111,7 +121,7 @@ def _statistics(site: LayerSite, call: Call, from_output: bool) -> int:
     module: Any = site.module
     if site.name == "group_norm":
         return 16 * call.shape[0] * int(module.num_groups)
-    rows: int = call.shape.numel() // max(1, math.prod(row_shape(module)))
+    rows: int = call.shape.numel() // max(1, math.prod(row_shape(module, call.shape)))
     return (
         (2 if site.name == "layer_norm" and not from_output else 1)
         * rows

@@ -120,30 +120,34 @@ class Verifier:
             tensor.is_meta or not tensor.numel() for tensor in values
         ):  # on meta, or sharded
             return "its parameters have no values yet"
-        stock = type(module)
-        twin = twin_of(match.kind, stock)
-        name = stock.__name__
-        changed: Any = module
-        with untouched(module), torch.enable_grad():
-            for part in module.modules():
-                if "dropout" in type(part).__name__.lower():
-                    part.training = False
-            for parameter in module.parameters():  # frozen ones too: what they are used for is compared
-                parameter.requires_grad_(parameter.is_floating_point())
-            try:
-                theirs = _values(module, match)
-            except Exception as error:
-                return f"{name} takes other arguments: {type(error).__name__}"
-            changed._swap, changed.__class__ = match.choice, twin
-            try:
-                ours = _values(module, match)
-            except Exception:  # names propose a twin, whose shapes may not even fit
-                ours = None
-            finally:
-                changed.__class__ = stock
-        tolerance = TOLERANCE.get(match.probe[0].dtype, 0.0)
-        same = ours is not None and _agree(ours, theirs, len(match.probe), tolerance)
-        return "" if same else f"this version of {name} computes something else"
+        # In both modes: a dropout that its forward writes out would not show in evaluation.
+        return _why_not(module, match, training=True) or _why_not(module, match, training=False)
+
+
+def _why_not(module: nn.Module, match: Match, training: bool) -> str:
+    stock = type(module)
+    twin = twin_of(match.kind, stock)
+    name = stock.__name__
+    changed: Any = module
+    with untouched(module), torch.enable_grad():
+        for part in module.modules():
+            part.training = training and "dropout" not in type(part).__name__.lower()
+        for parameter in module.parameters():  # frozen ones too: what they are used for is compared
+            parameter.requires_grad_(parameter.is_floating_point())
+        try:
+            theirs = _values(module, match)
+        except Exception as error:
+            return f"{name} takes other arguments: {type(error).__name__}"
+        changed._swap, changed.__class__ = match.choice, twin
+        try:
+            ours = _values(module, match)
+        except Exception:  # names propose a twin, whose shapes may not even fit
+            ours = None
+        finally:
+            changed.__class__ = stock
+    tolerance = TOLERANCE.get(match.probe[0].dtype, 0.0)
+    same = ours is not None and _agree(ours, theirs, len(match.probe), tolerance)
+    return "" if same else f"this version of {name} computes something else"
 
 
 def _values(module: nn.Module, match: Match) -> list[Tensor | None]:

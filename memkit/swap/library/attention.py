@@ -95,6 +95,8 @@ def _attend(
 ) -> Any:
     if not (query.requires_grad or key.requires_grad or value.requires_grad):
         return function(module, query, key, value, *args, **kwargs)
+    if not args and "attention_mask" in kwargs:
+        args = (kwargs.pop("attention_mask"),)
     value = _alone(value, query, key)
     call = partial(_as_it_was, function, module, module.training)
     dropout = kwargs.get("dropout", 0.0)

@@ -16,28 +16,30 @@ from ..layers import Norm, row_shape, serves
 from .activations import activation_of
 from .twin import Twin, numbers
 
+WIDTH = 16
+"""Of the numbers that a norm without a weight is tried on."""
+
 
 class _RMSNorm(Norm, Twin):
     _op = "rms_norm"
 
     def _memkit(self, input: Tensor) -> Tensor:
-        weight = self._gain(input)
-        return F.rms_norm(input, weight.shape, weight, _eps(self), save=self.save)
+        return F.rms_norm(input, row_shape(self, input.shape), self._gain(input), _eps(self), save=self.save)
 
-    def _gain(self, input: Tensor) -> Tensor:
+    def _gain(self, input: Tensor) -> Tensor | None:
         raise NotImplementedError
 
 
 class RMSNorm(_RMSNorm, kind="rms_norm"):
-    """weight * norm(x), as in Llama and T5. Weights of another dtype would decide the result's, and are left to stock."""
+    """weight * norm(x), as in Llama and T5, or without a weight, as in nanochat. Weights of another dtype would decide the
+    result's, and are left to stock."""
 
     def _stays(self, input: Tensor) -> bool:
-        weight: Any = self.weight
-        return weight.dtype != input.dtype or super()._stays(input)
+        weight = self._gain(input)
+        return (weight is not None and weight.dtype != input.dtype) or super()._stays(input)
 
-    def _gain(self, input: Tensor) -> Tensor:
-        weight: Any = self.weight
-        return weight  # type: ignore[no-any-return]
+    def _gain(self, input: Tensor) -> Tensor | None:
+        return getattr(self, "weight", None)
 
 
 class OffsetRMSNorm(_RMSNorm, kind="rms_norm+1"):
@@ -49,18 +51,19 @@ class OffsetRMSNorm(_RMSNorm, kind="rms_norm+1"):
 
 
 class LayerNorm(Norm, Twin, kind="layer_norm"):
-    """A class like torch.nn.LayerNorm, or of its own without a bias as in Cohere's models, that computes the same."""
+    """A class like torch.nn.LayerNorm, or of its own without a bias as in Cohere's models, or a weight as in OLMo's, that
+    computes the same."""
 
     _op = "layer_norm"
 
     def _memkit(self, input: Tensor) -> Tensor:
         module: Any = self
         weight, bias = self._gain(), getattr(module, "bias", None)
-        return F.layer_norm(input, row_shape(self), weight, bias, _eps(self), save=self.save)
+        eps = 1e-5 if (own := _eps(self)) is None else own
+        return F.layer_norm(input, row_shape(self, input.shape), weight, bias, eps, save=self.save)
 
     def _gain(self) -> Tensor | None:
-        module: Any = self
-        return module.weight  # type: ignore[no-any-return]
+        return getattr(self, "weight", None)
 
 
 class OffsetLayerNorm(LayerNorm, kind="layer_norm+1"):
@@ -112,20 +115,28 @@ def norm_kinds(module: nn.Module) -> tuple[str, ...]:
         images = "2d" in cls.__name__ or getattr(module, "data_format", "") == "channels_first"
         two = images and len(module.normalized_shape) == 1
         return () if cls is nn.LayerNorm else ("layer_norm_2d",) if two else ("layer_norm", "layer_norm+1")
-    rms = cls.__name__.lower().endswith("rmsnorm") or cls.__name__ == "T5LayerNorm"
-    names = [name for name, held in module._parameters.items() if held is not None]
+    rms = cls.__name__.lower().endswith(("rmsnorm", "l2norm"))
     rows = rms or cls.__name__.endswith("LayerNorm")
-    if not rows or isinstance(module, nn.RMSNorm) or names != ["weight"] or module._modules:
+    if not rows or isinstance(module, nn.RMSNorm) or module._modules:
         return ()
-    weight: Any = module.weight
-    if weight.dim() != 1 or _eps(module) is None:
+    held = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+    if (
+        not held
+        and not module._buffers
+        and (_eps(module) is not None if rms else "normalized_shape" in vars(module))
+    ):
+        return ("rms_norm",) if rms else ("layer_norm",)
+    if held.keys() != {"weight"} or held["weight"].dim() != 1 or _eps(module) is None:
         return ()
-    return ("rms_norm", "rms_norm+1") if rms else ("layer_norm",)
+    return (
+        ("rms_norm", "rms_norm+1") if rms else ("layer_norm", "rms_norm")
+    )  # T5's kin names the one as the other
 
 
 def norm_probe(module: nn.Module, kind: str) -> tuple[Tensor, ...]:
-    weight: Any = module.weight
-    row = (module.num_features,) if isinstance(module, nn.BatchNorm2d) else row_shape(module)
+    weight: Any = getattr(module, "weight", None)
+    given = (WIDTH,) if weight is None else weight.shape
+    row = (module.num_features,) if isinstance(module, nn.BatchNorm2d) else row_shape(module, given)
     shape = (2, *row, 3, 2) if kind in ("layer_norm_2d", "batch_norm_act") else (2, 3, *row)
     return (numbers(shape, weight),)
 
