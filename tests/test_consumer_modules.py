@@ -77,7 +77,7 @@ def test_bad_input() -> None:
         (
             lambda: M.norm_act_conv2d(image, torch.randn(2, 5, 1, 1), training=True),
             ValueError,
-            "conv2d: expected 5 features",
+            "conv2d: expected 5 channels",
         ),
         (
             lambda: M.norm_act_conv2d(image, torch.randn(2, 6, 1, 1), padding="same", training=True),
