@@ -19,7 +19,9 @@ struct ChannelTerms {
 
   MEMKIT_FN T value(T x) const { return (x - center) * scale + shift; }
   // Without a slope x has no part in it, infinite or NaN as it may be.
-  MEMKIT_FN T gradient(T x, T dz) const { return (dz * scale + offset) + (slope == T(0) ? T(0) : (x - center) * slope); }
+  MEMKIT_FN T gradient(T x, T dz) const {
+    return (dz * scale + offset) + (slope == T(0) ? T(0) : (x - center) * slope);
+  }
 };
 
 // One call over a tensor [outer, channels, inner]. `sets` is how many terms there are: channels (batch norm) or
