@@ -483,6 +483,7 @@ def test_unused_results_get_no_gradient() -> None:
         (ValueError, "last dimensions are", lambda x: M.layer_norm(x, ())),
         (TypeError, "a tuple or list of numbers, got int", lambda x: M.layer_norm(x, 8)),
         (TypeError, "an int, got str", lambda x: M.layer_norm(x, ("a",))),
+        (ValueError, "an int of 64 bits, got a larger one", lambda x: M.layer_norm(x, (2**70,))),
         (ValueError, "last dimensions are", lambda x: M.layer_norm(x, (2, 4, 8))),
         (ValueError, r"a weight of shape \[8\], got \[7\]", lambda x: M.layer_norm(x, (8,), torch.ones(7))),
         (

@@ -230,13 +230,20 @@ def test_dropout_that_a_function_takes_by_itself(first, written_out_as):
     torch.testing.assert_close(step(model.train(), x), step(stock, x), rtol=1e-4, atol=1e-5)
 
 
-def test_evaluation_before_the_backward(written_out_as):
+@pytest.mark.parametrize("by_part", [False, True])
+def test_evaluation_before_the_backward(by_part, written_out_as):
     """What is made again is what the forward made, dropout included."""
     model, x = make("plain")
+    model.attention.part = nn.Dropout(0.3)
     plain = written_out
-    written_out_as(lambda module, *args, **kwargs: dropped(module, *plain(module, *args, **kwargs)))
+
+    def dropping(module, *args, **kwargs):
+        out, weights = plain(module, *args, **kwargs)
+        return (module.part(out), weights) if by_part else dropped(module, out, weights)
+
+    written_out_as(dropping)
     stock = copy.deepcopy(model).train()
-    swap(model.train(), lean="call")
+    swap(model.train(), ops=["attention"], lean="call")
     found = []
     for each in (stock, model):
         torch.manual_seed(0)
@@ -244,6 +251,23 @@ def test_evaluation_before_the_backward(written_out_as):
         found.append(torch.autograd.grad(out.square().sum(), list(each.eval().attention.v.parameters())))
         assert not any(module.training for module in each.modules())
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("function", ["written out", "by name"])
+def test_functions_that_take_the_mask_by_name_alone(function, written_out_as, monkeypatch):
+    """One that stands in for what is written out, and one that is handed on."""
+    plain = written_out
+
+    def by_name(module, query, key, value, *, attention_mask, **kwargs):
+        return plain(module, query, key, value, attention_mask, **kwargs)
+
+    if function == "written out":
+        written_out_as(by_name)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "by name", by_name)
+    model, x = Model(function=function, mask=True, named=True), torch.randn(2, TOKENS, HEADS * WIDTH)
+    stock = copy.deepcopy(model)
+    swap(model, lean="call")
+    torch.testing.assert_close(step(model, x), step(stock, x), rtol=1e-4, atol=1e-5)
 
 
 def test_names_patched_later(written_out_as):

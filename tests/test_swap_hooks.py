@@ -2,6 +2,7 @@
 nothing with it cost no memory."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -382,6 +383,38 @@ def test_dropout_beside_such_hooks():
     )
     for a, b in zip(ours, [out.detach(), *theirs], strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_threads_beside_such_hooks():
+    model = nn.Sequential(FeedForward()).double()
+    x = batch(4000, D)
+    with torch.no_grad():
+        expected = model(x)
+        swap(model)
+        for module in model.modules():
+            module.register_forward_pre_hook(of_deepspeed(lambda *given: None, "_pre_forward_module_hook"))
+        with ThreadPoolExecutor(4) as threads:
+            for out in threads.map(model, [x] * 40):
+                torch.testing.assert_close(out, expected)
+    assert "forward" not in vars(model[0].fc2)
+
+
+def test_a_forward_that_is_called_past_its_module():
+    """What called it is not what called the module around it."""
+
+    class Keeper(nn.Module):
+        def __init__(self, act):
+            super().__init__()
+            self.act, self.lin = act, nn.Linear(D, D)
+
+        def forward(self, x):
+            h = self.lin(x)
+            return self.act.forward(h) + h
+
+    act = nn.Tanh()
+    model = nn.Sequential(nn.Linear(D, D), act, nn.Linear(D, D), nn.Sequential(Keeper(act))).double()
+    assert swap(model).changed
+    assert_as_stock(model, batch())
 
 
 def test_an_error_in_such_a_call_leaves_the_layer_as_it_was():

@@ -276,6 +276,67 @@ def test_what_only_looks_alike_is_left():
     assert_as_stock(model, batch())
 
 
+def rms(x, dims=-1, eps=1e-6):
+    return x * torch.rsqrt(x.pow(2).mean(dims, keepdim=True) + eps)
+
+
+NOT_QUITE = {
+    "another eps": lambda self, x: nn.functional.layer_norm(x, (D,), None, None, 1e-6),
+    "always float32": lambda self, x: rms(x.float()),
+    "the third dimension": lambda self, x: rms(x, 2 if x.dim() > 2 else -1),
+    "the first numbers": lambda self, x: x * torch.rsqrt(x[..., :D].pow(2).mean(-1, keepdim=True) + 1e-6),
+}
+
+
+@pytest.mark.parametrize("forward", NOT_QUITE.values(), ids=NOT_QUITE)
+def test_norms_without_a_weight_that_compute_something_else(forward):
+    """There is nothing but numbers to tell them by."""
+
+    layer = "layer_norm" in forward.__code__.co_names
+    cls = type("OwnLayerNorm" if layer else "OwnRMSNorm", (nn.Module,), {"forward": forward})
+    norm = cls()
+    if layer:
+        norm.normalized_shape = (D,)
+    else:
+        norm.eps = 1e-6
+    assert not swap(nn.Sequential(norm, nn.Linear(D, D))).changed
+
+
+@pytest.mark.parametrize("attribute", [("normalized_shape", D), ("weight", 1.0), ("weight", [1.0] * D)])
+def test_norms_that_hold_other_things_are_left(attribute):
+    norm = PlainRMSNorm()
+    setattr(norm, *attribute)
+    assert not swap(nn.Sequential(nn.Linear(D, D), norm)).changed
+
+
+@pytest.mark.parametrize("values", [((-1,), (-2, -1)), ({"eps": 1e-6}, {"eps": 0.1})])
+def test_a_verdict_is_of_one_kind_of_module(values):
+    class OwnRMSNorm(PlainRMSNorm):
+        def __init__(self, held):
+            super().__init__()
+            self.held = held
+
+        def forward(self, x):
+            return rms(x, eps=self.held["eps"]) if isinstance(self.held, dict) else rms(x, self.held)
+
+    model = nn.Sequential(OwnRMSNorm(values[0]), nn.Linear(D, D), OwnRMSNorm(values[1])).double()
+    assert [row.path for row in swap(model).changed] == ["0"]
+    assert_as_stock(model, batch(2, 3, D))
+
+
+class Frozen(nn.GELU):
+    training = property(lambda self: True)
+
+
+def test_a_part_whose_mode_cannot_be_set():
+    model = MLP(nn.GELU()).double()
+    del model.act.training
+    model.act.__class__ = Frozen
+    reasons = [row.reason for row in swap(model).left if row.path == ""]
+    assert reasons == ["MLP has a part whose mode cannot be set"]
+    assert_as_stock(model, batch())
+
+
 class Doubled(nn.Module):
     """The names of timm's gated network, the shapes of its plain one, the forward of neither."""
 

@@ -17,10 +17,13 @@ size_t idle_handles(const at::TensorBase& x) {
   return x.use_count() == 2 && object.ref_count() == 2;  // the tensor's own reference and this one
 }
 
-// The object's type, in the place of Python's own error.
-std::string taken(PyObject* object) {
+// Raises what was expected in the place of Python's own error, if there is one.
+void check_taken(PyObject* object, std::string_view op, const char* expected) {
+  if (!PyErr_Occurred()) return;
+  const bool large = PyErr_ExceptionMatches(PyExc_OverflowError);
   PyErr_Clear();
-  return Py_TYPE(object)->tp_name;
+  TORCH_CHECK_VALUE(!large, op, ": expected ", expected, " of 64 bits, got a larger one");
+  TORCH_CHECK_TYPE(false, op, ": expected ", expected, ", got ", Py_TYPE(object)->tp_name);
 }
 
 // Whether autograd records that x is a view, and what is done to it.
@@ -42,13 +45,13 @@ std::string_view text(PyObject* object, std::string_view op) {
 
 double number(PyObject* object, std::string_view op) {
   const double value = PyFloat_AsDouble(object);
-  TORCH_CHECK_TYPE(value != -1 || !PyErr_Occurred(), op, ": expected a number, got ", taken(object));
+  if (value == -1) check_taken(object, op, "a number");
   return value;
 }
 
 int64_t integer(PyObject* object, std::string_view op) {
   const int64_t value = PyLong_AsLongLong(object);
-  TORCH_CHECK_TYPE(value != -1 || !PyErr_Occurred(), op, ": expected an int, got ", taken(object));
+  if (value == -1) check_taken(object, op, "an int");
   return value;
 }
 

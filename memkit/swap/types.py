@@ -107,7 +107,7 @@ class Swapped(Changed):
             return self._stock_forward(input)
         try:
             # Three frames up: _call_impl, _wrapped_call_impl, the caller. Beside hooks _call_impl takes two.
-            if callers and _caller(_getframe(3)) not in CALLERS:
+            if callers and _caller(_getframe(1)) not in CALLERS:
                 return self._stock_forward(input)
             # Dispatch modes (selective checkpointing) must see one and the same operator each time. What a hook put
             # in the input's place has fewer holders to begin with, so that one more would not show.
@@ -146,13 +146,21 @@ class Swapped(Changed):
         return _dispatched(self._op, input, self._params, proof.inplace, proof.save, None, -1)
 
 
-def _caller(frame: FrameType) -> CodeType:
-    """Of a module, where this frame is it or _wrapped_call_impl."""
-    outer = frame.f_back if frame.f_code is _WRAPPED else frame
-    return frame.f_code if outer is None else outer.f_code
-
-
 _WRAPPED: CodeType = nn.Module._wrapped_call_impl.__code__
+_CALL: CodeType = nn.Module._call_impl.__code__
+_INNER = next((c for c in _CALL.co_consts if isinstance(c, CodeType) and c.co_name == "inner"), None)
+"""What runs the forward where there are hooks."""
+
+
+def _caller(frame: FrameType | None) -> CodeType | None:
+    """Who called the module whose forward this frame called; None where it called that past `__call__`."""
+    if frame is not None and frame.f_code is _INNER:
+        frame = frame.f_back
+    for code in (_CALL, _WRAPPED):
+        if frame is None or frame.f_code is not code:
+            return None
+        frame = frame.f_back
+    return None if frame is None else frame.f_code
 
 
 class _Counter(nn.Module):

@@ -19,7 +19,7 @@ from .activations import CLASSES, activation_of, activation_twin, library_activa
 from .attention import is_attention
 from .losses import has_library_loss, hold, release
 from .mlps import GATINGS, STEPS
-from .norms import norm_kinds, norm_probe
+from .norms import further_probes, norm_kinds, norm_probe
 from .residual import BLOCKS, DENSE, OPTIONAL, is_dense_layer
 from .twin import TOLERANCE, InLean, Twin, numbers, twin_of
 
@@ -40,6 +40,10 @@ __all__ = [
 ]
 
 
+INTERNAL = frozenset(vars(nn.Module()))
+"""Attributes of every module, its mode among them."""
+
+
 class Match(NamedTuple):
     """What a module may be."""
 
@@ -52,6 +56,8 @@ class Match(NamedTuple):
     method: str = "forward"
     takes: tuple[nn.Module, ...] = ()
     """Activations that it calls as part of itself."""
+    further: tuple[tuple[Tensor, ...], ...] = ()
+    """Probes beside that one."""
 
 
 def candidates(module: nn.Module, names: frozenset[str], exact: bool) -> list[Match]:
@@ -61,7 +67,10 @@ def candidates(module: nn.Module, names: frozenset[str], exact: bool) -> list[Ma
         op = kind.removesuffix("_2d").removesuffix("+1")
         if op in names:
             acts = _acts(module, ("act",)) if op == "batch_norm_act" else ()
-            found.append(Match(kind, op, Choice(exact=exact), norm_probe(module, kind), "forward", acts))
+            probes = norm_probe(module, kind), further_probes(module)
+            found.append(Match(kind, op, Choice(exact=exact), probes[0], "forward", acts, probes[1]))
+    if isinstance(module, torch.jit.ScriptModule):
+        return []
     children = module._modules.keys()
     held = children | vars(module).keys()
     for row in (*STEPS, *GATINGS):
@@ -91,7 +100,7 @@ def candidates(module: nn.Module, names: frozenset[str], exact: bool) -> list[Ma
     if "gated" in names and hasattr(type(module), "_apply_gate") and "act_fn" in held:
         experts: Any = module
         weight = getattr(experts, "gate_up_proj", None)
-        if isinstance(weight, Tensor):
+        if isinstance(weight, Tensor) and weight.dim() == 3:
             width = weight.shape[2 if getattr(experts, "is_transposed", False) else 1]
             probe = (numbers((3, width), weight),)
             found.append(
@@ -115,13 +124,21 @@ class Verifier:
 
     @staticmethod
     def _verify(module: nn.Module, match: Match) -> str:
-        values = [*match.probe, *module.parameters()]
-        if not match.probe or any(
-            tensor.is_meta or not tensor.numel() for tensor in values
-        ):  # on meta, or sharded
+        sharded = not match.probe or not all(tensor.numel() for tensor in match.probe)
+        if sharded or any(tensor.is_meta for tensor in (*match.probe, *module.parameters())):
             return "its parameters have no values yet"
         # In both modes: a dropout that its forward writes out would not show in evaluation.
-        return _why_not(module, match, training=True) or _why_not(module, match, training=False)
+        return next(
+            filter(
+                None,
+                (
+                    _why_not(module, match._replace(probe=probe), training)
+                    for training in (module.training, not module.training)
+                    for probe in (match.probe, *match.further)
+                ),
+            ),
+            "",
+        )
 
 
 def _why_not(module: nn.Module, match: Match, training: bool) -> str:
@@ -129,15 +146,22 @@ def _why_not(module: nn.Module, match: Match, training: bool) -> str:
     twin = twin_of(match.kind, stock)
     name = stock.__name__
     changed: Any = module
+    before = module.training
     with untouched(module), torch.enable_grad():
-        for part in module.modules():
-            part.training = training and "dropout" not in type(part).__name__.lower()
+        try:
+            for part in module.modules():
+                mode = training and "dropout" not in type(part).__name__.lower()
+                if part.training != mode:
+                    part.training = mode
+        except AttributeError:
+            return f"{name} has a part whose mode cannot be set"
         for parameter in module.parameters():  # frozen ones too: what they are used for is compared
             parameter.requires_grad_(parameter.is_floating_point())
         try:
             theirs = _values(module, match)
         except Exception as error:
-            return f"{name} takes other arguments: {type(error).__name__}"
+            where = "" if training == before else f" in {'training' if training else 'evaluation'}"
+            return f"{name} takes other arguments{where}: {type(error).__name__}"
         changed._swap, changed.__class__ = match.choice, twin
         try:
             ours = _values(module, match)
@@ -146,6 +170,8 @@ def _why_not(module: nn.Module, match: Match, training: bool) -> str:
         finally:
             changed.__class__ = stock
     tolerance = TOLERANCE.get(match.probe[0].dtype, 0.0)
+    if match.further:  # float32 inside is what a norm without a weight may have, whatever it is given
+        tolerance = max(tolerance, TOLERANCE[torch.float32])
     same = ours is not None and _agree(ours, theirs, len(match.probe), tolerance)
     return "" if same else f"this version of {name} computes something else"
 
@@ -184,13 +210,24 @@ def _agree(ours: list[Tensor | None], theirs: list[Tensor | None], inputs: int, 
 def _signature(module: nn.Module) -> Hashable:
     """What a forward may depend on: classes, numbers and words, shapes; not the values of parameters, nor an index."""
     plain = tuple(
-        (name, held)
+        (name, _frozen(held))
         for name, held in vars(module).items()
-        if isinstance(held, int | float | str) and not name.endswith(("idx", "index")) and name != "training"
+        if name not in INTERNAL and not name.endswith(("idx", "index"))
     )
     shapes = tuple((name, p.shape, p.dtype) for name, p in module._parameters.items() if p is not None)
     parts = tuple((name, _signature(child)) for name, child in module._modules.items() if child is not None)
     return type(module), plain, shapes, parts
+
+
+def _frozen(held: Any) -> Hashable:
+    """What tells one value from another: of what is no number or word, that it is the same object."""
+    if isinstance(held, tuple | list):
+        return tuple(map(_frozen, held))
+    if isinstance(held, dict):
+        return tuple((_frozen(key), _frozen(value)) for key, value in held.items())
+    if isinstance(held, Tensor):
+        return held.shape, held.dtype
+    return held if isinstance(held, int | float | str) else id(held)
 
 
 def _probe(layer: Any) -> tuple[Tensor, ...]:

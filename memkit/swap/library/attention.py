@@ -95,21 +95,18 @@ def _attend(
 ) -> Any:
     if not (query.requires_grad or key.requires_grad or value.requires_grad):
         return function(module, query, key, value, *args, **kwargs)
-    if not args and "attention_mask" in kwargs:
-        args = (kwargs.pop("attention_mask"),)
     value = _alone(value, query, key)
-    call = partial(_as_it_was, function, module, module.training)
     dropout = kwargs.get("dropout", 0.0)
     # PyTorch's kernels for the CPU have neither dropout nor the gradient of what is added.
     slow = query.device.type == "cpu" and (dropout > 0 or any(map(_is_learned, (*args, *kwargs.values()))))
     keeps_weights = function is written_out or (_is_fused(function) and slow)
     if not keeps_weights or key.shape[-2] < query.shape[-1]:  # weights smaller than the query
-        return call(query, key, value, *args, **kwargs)
+        return function(module, query, key, value, *args, **kwargs)
     if (how := _as_written(function, module, query, key, value, args, kwargs)) is not None:
         out, weights = attend(query, key, value, *how)
         return out.transpose(1, 2).contiguous(), None if _is_fused(function) else weights
     return checkpoint(
-        call,
+        partial(_as_it_was, function, [(part, part.training) for part in module.modules()]),
         *(query, key, value, *args),
         use_reentrant=False,
         preserve_rng_state=dropout > 0 or module.training,  # a function may take dropout from its module
@@ -118,20 +115,23 @@ def _attend(
     )
 
 
-def _as_it_was(function: Any, module: nn.Module, training: bool, *args: Any, **kwargs: Any) -> Any:
-    """In the mode of the forward, from which a function may take dropout: `eval()` may come before the backward."""
-    now, module.training = module.training, training
+def _as_it_was(function: Any, modes: list[tuple[nn.Module, bool]], *args: Any, **kwargs: Any) -> Any:
+    """With a module and its parts in the modes of the forward: `eval()` may come before the backward."""
+    other = [(part, training) for part, training in modes if part.training != training]
     try:
-        return function(module, *args, **kwargs)
+        for part, training in other:
+            part.training = training
+        return function(modes[0][0], *args, **kwargs)
     finally:
-        module.training = now
+        for part, training in other:
+            part.training = not training
 
 
 def _as_written(
     function: Any, module: Any, query: Tensor, key: Tensor, value: Tensor, args: Any, kwargs: Any
 ) -> tuple[Tensor | None, Tensor | None, Scores] | None:
     """Mask, bias and scores for `attend`, where it computes what the function does."""
-    mask, *more = args or (None,)
+    mask, *more = args or (kwargs.get("attention_mask"),)
     bias, scale, cap = kwargs.get("position_bias"), kwargs.get("scaling"), kwargs.get("softcap")
     plain = (
         not more
@@ -184,14 +184,16 @@ def _is_same(function: Any, module: Any, tensors: Any, args: Any, how: Any, kwar
         some = [x[:1, :, :TOKENS].detach() for x in tensors]
         # Layers that start from zero would show nothing.
         query, key, value = ((x + numbers(x.shape, x)).requires_grad_() for x in some)
-        given = (*args, None)[0]
+        named = "attention_mask" in kwargs
+        given = kwargs["attention_mask"] if named else (*args, None)[0]
         given, mask, bias = (
             x if x is None else x[:1, :, :TOKENS, :TOKENS].detach().clone() for x in (given, mask, bias)
         )
         leaves = [query, key, value]
         if bias is not None:
             leaves.append(bias.requires_grad_())
-        theirs, weights = function(module, query, key, value, given, **{**kwargs, "position_bias": bias})
+        options = {**kwargs, "position_bias": bias} | ({"attention_mask": given} if named else {})
+        theirs, weights = function(module, query, key, value, *(() if named else (given,)), **options)
         ours, our_weights = attend(query, key, value, mask, bias, scores)
         pairs = [(ours.transpose(1, 2), theirs)]
         if weights is not None:

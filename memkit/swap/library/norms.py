@@ -117,15 +117,17 @@ def norm_kinds(module: nn.Module) -> tuple[str, ...]:
         return () if cls is nn.LayerNorm else ("layer_norm_2d",) if two else ("layer_norm", "layer_norm+1")
     rms = cls.__name__.lower().endswith(("rmsnorm", "l2norm"))
     rows = rms or cls.__name__.endswith("LayerNorm")
+    weight, bias, shape = (getattr(module, name, None) for name in ("weight", "bias", "normalized_shape"))
     if not rows or isinstance(module, nn.RMSNorm) or module._modules:
         return ()
+    if not all(isinstance(each, Tensor | None) for each in (weight, bias)):
+        return ()
+    if "normalized_shape" in vars(module) and not isinstance(shape, tuple | list):
+        return ()
     held = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
-    if (
-        not held
-        and not module._buffers
-        and (_eps(module) is not None if rms else "normalized_shape" in vars(module))
-    ):
-        return ("rms_norm",) if rms else ("layer_norm",)
+    if weight is None and not held and not module._buffers:
+        known = _eps(module) is not None if rms else shape is not None
+        return () if not known else ("rms_norm",) if rms else ("layer_norm",)
     if held.keys() != {"weight"} or held["weight"].dim() != 1 or _eps(module) is None:
         return ()
     return (
@@ -138,7 +140,25 @@ def norm_probe(module: nn.Module, kind: str) -> tuple[Tensor, ...]:
     given = (WIDTH,) if weight is None else weight.shape
     row = (module.num_features,) if isinstance(module, nn.BatchNorm2d) else row_shape(module, given)
     shape = (2, *row, 3, 2) if kind in ("layer_norm_2d", "batch_norm_act") else (2, 3, *row)
-    return (numbers(shape, weight),)
+    probe = numbers(shape, weight)
+    return (probe if kind == "batch_norm_act" else _of_two_sizes(probe),)
+
+
+def further_probes(module: nn.Module) -> tuple[tuple[Tensor, ...], ...]:
+    """Of a norm without a weight, which would say of what dtype and width its input is: of others, of more dimensions."""
+    if isinstance(module, nn.BatchNorm2d) or getattr(module, "weight", None) is not None:
+        return ()
+    row = row_shape(module, (WIDTH + 8,))
+    return tuple(
+        (_of_two_sizes(numbers((2, 5, 3, *row), None)).to(dtype),)
+        for dtype in (torch.bfloat16, torch.float64)
+    )
+
+
+def _of_two_sizes(rows: Tensor) -> Tensor:
+    """Half of them so small that eps shows."""
+    rows[1:] *= 1e-3
+    return rows
 
 
 def _eps(module: nn.Module) -> Any:

@@ -7,6 +7,7 @@ they are, and a pickle or a copy says: this mixin before that class.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from threading import RLock, get_ident
 from typing import Any, ClassVar, cast
 
 import torch
@@ -106,6 +107,9 @@ def linear_weights(module: Any) -> tuple[Tensor, Tensor | None] | None:
     return None
 
 
+_IN_PLACE_OF_FORWARD = RLock()
+
+
 def linear_call(module: Any) -> Callable[..., Tensor] | None:
     """Calls ``op(weight, bias, *inputs)`` in the place of a layer that is a Linear and nothing else; else None.
 
@@ -122,11 +126,19 @@ def linear_call(module: Any) -> Callable[..., Tensor] | None:
         return None
 
     def call(op: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        vars(module)["forward"] = lambda *given: op(module.weight, module.bias, *given)
-        try:
-            return module(*inputs)  # type: ignore[no-any-return]
-        finally:
-            del vars(module)["forward"]
+        owner = get_ident()
+
+        def forward(*given: Tensor) -> Tensor:  # another thread may have taken the layer for one with hooks
+            if get_ident() == owner:
+                return op(module.weight, module.bias, *given)
+            return type(module).forward(module, *given)
+
+        with _IN_PLACE_OF_FORWARD:
+            vars(module)["forward"] = forward
+            try:
+                return module(*inputs)  # type: ignore[no-any-return]
+            finally:
+                del vars(module)["forward"]
 
     return call
 
