@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -81,6 +83,13 @@ def test_module() -> None:
     assert torch.equal(ours(x[0]), stock(x[0]))  # without a batch: as stock
     for options in ({"padding": "same"}, {"padding": 1, "padding_mode": "circular"}):
         assert memkit.nn.Conv2d(4, 6, 3, **options)(x).shape == (*x.shape[:1], 6, 9, 9)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("two", [2, (2,), (2, 2), [2], np.int64(2), (np.int64(2), 2), torch.tensor(2)])
+def test_numbers_as_stock_takes_them(two: Any) -> None:
+    x, weight = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3)
+    for options in ({"stride": two}, {"padding": two}, {"dilation": two}):
+        assert torch.equal(M.conv2d(x, weight, **options), F.conv2d(x, weight, **options))
 
 
 def test_bad_input() -> None:

@@ -20,6 +20,7 @@ Dtypes: float32, float64, float16, bfloat16; weights of the input's dtype outsid
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
@@ -380,10 +381,11 @@ def _convolution(
 ) -> list[int]:
     numbers: list[int] = []
     for name, value, least in (("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1)):
-        pair = (value, value) if isinstance(value, int) else tuple(value)
-        if len(pair) != 2 or not all(isinstance(each, int) and each >= least for each in pair):
+        given = tuple(value) if isinstance(value, Sequence) else (value,)
+        pair = 2 * given if len(given) == 1 else given
+        if len(pair) != 2 or not all(hasattr(each, "__index__") and each >= least for each in pair):
             raise ValueError(
                 f"{op}: expected {name} of one or two whole numbers, at least {least}, got {value!r}"
             )
-        numbers += pair
+        numbers += map(operator.index, pair)
     return [*numbers, groups]
