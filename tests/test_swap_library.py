@@ -177,6 +177,7 @@ KNOWN = {
     "layer_norm without a weight": (PlainLayerNorm, batch),
     "layer_norm+1": (lambda: OffsetLayerNorm(D), batch),
     "layer_norm, channels first": (lambda: FirstLayerNorm(2), images),
+    "the same without a weight": (lambda: FirstLayerNorm(2, elementwise_affine=False), images),
     "mlp": (MLP, batch),
     "mlp of convolutions": (ConvMLP, images),
     "mlp with a library's activation": (lambda: MLP(QuickGELU()), batch),
@@ -334,6 +335,13 @@ def test_a_part_whose_mode_cannot_be_set():
     model.act.__class__ = Frozen
     reasons = [row.reason for row in swap(model).left if row.path == ""]
     assert reasons == ["MLP has a part whose mode cannot be set"]
+    assert_as_stock(model, batch())
+
+
+def test_a_scripted_part_is_left():
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(D, D), nn.GELU(), nn.Linear(D, D)))
+    model = nn.Sequential(MLP(), scripted).double()
+    assert {row.path.split(".")[0] for row in swap(model).changed} == {"0"}
     assert_as_stock(model, batch())
 
 

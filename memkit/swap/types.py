@@ -106,7 +106,6 @@ class Swapped(Changed):
         if save == "output" and not hooked and shows_result(self):
             return self._stock_forward(input)
         try:
-            # Three frames up: _call_impl, _wrapped_call_impl, the caller. Beside hooks _call_impl takes two.
             if callers and _caller(_getframe(1)) not in CALLERS:
                 return self._stock_forward(input)
             # Dispatch modes (selective checkpointing) must see one and the same operator each time. What a hook put
@@ -149,7 +148,7 @@ class Swapped(Changed):
 _WRAPPED: CodeType = nn.Module._wrapped_call_impl.__code__
 _CALL: CodeType = nn.Module._call_impl.__code__
 _INNER = next((c for c in _CALL.co_consts if isinstance(c, CodeType) and c.co_name == "inner"), None)
-"""What runs the forward where there are hooks."""
+"""What of _call_impl calls the forward where there are hooks."""
 
 
 def _caller(frame: FrameType | None) -> CodeType | None:

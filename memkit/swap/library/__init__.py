@@ -62,15 +62,15 @@ class Match(NamedTuple):
 
 def candidates(module: nn.Module, names: frozenset[str], exact: bool) -> list[Match]:
     """Of one module, the likeliest first. Cheap: all modules of a model are asked."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return []
     found = []
     for kind in norm_kinds(module):
         op = kind.removesuffix("_2d").removesuffix("+1")
         if op in names:
             acts = _acts(module, ("act",)) if op == "batch_norm_act" else ()
-            probes = norm_probe(module, kind), further_probes(module)
-            found.append(Match(kind, op, Choice(exact=exact), probes[0], "forward", acts, probes[1]))
-    if isinstance(module, torch.jit.ScriptModule):
-        return []
+            probe, further = norm_probe(module, kind), further_probes(module, kind)
+            found.append(Match(kind, op, Choice(exact=exact), probe, "forward", acts, further))
     children = module._modules.keys()
     held = children | vars(module).keys()
     for row in (*STEPS, *GATINGS):
@@ -128,17 +128,11 @@ class Verifier:
         if sharded or any(tensor.is_meta for tensor in (*match.probe, *module.parameters())):
             return "its parameters have no values yet"
         # In both modes: a dropout that its forward writes out would not show in evaluation.
-        return next(
-            filter(
-                None,
-                (
-                    _why_not(module, match._replace(probe=probe), training)
-                    for training in (module.training, not module.training)
-                    for probe in (match.probe, *match.further)
-                ),
-            ),
-            "",
-        )
+        for training in (module.training, not module.training):
+            for probe in (match.probe, *match.further):
+                if reason := _why_not(module, match._replace(probe=probe), training):
+                    return reason
+        return ""
 
 
 def _why_not(module: nn.Module, match: Match, training: bool) -> str:
@@ -225,8 +219,6 @@ def _frozen(held: Any) -> Hashable:
         return tuple(map(_frozen, held))
     if isinstance(held, dict):
         return tuple((_frozen(key), _frozen(value)) for key, value in held.items())
-    if isinstance(held, Tensor):
-        return held.shape, held.dtype
     return held if isinstance(held, int | float | str) else id(held)
 
 

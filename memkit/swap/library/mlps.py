@@ -221,8 +221,8 @@ def _next(steps: Sequence[Any], at: int, input: Tensor, dropout: bool) -> tuple[
         linear = linear_call(layer)
         if linear is not None and p:
             # The hidden features of a dropout_linear are the ones that act_dropout would drop.
-            dropping = lambda w, b, h: F.dropout_linear(h, w, b, p, act=act[0], **params)  # noqa: E731
-            return linear(dropping, input), after + 1
+            out = linear(lambda w, b, h: F.dropout_linear(h, w, b, p, act=act[0], **params), input)
+            return out, after + 1
         if p or act[0] in KEEPS_OUTPUT:  # which the layer keeps too: making it again would bring nothing
             return step(input), at + 1
         if linear is not None:

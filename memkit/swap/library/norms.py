@@ -127,12 +127,11 @@ def norm_kinds(module: nn.Module) -> tuple[str, ...]:
     held = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
     if weight is None and not held and not module._buffers:
         known = _eps(module) is not None if rms else shape is not None
-        return () if not known else ("rms_norm",) if rms else ("layer_norm",)
+        return ("rms_norm" if rms else "layer_norm",) if known else ()
     if held.keys() != {"weight"} or held["weight"].dim() != 1 or _eps(module) is None:
         return ()
-    return (
-        ("rms_norm", "rms_norm+1") if rms else ("layer_norm", "rms_norm")
-    )  # T5's kin names the one as the other
+    # T5's kin names the one as the other.
+    return ("rms_norm", "rms_norm+1") if rms else ("layer_norm", "rms_norm")
 
 
 def norm_probe(module: nn.Module, kind: str) -> tuple[Tensor, ...]:
@@ -144,9 +143,9 @@ def norm_probe(module: nn.Module, kind: str) -> tuple[Tensor, ...]:
     return (probe if kind == "batch_norm_act" else _of_two_sizes(probe),)
 
 
-def further_probes(module: nn.Module) -> tuple[tuple[Tensor, ...], ...]:
+def further_probes(module: nn.Module, kind: str) -> tuple[tuple[Tensor, ...], ...]:
     """Of a norm without a weight, which would say of what dtype and width its input is: of others, of more dimensions."""
-    if isinstance(module, nn.BatchNorm2d) or getattr(module, "weight", None) is not None:
+    if kind not in ("rms_norm", "layer_norm") or getattr(module, "weight", None) is not None:
         return ()
     row = row_shape(module, (WIDTH + 8,))
     return tuple(
