@@ -70,8 +70,8 @@ Search::Outcome Search::fit(std::int64_t ceiling, std::int64_t patience, const s
   style_ = int(random_() % 6);
   std::uniform_real_distribution<double> noise(0.7, 1.3);
   for (double& t : taste_) t = noise(random_);
-  for (int i : below)
-    if (!place(i)) return Outcome::gave_up;
+  for (int i : below) put(i);
+  if (!settle()) return Outcome::gave_up;
   if (descend(0)) return Outcome::found;
   return stopped_ || !below.empty() ? Outcome::gave_up : Outcome::impossible;
 }
@@ -235,6 +235,12 @@ void Search::raise(int item, std::int64_t offset) {
 }
 
 bool Search::place(int i) {
+  put(i);
+  return settle();
+}
+
+// Leaves the floors to `settle`.
+void Search::put(int i) {
   const Item& item = items_[i];
   const std::int64_t top = offsets_[i] + item.size;
   placed_[i] = 1;
@@ -246,7 +252,6 @@ bool Search::place(int i) {
   }
   for (int j : touching_[i])
     if (!placed_[j]) raise(j, top);
-  return settle();
 }
 
 // The lowest floor there is where none of the items that could stand in the section's corner does. In a plan where
@@ -286,8 +291,10 @@ bool Search::settle() {
     is_dirty_[s] = 0;
     if (!good) continue;
     std::int64_t lowest = kNone;
-    for (int i : covering_[s])
+    for (int i : covering_[s]) {
       if (!placed_[i]) lowest = std::min(lowest, offsets_[i]);
+      if (lowest == floor_[s]) break;  // floors only rise
+    }
     if (lowest != floor_[s]) set(floor_[s], lowest);
     if (lowest == kNone) continue;
     const std::int64_t reach = lowest + left_[s];

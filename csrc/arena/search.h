@@ -54,6 +54,7 @@ class Search {
   bool descend(int depth);
   Choice choose();
   bool place(int item);
+  void put(int item);
   bool skip(const Choice& choice);
   std::int64_t skip_floor(const Choice& choice, std::vector<int>* standing, std::int64_t* common) const;
   void raise(int item, std::int64_t offset);
