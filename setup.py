@@ -33,15 +33,10 @@ NVCC_FLAGS = ["-O3", "-lineinfo", "-Xcompiler=-fvisibility=hidden", "-Xfatbin=-c
 # Files of csrc/torch compiled as one: torch's headers take longer than most of these files themselves. The files of a unit
 # may not give one name to two things. A file that is named nowhere is compiled alone.
 UNITS = [
-    "activation_* checks eager fast_call fresh spec stock",
-    "channel_*",
-    "consumer consumer_layers lean norm_engine producers",
-    "cross_entropy loss optimizer_call",
-    "dropout engine glu named_ops rotary",
-    "linear_cross_entropy optimizer tap",
-    "planning cuda_memory schemas",
-    "pool pool_*",
-    "row_norm_* softmax",
+    "activation_* channel_* checks eager engine fast_call fresh spec stock",
+    "consumer consumer_layers dropout glu lean named_ops norm_engine producers rotary",
+    "cross_entropy cuda_memory loss optimizer optimizer_call planning schemas tap",
+    "linear_cross_entropy pool pool_* row_norm_* softmax",
 ]
 
 

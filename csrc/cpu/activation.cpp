@@ -1,6 +1,7 @@
-// Loops over the activation formulas. Each is compiled for three instruction sets and for each dtype: it loads, widens,
-// applies the formula and stores in one go. With a bias, dropout or a residual it is a block at a time, in the first-level
-// cache: read and add the bias, formula, dropout, add the residual, store.
+// Loops over the activation formulas. Each is compiled for three instruction sets and for float, double, and float as exact
+// as dtypes of two bytes need. Those are widened a block at a time in the first-level cache, which is quicker than conversions
+// in the formula's loop. So it is with a bias, dropout or a residual: read and add the bias, formula, dropout, add the
+// residual, store.
 #include "activation.h"
 
 #include "../formulas/gradient.h"
@@ -9,90 +10,49 @@
 namespace memkit::cpu {
 namespace {
 
-// y[i] = f(x[i]) and out[i] = f(x[i], grad[i], i) in the compute type. Pointers may alias element by element.
-template <class Lanes, class S>
-struct Map {
-  template <class F>
-  MEMKIT_FN static void run(const S* x, S* y, int64_t n, const F& f) {
-    MEMKIT_LOOP
-    for (int64_t i = 0; i < n; ++i) y[i] = f(x[i]);
-  }
-  template <class F>
-  MEMKIT_FN static void run(const S* x, const S* grad, S* out, int64_t n, const F& f) {
-    MEMKIT_LOOP
-    for (int64_t i = 0; i < n; ++i) out[i] = f(x[i], grad[i], i);
-  }
-};
-
-// Two bytes: a block is widened in the first-level cache, which is quicker than conversions in the formula's loop.
-template <class Lanes, class S>
-struct MapWide {
-  template <class F>
-  MEMKIT_FN static void run(const S* x, S* y, int64_t n, const F& f) {
-    float block[kBlock];
-    Lanes::widen(x, block, n);
-    Map<Lanes, float>::run(block, block, n, f);
-    Lanes::narrow(block, y, n);
-  }
-  template <class F>
-  MEMKIT_FN static void run(const S* x, const S* grad, S* out, int64_t n, const F& f) {
-    float block[kBlock], grads[kBlock];
-    Lanes::widen(x, block, n);
-    Lanes::widen(grad, grads, n);
-    Map<Lanes, float>::run(block, grads, grads, n, f);
-    Lanes::narrow(grads, out, n);
-  }
-};
-template <class Lanes>
-struct Map<Lanes, Half> : MapWide<Lanes, Half> {};
-template <class Lanes>
-struct Map<Lanes, Bfloat> : MapWide<Lanes, Bfloat> {};
-
 #define MEMKIT_INLINE __attribute__((always_inline))
 
-// The loops of one formula over at most a block.
-template <class Lanes, class Op, class S>
+// The loops of one formula over at most a block. Pointers may alias element by element.
+template <class Lanes, class Op, class T>
 struct Loops {
-  using T = typename ComputeType<S>::type;
-
-  MEMKIT_FN static void value(const ActParams& params, const S* x, S* y, int64_t n) {
+  MEMKIT_FN static void value(const ActParams& params, const T* x, T* y, int64_t n) {
     const Op op(params);
-    Map<Lanes, S>::run(x, y, n, [&](T x) MEMKIT_INLINE { return op.value(x); });
+    MEMKIT_LOOP
+    for (int64_t i = 0; i < n; ++i) y[i] = op.value(x[i]);
   }
 
-  MEMKIT_FN static void slope(const ActParams& params, const S* x, const S* grad, S* out, int64_t n) {
+  MEMKIT_FN static void slope(const ActParams& params, const T* x, const T* grad, T* out, int64_t n) {
     const Op op(params);
-    const auto gradient = [&](T x, T g, int64_t) MEMKIT_INLINE { return gradient_at_input(op, g, x); };
-    Map<Lanes, S>::run(x, grad, out, n, gradient);
+    MEMKIT_LOOP
+    for (int64_t i = 0; i < n; ++i) out[i] = gradient_at_input(op, grad[i], x[i]);
   }
 
-  MEMKIT_FN static void right(const S* x, uint8_t* bits, int64_t n) {
+  MEMKIT_FN static void right(const T* x, uint8_t* bits, int64_t n) {
     if constexpr (Op::branch) Lanes::pack(x, T(Op::x0), bits, n);
   }
 
-  MEMKIT_FN static void slope_from_output(const ActParams& params, const S* y, const uint8_t* bits, const S* grad,
-                                          S* out, int64_t n) {
+  MEMKIT_FN static void slope_from_output(const ActParams& params, const T* y, const uint8_t* bits, const T* grad,
+                                          T* out, int64_t n) {
     const Op op(params);
     if constexpr (Op::branch) {
       int32_t sides[kBlock];
       Lanes::spread(bits, sides, n);
-      Map<Lanes, S>::run(y, grad, out, n, [&](T y, T g, int64_t i) MEMKIT_INLINE {
-        return gradient_at_output(op, g, y, sides[i] != 0);
-      });
+      MEMKIT_LOOP
+      for (int64_t i = 0; i < n; ++i) out[i] = gradient_at_output(op, grad[i], y[i], sides[i] != 0);
     } else {
-      const auto gradient = [&](T y, T g, int64_t) MEMKIT_INLINE { return gradient_at_output(op, g, y); };
-      Map<Lanes, S>::run(y, grad, out, n, gradient);
+      MEMKIT_LOOP
+      for (int64_t i = 0; i < n; ++i) out[i] = gradient_at_output(op, grad[i], y[i]);
     }
   }
 };
 
 // What a call needs, as pointers to loops of the machine's instruction set.
-template <class S>
+template <class T>
 struct Table {
-  void (*value)(const ActParams&, const S*, S*, int64_t);
-  void (*slope)(const ActParams&, const S*, const S*, S*, int64_t);
-  void (*right)(const S*, uint8_t*, int64_t);
-  void (*slope_from_output)(const ActParams&, const S*, const uint8_t*, const S*, S*, int64_t);
+  void (*value)(const ActParams&, const T*, T*, int64_t);
+  void (*slope)(const ActParams&, const T*, const T*, T*, int64_t);
+  void (*right)(const T*, uint8_t*, int64_t);
+  void (*slope_from_output)(const ActParams&, const T*, const uint8_t*, const T*, T*, int64_t);
 };
 
 // Conversions of blocks, sums, and dropout.
@@ -128,17 +88,17 @@ MEMKIT_FN void with_words(const Drop& drop, int64_t first, T* block, int64_t n, 
 }
 
 #define MEMKIT_LOOPS_FOR(NAME, LANES, TARGET)                                                                          \
-  template <class Op, class S>                                                                                         \
+  template <class Op, class T>                                                                                         \
   struct NAME {                                                                                                        \
-    using L = Loops<LANES, Op, S>;                                                                                     \
-    TARGET static void value(const ActParams& p, const S* x, S* y, int64_t n) { L::value(p, x, y, n); }                \
-    TARGET static void slope(const ActParams& p, const S* x, const S* g, S* o, int64_t n) { L::slope(p, x, g, o, n); } \
-    TARGET static void right(const S* x, uint8_t* b, int64_t n) { L::right(x, b, n); }                                 \
-    TARGET static void slope_from_output(const ActParams& p, const S* y, const uint8_t* b, const S* g, S* o,           \
+    using L = Loops<LANES, Op, T>;                                                                                     \
+    TARGET static void value(const ActParams& p, const T* x, T* y, int64_t n) { L::value(p, x, y, n); }                \
+    TARGET static void slope(const ActParams& p, const T* x, const T* g, T* o, int64_t n) { L::slope(p, x, g, o, n); } \
+    TARGET static void right(const T* x, uint8_t* b, int64_t n) { L::right(x, b, n); }                                 \
+    TARGET static void slope_from_output(const ActParams& p, const T* y, const uint8_t* b, const T* g, T* o,           \
                                          int64_t n) {                                                                  \
       L::slope_from_output(p, y, b, g, o, n);                                                                          \
     }                                                                                                                  \
-    static constexpr Table<S> table{value, slope, right, slope_from_output};                                           \
+    static constexpr Table<T> table{value, slope, right, slope_from_output};                                           \
   };                                                                                                                   \
   template <class S, class T>                                                                                          \
   struct NAME##Blocks {                                                                                                \
@@ -167,16 +127,16 @@ MEMKIT_LOOPS_FOR(V3Loops, V3Lanes, MEMKIT_TARGET_V3)
 MEMKIT_LOOPS_FOR(V4Loops, V4Lanes, MEMKIT_TARGET_V4)
 #endif
 
-template <class S>
+template <class T, bool coarse>
 struct FindTable {
   template <template <class, bool> class Formula>
-  const Table<S>* operator()() const {
-    using Op = Formula<typename ComputeType<S>::type, sizeof(S) == 2>;
+  const Table<T>* operator()() const {
+    using Op = Formula<T, coarse>;
 #if MEMKIT_X86
-    if (isa() == Isa::v4) return &V4Loops<Op, S>::table;
-    if (isa() == Isa::v3) return &V3Loops<Op, S>::table;
+    if (isa() == Isa::v4) return &V4Loops<Op, T>::table;
+    if (isa() == Isa::v3) return &V3Loops<Op, T>::table;
 #endif
-    return &BaseLoops<Op, S>::table;
+    return &BaseLoops<Op, T>::table;
   }
 };
 
@@ -212,13 +172,13 @@ void read_biased(const S* x, const Bias& bias, int64_t first, T* block, int64_t 
   }
 }
 
-// A call with the loops it needs: those of its dtype and, for blocks with a bias, those of the compute type.
+// A call with the loops it needs. Where nothing is to be widened or added, they run from memory to memory.
 template <class S>
 struct Engine {
   using T = typename ComputeType<S>::type;
+  static constexpr bool direct = std::is_same_v<S, T>;
   const ActivationArgs& args;
-  const Table<S>& loops = *visit(args.act, FindTable<S>{});
-  const Table<T>& wide = *visit(args.act, FindTable<T>{});
+  const Table<T>& loops = *visit(args.act, FindTable<T, !direct>{});
   const Blocks<S, T>& engine = blocks<S, T>();
 
   const S* x(int64_t first) const { return static_cast<const S*>(args.x) + first; }
@@ -227,14 +187,16 @@ struct Engine {
   uint8_t* bits(int64_t first) const { return args.bits ? args.bits + first / 8 : nullptr; }
 
   void forward(int64_t first, int64_t n) const {
-    if (!args.bias.data && !args.drop.seed && !args.residual) {
-      if (args.bits) loops.right(x(first), bits(first), n);
-      return loops.value(args.params, x(first), out(first), n);
+    if constexpr (direct) {
+      if (!args.bias.data && !args.drop.seed && !args.residual) {
+        if (args.bits) loops.right(x(first), bits(first), n);
+        return loops.value(args.params, x(first), out(first), n);
+      }
     }
     T block[kBlock], other[kBlock];
     read(first, block, n);
-    if (args.bits) wide.right(block, bits(first), n);
-    if (args.act != Act::identity) wide.value(args.params, block, block, n);
+    if (args.bits) loops.right(block, bits(first), n);
+    if (args.act != Act::identity) loops.value(args.params, block, block, n);
     if (args.drop.seed) engine.drop(args.drop, first, block, n);
     if (args.residual) {
       engine.widen(static_cast<const S*>(args.residual) + first, other, n);
@@ -244,25 +206,29 @@ struct Engine {
   }
 
   void backward_from_input(int64_t first, int64_t n) const {
-    if (!args.bias.data && !args.drop.seed) return loops.slope(args.params, x(first), grad(first), out(first), n);
+    if constexpr (direct)
+      if (!args.bias.data && !args.drop.seed) return loops.slope(args.params, x(first), grad(first), out(first), n);
     T block[kBlock], grads[kBlock];
     engine.widen(grad(first), grads, n);
     if (args.drop.seed) engine.drop_gradient(args.drop, first, grads, n);
     read(first, block, n);
-    wide.slope(args.params, block, grads, grads, n);
+    loops.slope(args.params, block, grads, grads, n);
     engine.narrow(grads, out(first), n);
   }
 
-  // What dropout kept is the activation's output times `scale`.
   void backward_from_output(int64_t first, int64_t n) const {
-    if (!args.drop.seed) return loops.slope_from_output(args.params, x(first), bits(first), grad(first), out(first), n);
+    if constexpr (direct)
+      if (!args.drop.seed)
+        return loops.slope_from_output(args.params, x(first), bits(first), grad(first), out(first), n);
     T block[kBlock], grads[kBlock];
     engine.widen(grad(first), grads, n);
-    engine.drop_gradient(args.drop, first, grads, n);
     engine.widen(x(first), block, n);
-    const T unscale = T(1 / args.drop.scale);
-    for (int64_t i = 0; i < n; ++i) block[i] *= unscale;
-    wide.slope_from_output(args.params, block, bits(first), grads, grads, n);
+    if (args.drop.seed) {
+      engine.drop_gradient(args.drop, first, grads, n);
+      const T unscale = T(1 / args.drop.scale);  // what dropout kept is the activation's output times `scale`
+      for (int64_t i = 0; i < n; ++i) block[i] *= unscale;
+    }
+    loops.slope_from_output(args.params, block, bits(first), grads, grads, n);
     engine.narrow(grads, out(first), n);
   }
 

@@ -1,34 +1,45 @@
-// Loops over the gated units: a block of each operand is widened in the first-level cache, computed and narrowed.
+// Loops over the gated units: a block of each operand where it lies, or widened in the first-level cache, computed and narrowed.
 #include "glu.h"
 
 #include <algorithm>
 
-#include "compiled.h"
+#include "chunks.h"
 
 namespace memkit::cpu {
 namespace {
 
-template <class Lanes, class S>
+// Elements of an operand `step` apart, at most a block of them.
+template <class Lanes, class T>
 struct Operand {
-  using T = typename ComputeType<S>::type;
-
-  MEMKIT_FN static void read(const S* x, int64_t step, T* block, int64_t n) {
-    if (step == 1) return Lanes::widen(x, block, n);
-    T both[2 * kBlock];  // the last element's neighbour is another operand's, or beyond the end
-    read_in_blocks(x, both, 2 * n - 1);
+  MEMKIT_FN static const T* read(const void* x, Dtype dtype, int64_t at, int64_t step, T* block, int64_t n) {
+    if (step == 1) return cpu::read<Lanes>(x, dtype, at, n, block);
+    T space[2 * kBlock];
+    const T* both = cpu::read<Lanes>(x, dtype, at, 2 * n - 1, space);  // the last one's neighbour may be beyond the end
     for (int64_t i = 0; i < n; ++i) block[i] = both[2 * i];
+    return block;
   }
 
-  MEMKIT_FN static void write(const T* block, int64_t step, S* x, int64_t n) {
-    if (step == 1) return Lanes::narrow(block, x, n);
-    S dense[kBlock];
-    Lanes::narrow(block, dense, n);
-    for (int64_t i = 0; i < n; ++i) x[2 * i] = dense[i];
+  // Where to compute what is then `written`.
+  MEMKIT_FN static T* place(void* x, Dtype dtype, int64_t at, int64_t step, T* block) {
+    return step == 1 ? cpu::place(x, dtype, at, block) : block;
+  }
+  MEMKIT_FN static void written(const T* block, void* x, Dtype dtype, int64_t at, int64_t step, int64_t n) {
+    if (step == 1) return cpu::written<Lanes>(block, x, dtype, at, n);
+    if constexpr (std::is_same_v<T, double>) {
+      spread(block, static_cast<double*>(x) + at, n);
+    } else {
+      with_storage(dtype, [&](auto stored) MEMKIT_INLINE {
+        decltype(stored) dense[kBlock];
+        Lanes::narrow(block, dense, n);
+        spread(dense, static_cast<decltype(stored)*>(x) + at, n);
+      });
+    }
   }
 
  private:
-  MEMKIT_FN static void read_in_blocks(const S* x, T* y, int64_t n) {
-    for (int64_t i = 0; i < n; i += kBlock) Lanes::widen(x + i, y + i, std::min(kBlock, n - i));
+  template <class S>
+  MEMKIT_FN static void spread(const S* dense, S* x, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) x[2 * i] = dense[i];
   }
 };
 
@@ -43,24 +54,21 @@ MEMKIT_FN void for_runs(const GluArgs& args, int64_t begin, int64_t end, const F
   }
 }
 
-#define MEMKIT_INLINE __attribute__((always_inline))
-
-template <class Op, class S>
+template <class Op, class T>
 struct Glu {
-  using T = typename ComputeType<S>::type;
-
   template <class Lanes>
   struct Forward {
     MEMKIT_FN static void run(const GluArgs& args, int64_t begin, int64_t end) {
-      using Side = Operand<Lanes, S>;
+      using Side = Operand<Lanes, T>;
       const Op op(ActParams{});
-      for_runs(args, begin, end, [&](int64_t place, int64_t dense, int64_t n) MEMKIT_INLINE {
-        T gate[kBlock], up[kBlock];
-        Side::read(static_cast<const S*>(args.gate) + place, args.step, gate, n);
-        Side::read(static_cast<const S*>(args.up) + place, args.step, up, n);
+      for_runs(args, begin, end, [&](int64_t at, int64_t dense, int64_t n) MEMKIT_INLINE {
+        T gates[kBlock], ups[kBlock];
+        const T* gate = Side::read(args.gate, args.dtype, at, args.step, gates, n);
+        const T* up = Side::read(args.up, args.dtype, at, args.step, ups, n);
+        T* const y = place(args.out, args.dtype, dense, ups);
         MEMKIT_LOOP
-        for (int64_t i = 0; i < n; ++i) up[i] = glu_value(op, gate[i], up[i]);
-        Lanes::narrow(up, static_cast<S*>(args.out) + dense, n);
+        for (int64_t i = 0; i < n; ++i) y[i] = glu_value(op, gate[i], up[i]);
+        written<Lanes>(y, args.out, args.dtype, dense, n);
       });
     }
   };
@@ -68,46 +76,48 @@ struct Glu {
   template <class Lanes>
   struct Backward {
     MEMKIT_FN static void run(const GluArgs& args, int64_t begin, int64_t end) {
-      using Side = Operand<Lanes, S>;
+      using Side = Operand<Lanes, T>;
       const Op op(ActParams{});
-      for_runs(args, begin, end, [&](int64_t place, int64_t dense, int64_t n) MEMKIT_INLINE {
-        T gate[kBlock], up[kBlock], grad[kBlock];
-        Side::read(static_cast<const S*>(args.gate) + place, args.step, gate, n);
-        Side::read(static_cast<const S*>(args.up) + place, args.step, up, n);
-        Lanes::widen(static_cast<const S*>(args.grad) + dense, grad, n);
+      for_runs(args, begin, end, [&](int64_t at, int64_t dense, int64_t n) MEMKIT_INLINE {
+        T gates[kBlock], ups[kBlock], grads[kBlock];
+        const T* gate = Side::read(args.gate, args.dtype, at, args.step, gates, n);
+        const T* up = Side::read(args.up, args.dtype, at, args.step, ups, n);
+        const T* grad = read<Lanes>(args.grad, args.dtype, dense, n, grads);
+        T* const grad_gate = Side::place(args.grad_gate, args.dtype, at, args.step, gates);
+        T* const grad_up = Side::place(args.grad_up, args.dtype, at, args.step, ups);
         MEMKIT_LOOP
         for (int64_t i = 0; i < n; ++i) {
           const GluGradients<T> both = glu_gradients(op, grad[i], gate[i], up[i]);
-          gate[i] = both.gate;
-          up[i] = both.up;
+          grad_gate[i] = both.gate;
+          grad_up[i] = both.up;
         }
-        Side::write(gate, args.step, static_cast<S*>(args.grad_gate) + place, n);
-        Side::write(up, args.step, static_cast<S*>(args.grad_up) + place, n);
+        Side::written(grad_gate, args.grad_gate, args.dtype, at, args.step, n);
+        Side::written(grad_up, args.grad_up, args.dtype, at, args.step, n);
       });
     }
   };
 };
 
-template <class S, template <class, class> class Pass>
+template <template <class, class> class Pass, class T, bool coarse>
 struct Run {
   template <template <class, bool> class Formula>
   void operator()(const GluArgs& args, int64_t begin, int64_t end) const {
-    Pass<Formula<typename ComputeType<S>::type, sizeof(S) == 2>, S>::run(args, begin, end);
+    Pass<Formula<T, coarse>, T>::run(args, begin, end);
   }
 };
 
-template <class Op, class S>
-struct ForwardPass : Compiled<Glu<Op, S>::template Forward> {};
-template <class Op, class S>
-struct BackwardPass : Compiled<Glu<Op, S>::template Backward> {};
+template <class Op, class T>
+struct ForwardPass : Compiled<Glu<Op, T>::template Forward> {};
+template <class Op, class T>
+struct BackwardPass : Compiled<Glu<Op, T>::template Backward> {};
 
 template <template <class, class> class Pass>
 void for_dtype(const GluArgs& args, int64_t begin, int64_t end) {
   switch (args.dtype) {
-    case Dtype::float32: return visit_gate(args.act, Run<float, Pass>{}, args, begin, end);
-    case Dtype::float64: return visit_gate(args.act, Run<double, Pass>{}, args, begin, end);
-    case Dtype::float16: return visit_gate(args.act, Run<Half, Pass>{}, args, begin, end);
-    case Dtype::bfloat16: return visit_gate(args.act, Run<Bfloat, Pass>{}, args, begin, end);
+    case Dtype::float32: return visit_gate(args.act, Run<Pass, float, false>{}, args, begin, end);
+    case Dtype::float64: return visit_gate(args.act, Run<Pass, double, false>{}, args, begin, end);
+    case Dtype::float16:
+    case Dtype::bfloat16: return visit_gate(args.act, Run<Pass, float, true>{}, args, begin, end);
   }
 }
 

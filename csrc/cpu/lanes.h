@@ -7,21 +7,25 @@
 
 namespace memkit::cpu {
 
+// What works on a block is called: inlined wherever a block is read, for each dtype it may have, it took most of the
+// compiler's time.
+#define MEMKIT_OUTLINE __attribute__((noinline))
+
 constexpr int64_t kBlock = 1024;  // elements that a call below takes at most; a multiple of 16
 
 // Element by element.
 struct BaseLanes {
   template <class S, class T>
-  static void widen(const S* x, T* y, int64_t n) {
+  MEMKIT_OUTLINE static void widen(const S* x, T* y, int64_t n) {
     load(x, y, n);
   }
   template <class T, class S>
-  static void narrow(const T* x, S* y, int64_t n) {
+  MEMKIT_OUTLINE static void narrow(const T* x, S* y, int64_t n) {
     store(x, y, n);
   }
   // Bit k of the bits is x[k] >= threshold; the last byte is filled up with zeros.
   template <class S, class T>
-  static void pack(const S* x, T threshold, uint8_t* bits, int64_t n) {
+  MEMKIT_OUTLINE static void pack(const S* x, T threshold, uint8_t* bits, int64_t n) {
     for (int64_t i = 0; i < n; i += 8) {
       unsigned byte = 0;
       for (int64_t k = 0; k < std::min<int64_t>(8, n - i); ++k)
@@ -30,7 +34,7 @@ struct BaseLanes {
     }
   }
   // All ones in sides[k] where bit k is set, zero elsewhere; n rounded up to whole bytes.
-  static void spread(const uint8_t* bits, int32_t* sides, int64_t n) {
+  MEMKIT_OUTLINE static void spread(const uint8_t* bits, int32_t* sides, int64_t n) {
     for (int64_t i = 0; i < n; i += 8)
       for (int k = 0; k < 8; ++k) sides[i + k] = -int32_t(bits[i / 8] >> k & 1);
   }
@@ -69,7 +73,7 @@ struct V3Lanes {
     const int high = _mm256_movemask_pd(_mm256_cmp_pd(_mm256_loadu_pd(x + 4), limit, _CMP_GE_OQ));
     *bits = uint8_t(low | high << 4);
   }
-  MEMKIT_TARGET_V3 static void spread(const uint8_t* bits, int32_t* sides, int64_t n) {
+  MEMKIT_OUTLINE MEMKIT_TARGET_V3 static void spread(const uint8_t* bits, int32_t* sides, int64_t n) {
     const __m256i place = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
     for (int64_t i = 0; i < n; i += 8) {
       const __m256i own = _mm256_and_si256(_mm256_set1_epi32(bits[i / 8]), place);
@@ -77,21 +81,21 @@ struct V3Lanes {
     }
   }
   template <class S, class T>
-  MEMKIT_TARGET_V3 static void widen(const S* x, T* y, int64_t n) {
+  MEMKIT_OUTLINE MEMKIT_TARGET_V3 static void widen(const S* x, T* y, int64_t n) {
     int64_t i = 0;
     if constexpr (sizeof(S) == 2)
       for (; i + kLanes <= n; i += kLanes) _mm256_storeu_ps(y + i, lanes(x + i));
     load(x + i, y + i, n - i);  // what is left over
   }
   template <class T, class S>
-  MEMKIT_TARGET_V3 static void narrow(const T* x, S* y, int64_t n) {
+  MEMKIT_OUTLINE MEMKIT_TARGET_V3 static void narrow(const T* x, S* y, int64_t n) {
     int64_t i = 0;
     if constexpr (sizeof(S) == 2)
       for (; i + kLanes <= n; i += kLanes) put(x + i, y + i);
     store(x + i, y + i, n - i);
   }
   template <class S, class T>
-  MEMKIT_TARGET_V3 static void pack(const S* x, T threshold, uint8_t* bits, int64_t n) {
+  MEMKIT_OUTLINE MEMKIT_TARGET_V3 static void pack(const S* x, T threshold, uint8_t* bits, int64_t n) {
     int64_t i = 0;
     for (; i + kLanes <= n; i += kLanes) pack_lanes(x + i, threshold, bits + i / 8);
     BaseLanes::pack(x + i, threshold, bits + i / 8, n - i);
@@ -128,26 +132,26 @@ struct V4Lanes {
     bits[0] = _mm512_cmp_pd_mask(_mm512_loadu_pd(x), limit, _CMP_GE_OQ);
     bits[1] = _mm512_cmp_pd_mask(_mm512_loadu_pd(x + 8), limit, _CMP_GE_OQ);
   }
-  MEMKIT_TARGET_V4 static void spread(const uint8_t* bits, int32_t* sides, int64_t n) {
+  MEMKIT_OUTLINE MEMKIT_TARGET_V4 static void spread(const uint8_t* bits, int32_t* sides, int64_t n) {
     for (int64_t i = 0; i < n; i += 8)
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(sides + i), _mm256_movm_epi32(bits[i / 8]));
   }
   template <class S, class T>
-  MEMKIT_TARGET_V4 static void widen(const S* x, T* y, int64_t n) {
+  MEMKIT_OUTLINE MEMKIT_TARGET_V4 static void widen(const S* x, T* y, int64_t n) {
     int64_t i = 0;
     if constexpr (sizeof(S) == 2)
       for (; i + kLanes <= n; i += kLanes) _mm512_storeu_ps(y + i, lanes(x + i));
     load(x + i, y + i, n - i);  // what is left over
   }
   template <class T, class S>
-  MEMKIT_TARGET_V4 static void narrow(const T* x, S* y, int64_t n) {
+  MEMKIT_OUTLINE MEMKIT_TARGET_V4 static void narrow(const T* x, S* y, int64_t n) {
     int64_t i = 0;
     if constexpr (sizeof(S) == 2)
       for (; i + kLanes <= n; i += kLanes) put(x + i, y + i);
     store(x + i, y + i, n - i);
   }
   template <class S, class T>
-  MEMKIT_TARGET_V4 static void pack(const S* x, T threshold, uint8_t* bits, int64_t n) {
+  MEMKIT_OUTLINE MEMKIT_TARGET_V4 static void pack(const S* x, T threshold, uint8_t* bits, int64_t n) {
     int64_t i = 0;
     for (; i + kLanes <= n; i += kLanes) pack_lanes(x + i, threshold, bits + i / 8);
     BaseLanes::pack(x + i, threshold, bits + i / 8, n - i);

@@ -2,6 +2,7 @@
 #include "loss.h"
 
 #include <cmath>
+#include <cstring>
 
 #include "reductions.h"
 
@@ -10,33 +11,35 @@ namespace {
 
 constexpr int64_t kBeside = kBlock;  // rows worked on side by side: runs of memory long enough to be fetched ahead
 
-// What rows and columns share: reading logits and targets.
-template <class Lanes, class S>
+// What rows and columns share: reading logits and targets, which are computed in T.
+template <class Lanes, class T>
 struct Reader {
-  using T = typename ComputeType<S>::type;
   const LossArgs& args;
   const Loss<T> op{args};
 
-  MEMKIT_FN const S* x(int64_t i) const { return static_cast<const S*>(args.x) + i; }
-  MEMKIT_FN S* out(int64_t i) const { return static_cast<S*>(args.out) + i; }
   MEMKIT_FN const T* weight() const { return static_cast<const T*>(args.weight); }
   MEMKIT_FN T weight(int64_t c) const { return args.weight ? weight()[c] : T(1); }
   MEMKIT_FN T* stored(void* numbers, int64_t row) const { return static_cast<T*>(numbers) + row; }
 
   // The values of at most a block of logits: where they lie, or widened and capped in `block`.
-  MEMKIT_FN const T* read(const S* x, T* block, int64_t n) const {
-    if constexpr (std::is_same_v<S, T>)
-      if (args.cap == 0) return x;
-    Lanes::widen(x, block, n);
-    if (args.cap != 0) {
-      MEMKIT_LOOP
-      for (int64_t k = 0; k < n; ++k) block[k] = op.capped(block[k]);
-    }
+  MEMKIT_FN const T* logits(int64_t i, T* block, int64_t n) const {
+    const T* x = read<Lanes>(args.x, args.dtype, i, n, block);
+    if (args.cap == 0) return x;
+    MEMKIT_LOOP
+    for (int64_t k = 0; k < n; ++k) block[k] = op.capped(x[k]);
     return block;
   }
-  MEMKIT_FN T read(int64_t i) const {
-    const T logit = to_compute(*x(i));
+  MEMKIT_FN T logit(int64_t i) const {
+    T space;
+    const T logit = *read<Lanes>(args.x, args.dtype, i, 1, &space);
     return args.cap != 0 ? op.capped(logit) : logit;
+  }
+  MEMKIT_FN void write(T value, int64_t i) const {
+    *place(args.out, args.dtype, i, &value) = value;
+    written<Lanes>(&value, args.out, args.dtype, i, 1);
+  }
+  MEMKIT_FN void clear(int64_t i, int64_t n) const {
+    std::memset(static_cast<char*>(args.out) + i * size_of(args.dtype), 0, n * size_of(args.dtype));
   }
 
   // Whether all of b lies on the target's class.
@@ -51,10 +54,9 @@ struct Reader {
   }
 
   MEMKIT_FN void probabilities(int64_t i, T* block, int64_t n) const {
-    if (args.wide_probabilities)
-      std::copy_n(static_cast<const T*>(args.probabilities) + i, n, block);
-    else
-      Lanes::widen(static_cast<const S*>(args.probabilities) + i, block, n);
+    const Dtype dtype = args.wide_probabilities ? Dtype::float32 : args.dtype;
+    const T* from = read<Lanes>(args.probabilities, dtype, i, n, block);
+    if (from != block) std::copy_n(from, n, block);
   }
 
   MEMKIT_FN T grad(int64_t row) const {
@@ -69,7 +71,7 @@ struct Reader {
     if (args.index && counts) {
       const int64_t t = args.index[row];
       mass = hot(t) + smooth_mass();
-      dot += hot(t) * (read(first + t * step) - largest);
+      dot += hot(t) * (logit(first + t * step) - largest);
     }
     const T log_sum = std::log(sum);
     *stored(args.loss, row) = counts ? op.loss(mass, dot, largest, log_sum) : T(0);
@@ -81,19 +83,18 @@ struct Reader {
   MEMKIT_FN void finish_gradient(int64_t row, int64_t first, int64_t step, T at_target) const {
     const int64_t t = args.index[row];
     if (t == args.ignore_index) {
-      for (int64_t c = 0; c < args.classes; ++c) *out(first + c * step) = S{};  // a NaN times 0 is none
+      for (int64_t c = 0; c < args.classes; ++c) clear(first + c * step, 1);  // a NaN times 0 is none
       return;
     }
     const T below = at_target - *stored(args.largest, row), factor = *stored(args.factor, row);
     const T share = hot(t) + op.smooth * weight(t);
-    from_compute((exp_falling(below) * factor - share) * grad(row) * slope(at_target), *out(first + t * step));
+    write((exp_falling(below) * factor - share) * grad(row) * slope(at_target), first + t * step);
   }
 };
 
-template <class Lanes, class S>
-struct Rows : Reader<Lanes, S> {
-  using typename Reader<Lanes, S>::T;
-  using Reader<Lanes, S>::args, Reader<Lanes, S>::op;
+template <class Lanes, class T>
+struct Rows : Reader<Lanes, T> {
+  using Reader<Lanes, T>::args, Reader<Lanes, T>::op;
 
   // b of the classes [c, c + n), `hot` apart; element i is class c.
   MEMKIT_FN void shares(int64_t c, int64_t i, T* b, int64_t n) const {
@@ -122,13 +123,13 @@ struct Rows : Reader<Lanes, S> {
     const T* x = nullptr;
     for (int64_t c = 0; c < args.classes; c += kBlock) {
       const int64_t n = part(c);
-      x = this->read(this->x(first + c), block, count * n);
+      x = this->logits(first + c, block, count * n);
       for (int64_t r = 0; r < count; ++r) largest[r] = largest_of<Lanes>(x + r * n, n, largest[r]);
     }
     for (int64_t r = 0; r < count; ++r) largest[r] = op.pivot(largest[r]);
     for (int64_t c = 0; c < args.classes; c += kBlock) {
       const int64_t n = part(c);
-      if (args.classes > kBlock) x = this->read(this->x(first + c), block, n);
+      if (args.classes > kBlock) x = this->logits(first + c, block, n);
       for (int64_t r = 0; r < count; ++r) {
         const T *own = x + r * n, most = largest[r];
         sum[r] += sum_of<Lanes, T>(n, [&](int64_t k) MEMKIT_INLINE { return exp_falling(own[k] - most); });
@@ -149,12 +150,11 @@ struct Rows : Reader<Lanes, S> {
     const int64_t first = row * args.classes;
     T block[kBlock], b[kBlock], wide[kBlock], at_target[kBlock];
     for (int64_t r = 0; args.index && r < count; ++r)  // before it is overwritten
-      at_target[r] = this->ignored(row + r) ? T(0) : this->read(first + r * args.classes + args.index[row + r]);
+      at_target[r] = this->ignored(row + r) ? T(0) : this->logit(first + r * args.classes + args.index[row + r]);
     for (int64_t c = 0; c < args.classes; c += kBlock) {
       const int64_t n = part(c);
-      const T* x = this->read(this->x(first + c), block, count * n);
-      T* y = wide;
-      if constexpr (std::is_same_v<S, T>) y = this->out(first + c);
+      const T* x = this->logits(first + c, block, count * n);
+      T* const y = place(args.out, args.dtype, first + c, wide);
       for (int64_t r = 0; r < count; ++r) {
         const T largest = *this->stored(args.largest, row + r), factor = *this->stored(args.factor, row + r);
         const T grad = this->grad(row + r), product = factor * grad;
@@ -173,7 +173,7 @@ struct Rows : Reader<Lanes, S> {
           }
         }
       }
-      if constexpr (!std::is_same_v<S, T>) Lanes::narrow(wide, this->out(first + c), count * n);
+      written<Lanes>(y, args.out, args.dtype, first + c, count * n);
     }
     for (int64_t r = 0; args.index && r < count; ++r)
       this->finish_gradient(row + r, first + r * args.classes, 1, at_target[r]);
@@ -183,7 +183,7 @@ struct Rows : Reader<Lanes, S> {
   MEMKIT_FN void skip(LossPass pass, int64_t row) const {
     if (pass != LossPass::backward)
       *this->stored(args.loss, row) = *this->stored(args.factor, row) = *this->stored(args.largest, row) = 0;
-    if (pass != LossPass::forward) std::fill_n(this->out(row * args.classes), args.classes, S{});
+    if (pass != LossPass::forward) this->clear(row * args.classes, args.classes);
   }
 
   // The classes from c on that a block takes.
@@ -205,10 +205,9 @@ struct Rows : Reader<Lanes, S> {
 };
 
 // Classes lie `inner` apart, and neighbours belong to neighbouring rows: n rows of one outer index at a time.
-template <class Lanes, class S>
-struct Columns : Reader<Lanes, S> {
-  using typename Reader<Lanes, S>::T;
-  using Reader<Lanes, S>::args, Reader<Lanes, S>::op;
+template <class Lanes, class T>
+struct Columns : Reader<Lanes, T> {
+  using Reader<Lanes, T>::args, Reader<Lanes, T>::op;
 
   MEMKIT_FN int64_t element(int64_t row, int64_t c) const {
     return (row / args.inner * args.classes + c) * args.inner + row % args.inner;
@@ -232,14 +231,14 @@ struct Columns : Reader<Lanes, S> {
     for (T* each : {sum, mass, dot}) std::fill_n(each, n, T(0));
     const int64_t first = element(row, 0);
     for (int64_t c = 0; c < args.classes; ++c) {
-      const T* x = this->read(this->x(first + c * args.inner), block, n);
+      const T* x = this->logits(first + c * args.inner, block, n);
       MEMKIT_LOOP
       for (int64_t k = 0; k < n; ++k) largest[k] = select(x[k] > largest[k], x[k], largest[k]);
     }
     for (int64_t k = 0; k < n; ++k) largest[k] = op.pivot(largest[k]);
     for (int64_t c = 0; c < args.classes; ++c) {
       const int64_t i = first + c * args.inner;
-      const T* x = this->read(this->x(i), block, n);
+      const T* x = this->logits(i, block, n);
       MEMKIT_LOOP
       for (int64_t k = 0; k < n; ++k) sum[k] += exp_falling(x[k] - largest[k]);
       if (this->one_class()) continue;
@@ -261,15 +260,14 @@ struct Columns : Reader<Lanes, S> {
       const bool ignored = this->ignored(row + k);
       grad[k] = ignored ? T(0) : this->grad(row + k);
       product[k] = factor[k] * grad[k];
-      if (args.index && !ignored) at_target[k] = this->read(element(row + k, args.index[row + k]));
+      if (args.index && !ignored) at_target[k] = this->logit(element(row + k, args.index[row + k]));
     }
     const bool capped = args.cap != 0;
     const int64_t first = element(row, 0);
     for (int64_t c = 0; c < args.classes; ++c) {
       const int64_t i = first + c * args.inner;
-      const T* x = this->read(this->x(i), block, n);
-      T* y = wide;
-      if constexpr (std::is_same_v<S, T>) y = this->out(i);
+      const T* x = this->logits(i, block, n);
+      T* const y = place(args.out, args.dtype, i, wide);
       if (this->one_class() && !capped) {
         MEMKIT_LOOP
         for (int64_t k = 0; k < n; ++k) y[k] = exp_falling(x[k] - largest[k]) * product[k];
@@ -281,7 +279,7 @@ struct Columns : Reader<Lanes, S> {
           y[k] = g * select(capped, op.cap_slope(x[k]), T(1));
         }
       }
-      if constexpr (!std::is_same_v<S, T>) Lanes::narrow(wide, this->out(i), n);
+      written<Lanes>(y, args.out, args.dtype, i, n);
     }
     for (int64_t k = 0; args.index && k < n; ++k) this->finish_gradient(row + k, first + k, args.inner, at_target[k]);
   }
@@ -297,28 +295,23 @@ struct Columns : Reader<Lanes, S> {
   }
 };
 
-template <template <class, class> class Walk>
+template <template <class, class> class Walk, class T>
 struct Body {
   template <class Lanes>
-  struct Of {
-    MEMKIT_FN static void run(LossPass pass, const LossArgs& args, int64_t begin, int64_t end) {
-      switch (args.dtype) {
-        case Dtype::float32: return Walk<Lanes, float>::run(pass, args, begin, end);
-        case Dtype::float64: return Walk<Lanes, double>::run(pass, args, begin, end);
-        case Dtype::float16: return Walk<Lanes, Half>::run(pass, args, begin, end);
-        case Dtype::bfloat16: return Walk<Lanes, Bfloat>::run(pass, args, begin, end);
-      }
-    }
-  };
+  using Of = Walk<Lanes, T>;
 };
+
+template <template <class, class> class Walk>
+void walk(LossPass pass, const LossArgs& args, int64_t begin, int64_t end) {
+  if (args.dtype == Dtype::float64)
+    return Compiled<Body<Walk, double>::template Of>::run(pass, args, begin, end);
+  Compiled<Body<Walk, float>::template Of>::run(pass, args, begin, end);
+}
 
 }  // namespace
 
 void cross_entropy(LossPass pass, const LossArgs& args, int64_t begin, int64_t end) {
-  if (args.inner == 1)
-    Compiled<Body<Rows>::Of>::run(pass, args, begin, end);
-  else
-    Compiled<Body<Columns>::Of>::run(pass, args, begin, end);
+  args.inner == 1 ? walk<Rows>(pass, args, begin, end) : walk<Columns>(pass, args, begin, end);
 }
 
 }  // namespace memkit::cpu

@@ -22,13 +22,13 @@ struct FromPeer {
   }
 };
 
-template <class Pass, class Op>
-__global__ void __launch_bounds__(kThreads, kResidentBlocks) activation_kernel(const Call call, const Op op) {
+template <class Pass>
+__global__ void __launch_bounds__(kThreads, kResidentBlocks) activation_kernel(const Call call) {
   const int lane = threadIdx.x % kLanes;
   const int64_t warps = int64_t(gridDim.x) * kWarps;
   // The same for all lanes of a warp, which work on a tile together.
   for (int64_t tile = int64_t(blockIdx.x) * kWarps + threadIdx.x / kLanes; tile < call.tiles; tile += warps)
-    Pass::run(call, op, typename Pass::Tile(tile, lane, call.numel, call.aligned), FromPeer{});
+    Pass::run(call, typename Pass::Tile(tile, lane, call.numel, call.aligned), FromPeer{});
 }
 
 // Multiprocessors of the current device, asked once.
@@ -43,30 +43,25 @@ inline cudaError_t processor_count(int& count) {
   return cudaSuccess;
 }
 
-template <template <class, class> class Pass, class S>
-struct Launch {
-  template <template <class, bool> class Formula>
-  cudaError_t operator()(const ActivationArgs& args, cudaStream_t stream) const {
-    using Op = Formula<typename ComputeType<S>::type, sizeof(S) == 2>;
-    using ThisPass = Pass<Op, S>;
-    if (args.numel == 0) return cudaSuccess;
-    int processors = 0;
-    if (const cudaError_t error = processor_count(processors)) return error;
-    const Call call = Call::of<typename ThisPass::Tile>(args);
-    const int64_t blocks =
-        std::min<int64_t>((call.tiles + kWarps - 1) / kWarps, int64_t(processors) * kBlocksPerProcessor);
-    activation_kernel<ThisPass, Op><<<unsigned(blocks), kThreads, 0, stream>>>(call, Op(args.params));
-    return cudaGetLastError();
-  }
-};
+template <class Pass>
+cudaError_t launch_pass(const ActivationArgs& args, cudaStream_t stream) {
+  if (args.numel == 0) return cudaSuccess;
+  int processors = 0;
+  if (const cudaError_t error = processor_count(processors)) return error;
+  const Call call = Call::of<typename Pass::Tile>(args);
+  const int64_t blocks =
+      std::min<int64_t>((call.tiles + kWarps - 1) / kWarps, int64_t(processors) * kBlocksPerProcessor);
+  activation_kernel<Pass><<<unsigned(blocks), kThreads, 0, stream>>>(call);
+  return cudaGetLastError();
+}
 
-template <template <class, class> class Pass>
+template <template <class> class Pass>
 int launch(const ActivationArgs& args, cudaStream_t stream) {
   switch (args.dtype) {
-    case Dtype::float32: return visit(args.act, Launch<Pass, float>{}, args, stream);
-    case Dtype::float64: return visit(args.act, Launch<Pass, double>{}, args, stream);
-    case Dtype::float16: return visit(args.act, Launch<Pass, Half>{}, args, stream);
-    case Dtype::bfloat16: return visit(args.act, Launch<Pass, Bfloat>{}, args, stream);
+    case Dtype::float32: return launch_pass<Pass<float>>(args, stream);
+    case Dtype::float64: return launch_pass<Pass<double>>(args, stream);
+    case Dtype::float16: return launch_pass<Pass<Half>>(args, stream);
+    case Dtype::bfloat16: return launch_pass<Pass<Bfloat>>(args, stream);
   }
   return cudaErrorInvalidValue;
 }

@@ -9,6 +9,8 @@ namespace memkit::cuda {
 
 // A call as the kernels want it: of one dtype and checked for alignment.
 struct Call {
+  Act act = Act::identity;
+  ActParams params;
   const void* x = nullptr;
   const void* grad = nullptr;
   void* out = nullptr;
@@ -25,6 +27,8 @@ struct Call {
     const auto address = reinterpret_cast<uintptr_t>(args.x) | reinterpret_cast<uintptr_t>(args.grad) |
                          reinterpret_cast<uintptr_t>(args.out) | reinterpret_cast<uintptr_t>(args.residual);
     Call call;
+    call.act = args.act;
+    call.params = args.params;
     call.x = args.x;
     call.grad = args.grad;
     call.out = args.out;
@@ -39,28 +43,76 @@ struct Call {
   }
 };
 
+// The formulas on a lane's values. Which one is asked once a tile and answered alike by all threads of a launch: next to
+// the tile's memory that is nothing, and a kernel serves every activation instead of one, which is what takes nvcc long.
+template <class S, int n>
+struct Lane {
+  using T = typename ComputeType<S>::type;
+  template <template <class, bool> class Formula>
+  using Op = Formula<T, sizeof(S) == 2>;
+
+  // Bit k: x[k] lies right of the minimum.
+  struct Right {
+    template <template <class, bool> class Formula>
+    MEMKIT_FN unsigned operator()(const ActParams& params, const T (&x)[n]) const {
+      unsigned sides = 0;
+      if constexpr (Op<Formula>::branch) {
+        const Op<Formula> op(params);
+        MEMKIT_UNROLL
+        for (int k = 0; k < n; ++k) sides |= unsigned(op.right(x[k])) << k;
+      }
+      return sides;
+    }
+  };
+
+  struct Value {
+    template <template <class, bool> class Formula>
+    MEMKIT_FN void operator()(const ActParams& params, T (&x)[n]) const {
+      const Op<Formula> op(params);
+      MEMKIT_UNROLL
+      for (int k = 0; k < n; ++k) x[k] = op.value(x[k]);
+    }
+  };
+
+  struct GradientAtInput {
+    template <template <class, bool> class Formula>
+    MEMKIT_FN void operator()(const ActParams& params, const T (&x)[n], T (&grad)[n]) const {
+      const Op<Formula> op(params);
+      MEMKIT_UNROLL
+      for (int k = 0; k < n; ++k) grad[k] = gradient_at_input(op, grad[k], x[k]);
+    }
+  };
+
+  struct GradientAtOutput {
+    template <template <class, bool> class Formula>
+    MEMKIT_FN void operator()(const ActParams& params, const T (&y)[n], unsigned sides, T (&grad)[n]) const {
+      const Op<Formula> op(params);
+      MEMKIT_UNROLL
+      for (int k = 0; k < n; ++k) {
+        if constexpr (Op<Formula>::branch)
+          grad[k] = gradient_at_output(op, grad[k], y[k], bool(sides >> k & 1u));
+        else
+          grad[k] = gradient_at_output(op, grad[k], y[k]);
+      }
+    }
+  };
+};
+
 // Each pass reads a lane's values, all of them before it writes one, so that `out` may be `x` or `grad`.
 
-template <class Op, class S>
+template <class S>
 struct Forward {
   using T = typename ComputeType<S>::type;
   using Tile = cuda::Tile<S, 2>;
+  using Lane = cuda::Lane<S, Tile::values>;
 
   template <class Peer>
-  MEMKIT_FN static void run(const Call& call, const Op& op, const Tile& tile, Peer&& peer) {
+  MEMKIT_FN static void run(const Call& call, const Tile& tile, Peer&& peer) {
     T x[Tile::values];
     tile.load(call.x, x);
     if (call.bias.data) add_bias(tile, call.bias, x);
-    if constexpr (Op::branch) {
-      if (call.bits) {
-        unsigned sides = 0;
-        MEMKIT_UNROLL
-        for (int k = 0; k < Tile::values; ++k) sides |= unsigned(op.right(x[k])) << k;
-        tile.store_bits(sides, call.bits, peer);
-      }
-    }
-    MEMKIT_UNROLL
-    for (int k = 0; k < Tile::values; ++k) x[k] = op.value(x[k]);
+    if (call.bits) tile.store_bits(visit(call.act, typename Lane::Right{}, call.params, x), call.bits, peer);
+    visit(call.act, typename Lane::Value{}, call.params, x);
     if (call.drop.seed) drop_values(tile, call.drop, x);
     if (call.residual) {
       T other[Tile::values];
@@ -72,31 +124,30 @@ struct Forward {
   }
 };
 
-template <class Op, class S>
+template <class S>
 struct BackwardFromInput {
   using T = typename ComputeType<S>::type;
   using Tile = cuda::Tile<S, 1>;
 
   template <class Peer>
-  MEMKIT_FN static void run(const Call& call, const Op& op, const Tile& tile, Peer&&) {
+  MEMKIT_FN static void run(const Call& call, const Tile& tile, Peer&&) {
     T x[Tile::values], grad[Tile::values];
     tile.load(call.x, x);
     tile.load(call.grad, grad);
     if (call.drop.seed) drop_gradients(tile, call.drop, grad);
     if (call.bias.data) add_bias(tile, call.bias, x);
-    MEMKIT_UNROLL
-    for (int k = 0; k < Tile::values; ++k) grad[k] = gradient_at_input(op, grad[k], x[k]);
+    visit(call.act, typename Lane<S, Tile::values>::GradientAtInput{}, call.params, x, grad);
     tile.store(grad, call.out);
   }
 };
 
-template <class Op, class S>
+template <class S>
 struct BackwardFromOutput {
   using T = typename ComputeType<S>::type;
   using Tile = cuda::Tile<S, 1>;
 
   template <class Peer>
-  MEMKIT_FN static void run(const Call& call, const Op& op, const Tile& tile, Peer&&) {
+  MEMKIT_FN static void run(const Call& call, const Tile& tile, Peer&&) {
     T y[Tile::values], grad[Tile::values];
     tile.load(call.x, y);
     tile.load(call.grad, grad);
@@ -106,14 +157,8 @@ struct BackwardFromOutput {
       MEMKIT_UNROLL
       for (int k = 0; k < Tile::values; ++k) y[k] *= unscale;
     }
-    if constexpr (Op::branch) {
-      const unsigned sides = tile.load_bits(call.bits);
-      MEMKIT_UNROLL
-      for (int k = 0; k < Tile::values; ++k) grad[k] = gradient_at_output(op, grad[k], y[k], bool(sides >> k & 1u));
-    } else {
-      MEMKIT_UNROLL
-      for (int k = 0; k < Tile::values; ++k) grad[k] = gradient_at_output(op, grad[k], y[k]);
-    }
+    const unsigned sides = call.bits ? tile.load_bits(call.bits) : 0;
+    visit(call.act, typename Lane<S, Tile::values>::GradientAtOutput{}, call.params, y, sides, grad);
     tile.store(grad, call.out);
   }
 };

@@ -1,4 +1,4 @@
-// The passes of batch and group norm over the tensor, one kernel for each activation. A thread works on eight neighbouring
+// The passes of batch and group norm over the tensor, one kernel for all activations. A thread works on eight neighbouring
 // elements; sums are taken by a block over a plane or, in the layout of columns, over some rows of eight channels a thread.
 #pragma once
 
@@ -9,14 +9,6 @@
 #include "vector.cuh"
 
 namespace memkit::cuda {
-
-// No activation.
-template <class T, bool coarse = false>
-struct Identity {
-  MEMKIT_FN explicit Identity(const ActParams&) {}
-  MEMKIT_FN T value(T z) const { return z; }
-  MEMKIT_FN T slope(T) const { return T(1); }
-};
 
 // Which set each of eight neighbouring elements belongs to.
 struct SetFinder {
@@ -50,41 +42,59 @@ __device__ void for_terms(const ChannelArgs& args, const SetFinder& find, int64_
   }
 }
 
-// The gradient of z from that of act(z).
-template <class Op, class T>
-__device__ T act_gradient(const Op& op, T g, T z) {
-  return gradient_at_input(op, g, z);
-}
+MEMKIT_FN Act act_of(const ChannelArgs& args) { return args.has_act ? args.act : Act::identity; }
 
-template <class T, class Op>
-__global__ void channel_forward_kernel(const ChannelArgs args, const SetFinder find, const Op op, const bool wide) {
+// What stands behind the norm, on eight elements: all threads of a launch take the same branch.
+template <class T>
+struct ActValue {
+  template <template <class, bool> class Formula>
+  __device__ void operator()(const ActParams& params, Vector<T>& z) const {
+    const Formula<T, false> op(params);
+    MEMKIT_UNROLL
+    for (int k = 0; k < kWidth; ++k) z.x[k] = op.value(z.x[k]);
+  }
+};
+
+// The gradient of z from that of act(z).
+template <class T>
+struct ActGradient {
+  template <template <class, bool> class Formula>
+  __device__ void operator()(const ActParams& params, const Vector<T>& z, Vector<T>& g) const {
+    const Formula<T, false> op(params);
+    MEMKIT_UNROLL
+    for (int k = 0; k < kWidth; ++k) g.x[k] = gradient_at_input(op, g.x[k], z.x[k]);
+  }
+};
+
+template <class T>
+__global__ void channel_forward_kernel(const ChannelArgs args, const SetFinder find, const bool wide) {
   const int64_t end = args.numel(), step = int64_t(gridDim.x) * blockDim.x * kWidth;
   for (int64_t i = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * kWidth; i < end; i += step) {
     const bool whole = wide && i + kWidth <= end;
     Vector<T> x = load_eight<T>(args.x, args.dtype, i, end, whole);
-    for_terms<T>(args, find, i, end, [&](int k, const ChannelTerms<T>& t) { x.x[k] = op.value(t.value(x.x[k])); });
+    for_terms<T>(args, find, i, end, [&](int k, const ChannelTerms<T>& t) { x.x[k] = t.value(x.x[k]); });
+    visit(act_of(args), ActValue<T>{}, args.params, x);
     store_eight(x, args.y, args.out_dtype, i, end, whole);
   }
 }
 
-template <class T, class Op>
-__global__ void channel_backward_kernel(const ChannelArgs args, const SetFinder find, const Op op, const bool wide) {
+template <class T>
+__global__ void channel_backward_kernel(const ChannelArgs args, const SetFinder find, const bool wide) {
   const int64_t end = args.numel(), step = int64_t(gridDim.x) * blockDim.x * kWidth;
   for (int64_t i = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * kWidth; i < end; i += step) {
     const bool whole = wide && i + kWidth <= end;
     const Vector<T> x = load_eight<T>(args.x, args.dtype, i, end, whole);
-    Vector<T> g = load_eight<T>(args.grad, args.out_dtype, i, end, whole);
-    for_terms<T>(args, find, i, end, [&](int k, const ChannelTerms<T>& t) {
-      g.x[k] = t.gradient(x.x[k], act_gradient(op, g.x[k], t.value(x.x[k])));
-    });
+    Vector<T> g = load_eight<T>(args.grad, args.out_dtype, i, end, whole), z = {};
+    for_terms<T>(args, find, i, end, [&](int k, const ChannelTerms<T>& t) { z.x[k] = t.value(x.x[k]); });
+    visit(act_of(args), ActGradient<T>{}, args.params, z, g);
+    for_terms<T>(args, find, i, end, [&](int k, const ChannelTerms<T>& t) { g.x[k] = t.gradient(x.x[k], g.x[k]); });
     store_eight(g, args.grad_input, args.dtype, i, end, whole);
   }
 }
 
 // A block for each plane.
-template <class T, class Op>
-__global__ void plane_sums_kernel(const ChannelArgs args, const Op op, const bool wide, double* dz,
-                                  double* dz_distance) {
+template <class T>
+__global__ void plane_sums_kernel(const ChannelArgs args, const bool wide, double* dz, double* dz_distance) {
   const TermArrays<const T> arrays{static_cast<const T*>(args.terms), args.sets};
   for (int64_t plane = blockIdx.x; plane < args.planes(); plane += gridDim.x) {
     const int64_t set = plane % args.sets, begin = plane * args.inner, end = begin + args.inner;
@@ -92,14 +102,14 @@ __global__ void plane_sums_kernel(const ChannelArgs args, const Op op, const boo
     Pair<double> sum{0, 0};
     for (int64_t i = begin + int64_t(threadIdx.x) * kWidth; i < end; i += int64_t(blockDim.x) * kWidth) {
       const Vector<T> x = load_eight<T>(args.x, args.dtype, i, end, wide);
-      const Vector<T> g = load_eight<T>(args.grad, args.out_dtype, i, end, wide);
+      Vector<T> g = load_eight<T>(args.grad, args.out_dtype, i, end, wide), z;
+      MEMKIT_UNROLL
+      for (int k = 0; k < kWidth; ++k) z.x[k] = t.value(x.x[k]);
+      visit(act_of(args), ActGradient<T>{}, args.params, z, g);
       Pair<T> own{0, 0};
       MEMKIT_UNROLL
-      for (int k = 0; k < kWidth; ++k) {
-        if (!wide && i + k >= end) continue;
-        const T d = act_gradient(op, g.x[k], t.value(x.x[k]));
-        own.a += d, own.b += d * (x.x[k] - t.center);
-      }
+      for (int k = 0; k < kWidth; ++k)
+        if (wide || i + k < end) own.a += g.x[k], own.b += g.x[k] * (x.x[k] - t.center);
       sum.a += double(own.a), sum.b += double(own.b);
     }
     sum = block_sum(sum);
@@ -110,9 +120,8 @@ __global__ void plane_sums_kernel(const ChannelArgs args, const Op op, const boo
 constexpr int kColumnThreads = 32, kRowThreads = 8;  // of a block in the layout of columns
 
 // A thread has eight channels and every kRowThreads-th row of its block's range; blockIdx.y is the range.
-template <class T, class Op>
-__global__ void column_sums_kernel(const ChannelArgs args, const Op op, const bool wide, double* dz,
-                                   double* dz_distance) {
+template <class T>
+__global__ void column_sums_kernel(const ChannelArgs args, const bool wide, double* dz, double* dz_distance) {
   const int64_t channels = args.channels;
   const int64_t c = (int64_t(blockIdx.x) * kColumnThreads + threadIdx.x) * kWidth;
   const int64_t begin = args.outer * blockIdx.y / gridDim.y, end = args.outer * (blockIdx.y + 1) / gridDim.y;
@@ -127,13 +136,13 @@ __global__ void column_sums_kernel(const ChannelArgs args, const Op op, const bo
     for (int64_t row = begin + threadIdx.y; row < end; row += kRowThreads) {
       const int64_t at = row * channels + c, row_end = (row + 1) * channels;
       const Vector<T> x = load_eight<T>(args.x, args.dtype, at, row_end, wide);
-      const Vector<T> g = load_eight<T>(args.grad, args.out_dtype, at, row_end, wide);
+      Vector<T> g = load_eight<T>(args.grad, args.out_dtype, at, row_end, wide), z;
       MEMKIT_UNROLL
-      for (int k = 0; k < kWidth; ++k) {
-        const T distance = x.x[k] - center.x[k];
-        const T d = act_gradient(op, g.x[k], distance * scale.x[k] + shift.x[k]);
-        sum.x[k] += double(d), sum_distance.x[k] += double(d * distance);
-      }
+      for (int k = 0; k < kWidth; ++k) z.x[k] = (x.x[k] - center.x[k]) * scale.x[k] + shift.x[k];
+      visit(act_of(args), ActGradient<T>{}, args.params, z, g);
+      MEMKIT_UNROLL
+      for (int k = 0; k < kWidth; ++k)
+        sum.x[k] += double(g.x[k]), sum_distance.x[k] += double(g.x[k] * (x.x[k] - center.x[k]));
     }
   }
   __shared__ double rows[2][kRowThreads][kColumnThreads];
@@ -184,60 +193,6 @@ inline dim3 column_threads() { return dim3(kColumnThreads, kRowThreads); }
 // Whether the accesses of a pass by units are aligned: every unit begins on a word.
 inline bool wide_units(const ChannelArgs& args) {
   return channel_aligned(args) && (args.columns() ? args.channels : args.inner) % kWidth == 0;
-}
-
-template <class T>
-struct LaunchForward {
-  template <template <class, bool> class Formula>
-  int operator()(const ChannelArgs& args, cudaStream_t stream) const {
-    using Op = Formula<T, false>;
-    unsigned blocks = 0;
-    if (const cudaError_t error = element_blocks(args, blocks)) return error;
-    const bool wide = channel_aligned(args);
-    channel_forward_kernel<T, Op>
-        <<<blocks, kChannelThreads, 0, stream>>>(args, SetFinder(args, wide), Op(args.params), wide);
-    return cudaGetLastError();
-  }
-};
-
-template <class T>
-struct LaunchBackward {
-  template <template <class, bool> class Formula>
-  int operator()(const ChannelArgs& args, cudaStream_t stream) const {
-    using Op = Formula<T, false>;
-    unsigned blocks = 0;
-    if (const cudaError_t error = element_blocks(args, blocks)) return error;
-    const bool wide = channel_aligned(args);
-    channel_backward_kernel<T, Op>
-        <<<blocks, kChannelThreads, 0, stream>>>(args, SetFinder(args, wide), Op(args.params), wide);
-    return cudaGetLastError();
-  }
-};
-
-template <class T>
-struct LaunchSums {
-  template <template <class, bool> class Formula>
-  int operator()(const ChannelArgs& args, int64_t parts, double* dz, double* dz_distance, cudaStream_t stream) const {
-    using Op = Formula<T, false>;
-    const bool wide = wide_units(args);
-    if (args.columns()) {
-      column_sums_kernel<T, Op>
-          <<<column_grid(args, parts), column_threads(), 0, stream>>>(args, Op(args.params), wide, dz, dz_distance);
-    } else {
-      plane_sums_kernel<T, Op>
-          <<<plane_blocks(args), plane_threads(args), 0, stream>>>(args, Op(args.params), wide, dz, dz_distance);
-    }
-    return cudaGetLastError();
-  }
-};
-
-template <template <class> class Launch, class... Args>
-int launch_channels(const ChannelArgs& args, Args... rest) {
-  const auto run = [&](auto launch) {
-    if (!args.has_act) return launch.template operator()<Identity>(args, rest...);
-    return visit(args.act, launch, args, rest...);
-  };
-  return args.dtype == Dtype::float64 ? run(Launch<double>{}) : run(Launch<float>{});
 }
 
 }  // namespace memkit::cuda

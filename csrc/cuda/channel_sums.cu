@@ -2,9 +2,22 @@
 #include "channel_norm.h"
 
 namespace memkit::cuda {
+namespace {
+
+template <class T>
+int launch(const ChannelArgs& args, int64_t parts, double* dz, double* dz_distance, cudaStream_t stream) {
+  const bool wide = wide_units(args);
+  if (args.columns())
+    column_sums_kernel<T><<<column_grid(args, parts), column_threads(), 0, stream>>>(args, wide, dz, dz_distance);
+  else
+    plane_sums_kernel<T><<<plane_blocks(args), plane_threads(args), 0, stream>>>(args, wide, dz, dz_distance);
+  return cudaGetLastError();
+}
+
+}  // namespace
 
 int channel_sums(const ChannelArgs& args, int64_t parts, double* dz, double* dz_distance, CUstream_st* stream) {
-  return launch_channels<LaunchSums>(args, parts, dz, dz_distance, stream);
+  return args.dtype == Dtype::float64 ? launch<double>(args, parts, dz, dz_distance, stream) : launch<float>(args, parts, dz, dz_distance, stream);
 }
 
 }  // namespace memkit::cuda

@@ -65,37 +65,61 @@ MEMKIT_FN void write(const T (&values)[n], void* x, int64_t at) {
   }
 }
 
-template <class Op, class S>
+// The formulas on a thread's products: all threads of a launch take the same branch.
+template <class S, int n>
+struct Products {
+  using T = typename ComputeType<S>::type;
+  template <template <class, bool> class Formula>
+  using Op = Formula<T, sizeof(S) == 2>;
+
+  struct Value {
+    template <template <class, bool> class Formula>
+    MEMKIT_FN void operator()(const T (&gate)[n], T (&up)[n]) const {
+      const Op<Formula> op(ActParams{});
+      MEMKIT_UNROLL
+      for (int k = 0; k < n; ++k) up[k] = glu_value(op, gate[k], up[k]);
+    }
+  };
+
+  struct Gradients {
+    template <template <class, bool> class Formula>
+    MEMKIT_FN void operator()(const T (&grad)[n], T (&gate)[n], T (&up)[n]) const {
+      const Op<Formula> op(ActParams{});
+      MEMKIT_UNROLL
+      for (int k = 0; k < n; ++k) {
+        const GluGradients<T> both = glu_gradients(op, grad[k], gate[k], up[k]);
+        gate[k] = both.gate;
+        up[k] = both.up;
+      }
+    }
+  };
+};
+
+template <class S>
 struct GluForward {
   using T = typename ComputeType<S>::type;
   template <int n>
-  MEMKIT_FN static void run(const GluCall& call, const Op& op, int64_t item) {
+  MEMKIT_FN static void run(const GluCall& call, int64_t item) {
     const int64_t i = item * n, place = call.place(i);
     T gate[n], up[n];
     read<S>(call.args.gate, place, gate);
     read<S>(call.args.up, place, up);
-    MEMKIT_UNROLL
-    for (int k = 0; k < n; ++k) up[k] = glu_value(op, gate[k], up[k]);
+    visit_gate(call.args.act, typename Products<S, n>::Value{}, gate, up);
     write<S>(up, call.args.out, i);
   }
 };
 
-template <class Op, class S>
+template <class S>
 struct GluBackward {
   using T = typename ComputeType<S>::type;
   template <int n>
-  MEMKIT_FN static void run(const GluCall& call, const Op& op, int64_t item) {
+  MEMKIT_FN static void run(const GluCall& call, int64_t item) {
     const int64_t i = item * n, place = call.place(i);
     T gate[n], up[n], grad[n];
     read<S>(call.args.gate, place, gate);
     read<S>(call.args.up, place, up);
     read<S>(call.args.grad, i, grad);
-    MEMKIT_UNROLL
-    for (int k = 0; k < n; ++k) {
-      const GluGradients<T> both = glu_gradients(op, grad[k], gate[k], up[k]);
-      gate[k] = both.gate;
-      up[k] = both.up;
-    }
+    visit_gate(call.args.act, typename Products<S, n>::Gradients{}, grad, gate, up);
     write<S>(gate, call.args.grad_gate, place);
     write<S>(up, call.args.grad_up, place);
   }

@@ -312,7 +312,7 @@ struct Hardswish {
 
 // Calls f.template operator()<Op>(args...) with the struct of the kind.
 template <class F, class... Args>
-auto visit(Act kind, F&& f, Args&&... args) {
+MEMKIT_FN auto visit(Act kind, F&& f, Args&&... args) {
   switch (kind) {
     case Act::identity: return f.template operator()<Identity>(args...);
     case Act::relu: return f.template operator()<Relu>(args...);

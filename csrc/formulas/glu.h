@@ -36,7 +36,7 @@ struct GluArgs {
 
 // Calls f.template operator()<Op>(args...) with the struct of a kind that gated units use.
 template <class F, class... Args>
-auto visit_gate(Act kind, F&& f, Args&&... args) {
+MEMKIT_FN auto visit_gate(Act kind, F&& f, Args&&... args) {
   switch (kind) {
     case Act::relu: return f.template operator()<Relu>(args...);
     case Act::sigmoid: return f.template operator()<Sigmoid>(args...);

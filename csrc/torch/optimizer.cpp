@@ -24,7 +24,7 @@ using at::TensorList;
 using OptionalTensor = std::optional<Tensor>;
 
 // Units below which one thread is faster than waking a second (ATen's own grain size).
-constexpr int64_t kGrain = 32768 / kStepUnit;
+constexpr int64_t kStepGrain = 32768 / kStepUnit;
 
 // The operator's lists; those that it has not are empty.
 struct Lists {
@@ -192,7 +192,7 @@ void run(const Lists& lists, StepArgs args, const OptionalTensor& lr_tensor, con
       numbers.push_back(step == last ? numbers.back() : step_numbers(args, args.lr, step));
       last = step;
     }
-    at::parallel_for(0, offset / kStepUnit, kGrain, [&](int64_t begin, int64_t end) {
+    at::parallel_for(0, offset / kStepUnit, kStepGrain, [&](int64_t begin, int64_t end) {
       cpu::optimizer_step(args, args.lr, tensors.data(), numbers.data(), int64_t(tensors.size()), begin, end);
     });
   } else {

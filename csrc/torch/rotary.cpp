@@ -354,7 +354,7 @@ void bumping_(Tensor& q, const OptionalTensor& k, const Tensor& cos, const Tenso
   if (k) autograd::impl::bump_version(*k);
 }
 
-Both batched(const Tensor& q, const OptionalTensor& k, const Tensor& cos, const Tensor& sin, const OptionalTensor& ids,
+Both rotary_batched(const Tensor& q, const OptionalTensor& k, const Tensor& cos, const Tensor& sin, const OptionalTensor& ids,
              bool interleaved, int64_t heads_at, int64_t rotary, bool back) {
   const Way way{interleaved, heads_at, rotary, back};
   return {by_stock(q, cos, sin, ids, way), k ? by_stock(*k, cos, sin, ids, way) : at::empty({0}, q.options())};
@@ -413,6 +413,6 @@ TORCH_LIBRARY_IMPL(memkit, Autograd, m) {
   m.impl("_rotary_", rotary_autograd_);
 }
 TORCH_LIBRARY_IMPL(memkit, ADInplaceOrView, m) { m.impl("_rotary_", bumping_); }
-TORCH_LIBRARY_IMPL(memkit, FuncTorchBatched, m) { m.impl("_rotary", batched); }
+TORCH_LIBRARY_IMPL(memkit, FuncTorchBatched, m) { m.impl("_rotary", rotary_batched); }
 
 }  // namespace memkit

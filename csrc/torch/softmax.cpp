@@ -337,7 +337,7 @@ Tensor& backward_functional_(Tensor& grad, const Tensor& output, int64_t dim, do
                                                                                              causal, log, masked));
 }
 
-Tensor batched(const Tensor& input, int64_t dim, const OptionalTensor& mask, double scale, bool causal, bool log,
+Tensor softmax_batched(const Tensor& input, int64_t dim, const OptionalTensor& mask, double scale, bool causal, bool log,
                at::ScalarType dtype) {
   return by_stock(input, {dim, mask, scale, causal, log}, dtype);
 }
@@ -399,6 +399,6 @@ TORCH_LIBRARY_IMPL(memkit, Functionalize, m) {
   m.impl("_softmax_", functional_);
   m.impl("_softmax_backward_", backward_functional_);
 }
-TORCH_LIBRARY_IMPL(memkit, FuncTorchBatched, m) { m.impl("_softmax", batched); }
+TORCH_LIBRARY_IMPL(memkit, FuncTorchBatched, m) { m.impl("_softmax", softmax_batched); }
 
 }  // namespace memkit

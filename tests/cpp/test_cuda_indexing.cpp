@@ -87,16 +87,16 @@ class Tensor {
 };
 
 // One tile, as a warp does it: twice, because the lanes exchange bits. The rehearsal learns what each tells the others.
-template <class Pass, class Op>
-void play(const Call& call, const Op& op, int64_t index, void* scratch) {
+template <class Pass>
+void play(const Call& call, int64_t index, void* scratch) {
   unsigned told[kLanes] = {};
   Call rehearsal = call;
   rehearsal.out = scratch;
   for (int lane = 0; lane < kLanes; ++lane)
-    Pass::run(rehearsal, op, typename Pass::Tile(index, lane, call.numel, call.aligned),
+    Pass::run(rehearsal, typename Pass::Tile(index, lane, call.numel, call.aligned),
               [&](unsigned sides, int) { return told[lane] = sides; });
   for (int lane = 0; lane < kLanes; ++lane)
-    Pass::run(call, op, typename Pass::Tile(index, lane, call.numel, call.aligned),
+    Pass::run(call, typename Pass::Tile(index, lane, call.numel, call.aligned),
               [&](unsigned, int distance) { return told[lane ^ distance]; });
 }
 
@@ -109,20 +109,20 @@ struct Case {
 };
 
 struct Forward {
-  template <class Op, class S>
-  using Pass = cuda::Forward<Op, S>;
+  template <class S>
+  using Pass = cuda::Forward<S>;
   static constexpr auto twin = cpu::activation_forward;
   static constexpr bool takes_bias = true, takes_grad = false;
 };
 struct BackwardFromInput {
-  template <class Op, class S>
-  using Pass = cuda::BackwardFromInput<Op, S>;
+  template <class S>
+  using Pass = cuda::BackwardFromInput<S>;
   static constexpr auto twin = cpu::activation_backward_from_input;
   static constexpr bool takes_bias = true, takes_grad = true;
 };
 struct BackwardFromOutput {
-  template <class Op, class S>
-  using Pass = cuda::BackwardFromOutput<Op, S>;
+  template <class S>
+  using Pass = cuda::BackwardFromOutput<S>;
   static constexpr auto twin = cpu::activation_backward_from_output;
   static constexpr bool takes_bias = false, takes_grad = true;
 };
@@ -131,7 +131,7 @@ struct BackwardFromOutput {
 template <class Which, class S, template <class, bool> class Formula>
 void compare(Act act, const Case& c, int64_t begin = 0, int64_t end = -1) {
   using Op = Formula<typename cuda::ComputeType<S>::type, sizeof(S) == 2>;
-  using Pass = typename Which::template Pass<Op, S>;
+  using Pass = typename Which::template Pass<S>;
   constexpr int64_t elements = Pass::Tile::elements;
   ActivationArgs args{act, {0.25, 0, 0}, Type<S>::dtype, c.numel, {}};
   Tensor<S> x(c.numel, c.shift), grad(c.numel, c.shift), out(c.numel, c.shift), expected(c.numel, 0),
@@ -163,7 +163,7 @@ void compare(Act act, const Case& c, int64_t begin = 0, int64_t end = -1) {
   twin.out = expected.data();
   if (args.bits && !Which::takes_grad) twin.bits = expected_bits.data();
   Which::twin(twin, from, to);
-  for (int64_t index = begin; index < end; ++index) play<Pass>(call, Op(args.params), index, scratch.data());
+  for (int64_t index = begin; index < end; ++index) play<Pass>(call, index, scratch.data());
 
   const auto where = [&](int64_t i) {
     static char text[200];
