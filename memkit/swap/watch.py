@@ -171,13 +171,13 @@ def watched(trial: Trial, sites: Sequence[AnySite]) -> Watch:
 def _observe(site: AnySite, watch: Watch) -> None:
     stock: Any = getattr(type(site.module), site.method)
 
-    def forward(self: nn.Module, input: Any) -> Tensor:
+    def forward(self: nn.Module, input: Any, *others: Any, **named: Any) -> Tensor:
         references = getrefcount(input) - ALONE  # as in Swapped.forward
         outer = watch.current
         first: Tensor = tensors(input)[0]  # a block may be given several
         call = watch.begin(site, first, references)
         try:
-            output: Tensor = stock(self, input)
+            output: Tensor = stock(self, input, *others, **named)
         finally:
             watch.current = outer
         watch.end(call, first, output)

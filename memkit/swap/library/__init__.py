@@ -17,6 +17,7 @@ from ..layers import Choice
 from ..trial import untouched
 from .activations import CLASSES, activation_of, activation_twin, library_activation
 from .attention import is_attention
+from .gated_norms import GATES, gated_norm_probe, is_gated_norm
 from .losses import has_library_loss, hold, release
 from .mlps import GATINGS, STEPS
 from .norms import further_probes, norm_kinds, norm_probe
@@ -71,6 +72,9 @@ def candidates(module: nn.Module, names: frozenset[str], exact: bool) -> list[Ma
             acts = _acts(module, ("act",)) if op == "batch_norm_act" else ()
             probe, further = norm_probe(module, kind), further_probes(module, kind)
             found.append(Match(kind, op, Choice(exact=exact), probe, "forward", acts, further))
+    if {"rms_norm", "gated"} <= names and is_gated_norm(module):
+        probe = gated_norm_probe(module)
+        found += [Match("gated_norm", "gated", gate, probe) for gate in GATES]
     children = module._modules.keys()
     held = children | vars(module).keys()
     for row in (*STEPS, *GATINGS):

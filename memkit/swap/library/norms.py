@@ -24,7 +24,9 @@ class _RMSNorm(Norm, Twin):
     _op = "rms_norm"
 
     def _memkit(self, input: Tensor) -> Tensor:
-        return F.rms_norm(input, row_shape(self, input.shape), self._gain(input), _eps(self), save=self.save)
+        return F.rms_norm(
+            input, row_shape(self, input.shape), self._gain(input), eps_of(self), save=self.save
+        )
 
     def _gain(self, input: Tensor) -> Tensor | None:
         raise NotImplementedError
@@ -59,7 +61,7 @@ class LayerNorm(Norm, Twin, kind="layer_norm"):
     def _memkit(self, input: Tensor) -> Tensor:
         module: Any = self
         weight, bias = self._gain(), getattr(module, "bias", None)
-        eps = 1e-5 if (own := _eps(self)) is None else own
+        eps = 1e-5 if (own := eps_of(self)) is None else own
         return F.layer_norm(input, row_shape(self, input.shape), weight, bias, eps, save=self.save)
 
     def _gain(self) -> Tensor | None:
@@ -126,9 +128,9 @@ def norm_kinds(module: nn.Module) -> tuple[str, ...]:
         return ()
     held = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
     if weight is None and not held and not module._buffers:
-        known = _eps(module) is not None if rms else shape is not None
+        known = eps_of(module) is not None if rms else shape is not None
         return ("rms_norm" if rms else "layer_norm",) if known else ()
-    if held.keys() != {"weight"} or held["weight"].dim() != 1 or _eps(module) is None:
+    if held.keys() != {"weight"} or held["weight"].dim() != 1 or eps_of(module) is None:
         return ()
     # T5's kin names the one as the other.
     return ("rms_norm", "rms_norm+1") if rms else ("layer_norm", "rms_norm")
@@ -140,7 +142,7 @@ def norm_probe(module: nn.Module, kind: str) -> tuple[Tensor, ...]:
     row = (module.num_features,) if isinstance(module, nn.BatchNorm2d) else row_shape(module, given)
     shape = (2, *row, 3, 2) if kind in ("layer_norm_2d", "batch_norm_act") else (2, 3, *row)
     probe = numbers(shape, weight)
-    return (probe if kind == "batch_norm_act" else _of_two_sizes(probe),)
+    return (probe if kind == "batch_norm_act" else of_two_sizes(probe),)
 
 
 def further_probes(module: nn.Module, kind: str) -> tuple[tuple[Tensor, ...], ...]:
@@ -149,18 +151,17 @@ def further_probes(module: nn.Module, kind: str) -> tuple[tuple[Tensor, ...], ..
         return ()
     row = row_shape(module, (WIDTH + 8,))
     return tuple(
-        (_of_two_sizes(numbers((2, 5, 3, *row), None)).to(dtype),)
-        for dtype in (torch.bfloat16, torch.float64)
+        (of_two_sizes(numbers((2, 5, 3, *row), None)).to(dtype),) for dtype in (torch.bfloat16, torch.float64)
     )
 
 
-def _of_two_sizes(rows: Tensor) -> Tensor:
+def of_two_sizes(rows: Tensor) -> Tensor:
     """Half of them so small that eps shows."""
     rows[1:] *= 1e-3
     return rows
 
 
-def _eps(module: nn.Module) -> Any:
+def eps_of(module: nn.Module) -> Any:
     for name in ("variance_epsilon", "eps", "epsilon"):
         if isinstance(value := vars(module).get(name), float):
             return value
