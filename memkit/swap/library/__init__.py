@@ -20,6 +20,7 @@ from .attention import is_attention
 from .gated_norms import GATES, gated_norm_probe, is_gated_norm
 from .losses import has_library_loss, hold, release
 from .mlps import GATINGS, STEPS
+from .norm_acts import norm_op
 from .norms import further_probes, norm_kinds, norm_probe
 from .residual import BLOCKS, DENSE, OPTIONAL, is_dense_layer
 from .twin import TOLERANCE, InLean, Twin, numbers, twin_of
@@ -67,7 +68,7 @@ def candidates(module: nn.Module, names: frozenset[str], exact: bool) -> list[Ma
         return []
     found = []
     for kind in norm_kinds(module):
-        op = kind.removesuffix("_2d").removesuffix("+1")
+        op = norm_op(kind)
         if op in names:
             acts = _acts(module, ("act",)) if op == "batch_norm_act" else ()
             probe, further = norm_probe(module, kind), further_probes(module, kind)
