@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..layers import Choice
 from ..trial import untouched
 from .activations import CLASSES, activation_of, activation_twin, library_activation
+from .again import made_again
 from .attention import is_attention
 from .gated_norms import GATES, gated_norm_probe, is_gated_norm
 from .losses import has_library_loss, hold, release
@@ -37,6 +38,7 @@ __all__ = [
     "hold",
     "is_attention",
     "library_activation",
+    "made_again",
     "release",
     "twin_of",
 ]
