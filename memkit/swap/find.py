@@ -10,7 +10,7 @@ from torch import nn
 
 from .._hooks import has_hooks
 from ..nn.activation import _Variant
-from .layers import BATCH_NORMS, LAYERS, Conv2d, is_convolution
+from .layers import BATCH_NORMS, INSTANCE_NORMS, LAYERS, Conv2d, is_convolution
 from .library import (
     Match,
     Verifier,
@@ -50,7 +50,7 @@ class Found:
     activations: list[Site] = field(default_factory=list)
     layers: list[LayerSite] = field(default_factory=list)
     in_lean: list[tuple[nn.Module, type[Any]]] = field(default_factory=list)
-    """Batch norms, convolutions and what is made again, with their twins: changed where there is memkit.lean()."""
+    """Norms of channels, convolutions and what is made again, with their twins: changed where there is memkit.lean()."""
     sequences: list[nn.Module] = field(default_factory=list)
     """Those with a batch norm and an activation behind it."""
     losses: list[nn.Module] = field(default_factory=list)
@@ -145,6 +145,8 @@ class _Search:
             self.found.layers.append(LayerSite(module, name, where, LAYERS[name]))
         if self.lean and kind in BATCH_NORMS and "batch_norm_act" in self.names:
             self.found.in_lean.append((module, BATCH_NORMS[kind]))
+        if self.lean and kind in INSTANCE_NORMS and "group_norm" in self.names:
+            self.found.in_lean.append((module, INSTANCE_NORMS[kind]))
         if self.lean and is_convolution(module) and "conv2d" in self.names:
             self.found.in_lean.append((module, Conv2d))
         self.function(module, places)

@@ -2,8 +2,8 @@
 
     norm first: act(gate) * (weight * norm(x)), as in Qwen3-Next; else weight * norm(act(gate) * x), as in Mamba 2
 
-Between two Linears stock keeps six tensors of x's size, in bfloat16 nine to eleven, as it computes in float32; the twin keeps
-four, inside :class:`memkit.lean` two, x and gate. A norm in groups keeps one more, for its weight's gradient.
+Between two Linears stock keeps six tensors of x's size, in bfloat16 nine to eleven, as it computes in float32; the twin
+keeps four, inside :class:`memkit.lean` two, x and gate. A norm in groups keeps one more, for its weight's gradient.
 """
 
 from __future__ import annotations
