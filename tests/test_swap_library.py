@@ -88,6 +88,13 @@ class QuickGELU(nn.Module):
         return x * torch.sigmoid(1.702 * x)
 
 
+class BloomGelu(nn.Module):
+    """With a constant of eight digits."""
+
+    def forward(self, x):
+        return x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
+
+
 class MLP(nn.Module):
     def __init__(self, act=None, width=3 * D):
         super().__init__()
@@ -181,6 +188,7 @@ KNOWN = {
     "mlp": (MLP, batch),
     "mlp of convolutions": (ConvMLP, images),
     "mlp with a library's activation": (lambda: MLP(QuickGELU()), batch),
+    "mlp with Bloom's activation": (lambda: MLP(BloomGelu()), batch),
     "mlp with parameters": (lambda: MLP(nn.LeakyReLU(0.3)), batch),
     "gated": (GatedMLP, batch),
     "gated gelu": (lambda: GatedMLP(nn.GELU("tanh")), batch),

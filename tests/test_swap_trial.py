@@ -260,3 +260,20 @@ def test_parameters_that_deepspeed_has_sharded():
         swap(model, sample=x)
     assert type(model[1]) is nn.GELU
     assert only(swap(model)).changed
+
+
+def test_a_kink_that_rounding_crosses_is_not_an_error(monkeypatch):
+    """Stock computes exactly 0 before the ReLU, and has no gradient; any rounding moves half of it to the other side."""
+    x = batch()
+    model = Block(lambda self, x: torch.relu(plain(self, x) - self.zero))
+    model.zero = plain(model, x).detach()
+    real = types._C.activation
+
+    class Rounding:
+        @staticmethod
+        def activation(op, input, *rest):
+            return real(op, input * (1 + 1e-12), *rest)
+
+    monkeypatch.setattr(types, "_C", Rounding)
+    assert only(swap(model, sample=x)).changed
+    assert_as_stock(model, batch())

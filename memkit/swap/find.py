@@ -10,8 +10,17 @@ from torch import nn
 
 from .._hooks import has_hooks
 from ..nn.activation import _Variant
-from .layers import BATCH_NORMS, LAYERS, Conv2d, is_convolution
-from .library import Match, Verifier, candidates, has_library_loss, is_attention, library_activation, twin_of
+from .layers import BATCH_NORMS, INSTANCE_NORMS, LAYERS, Conv2d, is_convolution
+from .library import (
+    Match,
+    Verifier,
+    candidates,
+    has_library_loss,
+    is_attention,
+    library_activation,
+    made_again,
+    twin_of,
+)
 from .recipes import FUNCTIONS, RECIPES
 from .report import Row
 from .sites import NAMES, AnySite, LayerSite, Site
@@ -41,7 +50,7 @@ class Found:
     activations: list[Site] = field(default_factory=list)
     layers: list[LayerSite] = field(default_factory=list)
     in_lean: list[tuple[nn.Module, type[Any]]] = field(default_factory=list)
-    """Batch norms and convolutions, with their twins: changed where there is memkit.lean()."""
+    """Norms of channels, convolutions and what is made again, with their twins: changed where there is memkit.lean()."""
     sequences: list[nn.Module] = field(default_factory=list)
     """Those with a batch norm and an activation behind it."""
     losses: list[nn.Module] = field(default_factory=list)
@@ -105,7 +114,15 @@ class _Search:
             self.found.attentions.append(module)
             name = type(module).__name__
             self.found.others.append(Row(where, name, "in lean()", "query, key, value", None, None, ""))
+        if match is None and self.lean and "forward" not in vars(module):
+            self.again(module, where)
         return () if match is None else match.takes
+
+    def again(self, module: nn.Module, where: str) -> None:
+        """What no recipe knows, and is cheap to make again."""
+        if kind := made_again(module, self.names):
+            self.found.in_lean.append((module, twin_of(kind, type(module))))
+            self.found.others.append(Row(where, type(module).__name__, "in lean()", "input", None, None, ""))
 
     def match(self, module: nn.Module, where: str) -> Match | None:
         """The recipe for a library's module; where one looks right and is not, a row says why."""
@@ -116,7 +133,7 @@ class _Search:
             if not why_not:
                 return match
             reason = reason or why_not
-        if reason:
+        if reason and not (self.lean and made_again(module, self.names)):
             self.left(where, type(module).__name__, reason)
         return None
 
@@ -128,6 +145,8 @@ class _Search:
             self.found.layers.append(LayerSite(module, name, where, LAYERS[name]))
         if self.lean and kind in BATCH_NORMS and "batch_norm_act" in self.names:
             self.found.in_lean.append((module, BATCH_NORMS[kind]))
+        if self.lean and kind in INSTANCE_NORMS and "group_norm" in self.names:
+            self.found.in_lean.append((module, INSTANCE_NORMS[kind]))
         if self.lean and is_convolution(module) and "conv2d" in self.names:
             self.found.in_lean.append((module, Conv2d))
         self.function(module, places)

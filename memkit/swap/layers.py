@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling, is_exporting
 
 from .. import _C
+from .. import functional as F
 from .. import nn as memkit_nn
 from .._hooks import has_global_hooks, has_hooks, shows_result
 from .._lean import is_lean
@@ -160,6 +161,40 @@ class BatchNorm3d(BatchNorm, memkit_nn.BatchNorm3d):
     pass
 
 
+class InstanceNorm(Layer):
+    """A group norm with a group a channel. As a batch norm it brings that memkit.lean() can rebuild its result."""
+
+    _op = "group_norm"
+    _dims: int
+
+    def _stays(self, input: Tensor) -> bool:
+        module: Any = self
+        return (
+            not is_lean()
+            or module.track_running_stats
+            or output_dtype(input) != input.dtype
+            or input.dim() != self._dims + 2
+            or input.shape[1] != module.num_features
+            or input.shape[2:].numel() < 2  # which stock refuses
+        )
+
+    def _memkit(self, input: Tensor) -> Tensor:
+        module: Any = self
+        return F.group_norm(input, module.num_features, module.weight, module.bias, module.eps)
+
+
+class InstanceNorm1d(InstanceNorm, nn.InstanceNorm1d):
+    _dims = 1
+
+
+class InstanceNorm2d(InstanceNorm, nn.InstanceNorm2d):
+    _dims = 2
+
+
+class InstanceNorm3d(InstanceNorm, nn.InstanceNorm3d):
+    _dims = 3
+
+
 class Conv2d(Layer, memkit_nn.Conv2d):
     """Brings less memory in backward where the input's gradient is made in parts of the batch: on the CPU, where the input
     is much larger than the weight (`conv_parts` in csrc/torch/consumer_layers.cpp)."""
@@ -195,6 +230,12 @@ BATCH_NORMS: dict[type[nn.Module], type[BatchNorm]] = {
     nn.BatchNorm1d: BatchNorm1d,
     nn.BatchNorm2d: BatchNorm2d,
     nn.BatchNorm3d: BatchNorm3d,
+}
+
+INSTANCE_NORMS: dict[type[nn.Module], type[InstanceNorm]] = {
+    nn.InstanceNorm1d: InstanceNorm1d,
+    nn.InstanceNorm2d: InstanceNorm2d,
+    nn.InstanceNorm3d: InstanceNorm3d,
 }
 
 FUSED = Proof(False, dtypes=frozenset())

@@ -142,13 +142,13 @@ def _beyond(kept: dict[int, int], watch: Watch) -> int:
 
 
 def _gains_from_lean(site: Site, decision: Decision, calls: list[Call]) -> bool:
-    """Either not proven, or given a sum or a batch norm's result, which may be rebuilt as well.
+    """Either not proven, or given a sum or a norm's result, which may be rebuilt as well.
 
-    One that overwrites its input: where that is a batch norm's result, which is rebuilt only if nobody changes it.
+    One that overwrites its input: where that is a norm's result, which is rebuilt only if nobody changes it.
     """
     if site.overwrites:
-        return any(call.of_a_batch_norm for call in calls)
-    rebuilt = all(call.of_a_sum or call.of_a_batch_norm for call in calls)
+        return any(call.of_a_norm for call in calls)
+    rebuilt = all(call.of_a_sum or call.of_a_norm for call in calls)
     return decision.proof is None or (rebuilt and decision.proof is not FUSED)
 
 

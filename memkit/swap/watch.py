@@ -42,7 +42,8 @@ class Call:
     """The key of its storage, as of the output's."""
     output: int = 0
     of_a_sum: bool = False
-    of_a_batch_norm: bool = False
+    of_a_norm: bool = False
+    """Of channels, whose result can be made again."""
     own: dict[int, int] = field(default_factory=dict)
     """Bytes of the storages that stock's activation itself saved."""
     read: str = ""
@@ -78,8 +79,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.current = call = Call(site, references, input.dtype, input.device.type)
         if site.is_block:
             self.saved_elsewhere.update(self.keys(input))  # memkit keeps it too
-        made_by = type(input.grad_fn).__name__
-        call.of_a_sum, call.of_a_batch_norm = made_by == "AddBackward0", "BatchNorm" in made_by
+        made_by = _made_by(input)
+        call.of_a_sum = made_by == "AddBackward0"
+        call.of_a_norm = "BatchNorm" in made_by or "GroupNorm" in made_by
         self.calls.setdefault(site, []).append(call)
         if isinstance(site, LayerSite):  # never in place
             return call
@@ -171,13 +173,13 @@ def watched(trial: Trial, sites: Sequence[AnySite]) -> Watch:
 def _observe(site: AnySite, watch: Watch) -> None:
     stock: Any = getattr(type(site.module), site.method)
 
-    def forward(self: nn.Module, input: Any) -> Tensor:
+    def forward(self: nn.Module, input: Any, *others: Any, **named: Any) -> Tensor:
         references = getrefcount(input) - ALONE  # as in Swapped.forward
         outer = watch.current
         first: Tensor = tensors(input)[0]  # a block may be given several
         call = watch.begin(site, first, references)
         try:
-            output: Tensor = stock(self, input)
+            output: Tensor = stock(self, input, *others, **named)
         finally:
             watch.current = outer
         watch.end(call, first, output)
@@ -186,6 +188,14 @@ def _observe(site: AnySite, watch: Watch) -> None:
     vars(site.module)[site.method] = MethodType(forward, site.module)
     if site.layer is not None:
         vars(site.layer)[RECIPES[type(site.layer)].attribute] = site.module
+
+
+def _made_by(tensor: Tensor) -> str:
+    """The name of the node that it comes from, past views: an instance norm's result is one of a batch norm's."""
+    node: Any = tensor.grad_fn
+    while node is not None and "View" in type(node).__name__:
+        node = node.next_functions[0][0]
+    return type(node).__name__
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

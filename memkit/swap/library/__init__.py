@@ -16,9 +16,12 @@ from torch import Tensor, nn
 from ..layers import Choice
 from ..trial import untouched
 from .activations import CLASSES, activation_of, activation_twin, library_activation
+from .again import made_again
 from .attention import is_attention
+from .gated_norms import GATES, gated_norm_probe, is_gated_norm
 from .losses import has_library_loss, hold, release
 from .mlps import GATINGS, STEPS
+from .norm_acts import norm_op
 from .norms import further_probes, norm_kinds, norm_probe
 from .residual import BLOCKS, DENSE, OPTIONAL, is_dense_layer
 from .twin import TOLERANCE, InLean, Twin, numbers, twin_of
@@ -35,6 +38,7 @@ __all__ = [
     "hold",
     "is_attention",
     "library_activation",
+    "made_again",
     "release",
     "twin_of",
 ]
@@ -66,11 +70,14 @@ def candidates(module: nn.Module, names: frozenset[str], exact: bool) -> list[Ma
         return []
     found = []
     for kind in norm_kinds(module):
-        op = kind.removesuffix("_2d").removesuffix("+1")
+        op = norm_op(kind)
         if op in names:
             acts = _acts(module, ("act",)) if op == "batch_norm_act" else ()
             probe, further = norm_probe(module, kind), further_probes(module, kind)
             found.append(Match(kind, op, Choice(exact=exact), probe, "forward", acts, further))
+    if {"rms_norm", "gated"} <= names and is_gated_norm(module):
+        probe = gated_norm_probe(module)
+        found += [Match("gated_norm", "gated", gate, probe) for gate in GATES]
     children = module._modules.keys()
     held = children | vars(module).keys()
     for row in (*STEPS, *GATINGS):

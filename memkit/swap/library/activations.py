@@ -16,6 +16,7 @@ from .twin import Twin, twin_of
 
 CLASSES = {
     "AccurateGELUActivation": "gelu_tanh",
+    "BloomGelu": "gelu_tanh",
     "FastGELUActivation": "gelu_tanh",
     "GELU": "gelu",
     "GELUActivation": "gelu",

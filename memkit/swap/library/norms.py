@@ -9,11 +9,7 @@ from torch import Tensor, nn
 
 from ... import functional as F
 from ..._hooks import only_read
-from ..._lean import is_lean
-from ...functional._norm import output_dtype
-from ...nn.norm import batch_norm_of
-from ..layers import Norm, row_shape, serves
-from .activations import activation_of
+from ..layers import Norm, row_shape
 from .twin import Twin, numbers
 
 WIDTH = 16
@@ -24,7 +20,9 @@ class _RMSNorm(Norm, Twin):
     _op = "rms_norm"
 
     def _memkit(self, input: Tensor) -> Tensor:
-        return F.rms_norm(input, row_shape(self, input.shape), self._gain(input), _eps(self), save=self.save)
+        return F.rms_norm(
+            input, row_shape(self, input.shape), self._gain(input), eps_of(self), save=self.save
+        )
 
     def _gain(self, input: Tensor) -> Tensor | None:
         raise NotImplementedError
@@ -56,10 +54,13 @@ class LayerNorm(Norm, Twin, kind="layer_norm"):
 
     _op = "layer_norm"
 
+    def _stays(self, input: Tensor) -> bool:
+        return _looks_on(self) or super()._stays(input)
+
     def _memkit(self, input: Tensor) -> Tensor:
         module: Any = self
         weight, bias = self._gain(), getattr(module, "bias", None)
-        eps = 1e-5 if (own := _eps(self)) is None else own
+        eps = 1e-5 if (own := eps_of(self)) is None else own
         return F.layer_norm(input, row_shape(self, input.shape), weight, bias, eps, save=self.save)
 
     def _gain(self) -> Tensor | None:
@@ -84,37 +85,29 @@ class LayerNorm2d(LayerNorm, kind="layer_norm_2d"):
         return self.over_rows(input.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
-class BatchNormAct(Twin, kind="batch_norm_act"):
-    """timm's batch norm, which calls the activation behind it itself."""
+class GroupNorm(Norm, Twin, kind="group_norm"):
+    """A class of its own that computes what torch.nn.GroupNorm does, as timm's with one group."""
 
-    _swap: Any
-    saved = "input"
+    _op = "group_norm"
 
-    def forward(self, input: Tensor) -> Tensor:
+    def _stays(self, input: Tensor) -> bool:
+        return _looks_on(self) or super()._stays(input)
+
+    def _memkit(self, input: Tensor) -> Tensor:
         module: Any = self
-        idle = type(module.act) is nn.Identity and only_read(module.act)
-        act = (None, {}) if idle else activation_of(module.act)
-        alone = type(module.drop) is nn.Identity and only_read(module.drop)
-        if act is None or not alone or not serves(input) or output_dtype(input) != input.dtype:
-            return self._stock_forward(input)
-        if idle and not is_lean():  # alone, all it brings is that lean() can rebuild its result
-            return self._stock_forward(input)
-        return batch_norm_of(self, input, *act)
+        return F.group_norm(input, module.num_groups, module.weight, module.bias, module.eps)
 
-    @staticmethod
-    def kept(module: Any, shape: torch.Size, lean: bool) -> int:
-        return 0
+
+def _looks_on(module: nn.Module) -> bool:
+    """Whether a child of a norm, which stood there for nothing, is something else now or has hooks."""
+    return not all(type(child) is nn.Identity and only_read(child) for child in module._modules.values())
 
 
 def norm_kinds(module: nn.Module) -> tuple[str, ...]:
     """Which twins may be it, by its looks."""
     cls = type(module)
-    if isinstance(module, nn.BatchNorm2d):
-        return ("batch_norm_act",) if module._modules.keys() == {"drop", "act"} else ()
-    if isinstance(module, nn.LayerNorm):
-        images = "2d" in cls.__name__ or getattr(module, "data_format", "") == "channels_first"
-        two = images and len(module.normalized_shape) == 1
-        return () if cls is nn.LayerNorm else ("layer_norm_2d",) if two else ("layer_norm", "layer_norm+1")
+    if isinstance(module, nn.BatchNorm2d | nn.GroupNorm | nn.LayerNorm):
+        return () if cls in (nn.GroupNorm, nn.LayerNorm) else _kinds_of_subclass(module)
     rms = cls.__name__.lower().endswith(("rmsnorm", "l2norm"))
     rows = rms or cls.__name__.endswith("LayerNorm")
     weight, bias, shape = (getattr(module, name, None) for name in ("weight", "bias", "normalized_shape"))
@@ -126,21 +119,38 @@ def norm_kinds(module: nn.Module) -> tuple[str, ...]:
         return ()
     held = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
     if weight is None and not held and not module._buffers:
-        known = _eps(module) is not None if rms else shape is not None
+        known = eps_of(module) is not None if rms else shape is not None
         return ("rms_norm" if rms else "layer_norm",) if known else ()
-    if held.keys() != {"weight"} or held["weight"].dim() != 1 or _eps(module) is None:
+    if held.keys() != {"weight"} or held["weight"].dim() != 1 or eps_of(module) is None:
         return ()
     # T5's kin names the one as the other.
     return ("rms_norm", "rms_norm+1") if rms else ("layer_norm", "rms_norm")
 
 
+def _kinds_of_subclass(module: Any) -> tuple[str, ...]:
+    """Of one of torch.nn's norms, which may call what is behind it."""
+    first = getattr(module, "data_format", "") == "channels_first" or "2d" in type(module).__name__
+    images = first and len(getattr(module, "normalized_shape", ())) == 1
+    idle = all(type(child) is nn.Identity for child in module._modules.values())
+    batch = isinstance(module, nn.BatchNorm2d)
+    if batch or not idle:
+        kind = "batch" if batch else "group" if isinstance(module, nn.GroupNorm) else "layer"
+        calls_act = module._modules.keys() == {"drop", "act"}
+        return (f"{kind}_norm_act" + "_2d" * images,) if calls_act else ()
+    if isinstance(module, nn.GroupNorm):
+        return ("group_norm",)
+    return ("layer_norm_2d",) if images else ("layer_norm", "layer_norm+1")
+
+
 def norm_probe(module: nn.Module, kind: str) -> tuple[Tensor, ...]:
     weight: Any = getattr(module, "weight", None)
-    given = (WIDTH,) if weight is None else weight.shape
-    row = (module.num_features,) if isinstance(module, nn.BatchNorm2d) else row_shape(module, given)
-    shape = (2, *row, 3, 2) if kind in ("layer_norm_2d", "batch_norm_act") else (2, 3, *row)
-    probe = numbers(shape, weight)
-    return (probe if kind == "batch_norm_act" else _of_two_sizes(probe),)
+    if isinstance(module, nn.BatchNorm2d):
+        return (numbers((2, module.num_features, 3, 2), weight),)
+    if isinstance(module, nn.GroupNorm):
+        return (of_two_sizes(numbers((2, module.num_channels, 3, 2), weight)),)
+    row = row_shape(module, (WIDTH,) if weight is None else weight.shape)
+    shape = (2, *row, 3, 2) if kind.endswith("_2d") else (2, 3, *row)
+    return (of_two_sizes(numbers(shape, weight)),)
 
 
 def further_probes(module: nn.Module, kind: str) -> tuple[tuple[Tensor, ...], ...]:
@@ -149,18 +159,17 @@ def further_probes(module: nn.Module, kind: str) -> tuple[tuple[Tensor, ...], ..
         return ()
     row = row_shape(module, (WIDTH + 8,))
     return tuple(
-        (_of_two_sizes(numbers((2, 5, 3, *row), None)).to(dtype),)
-        for dtype in (torch.bfloat16, torch.float64)
+        (of_two_sizes(numbers((2, 5, 3, *row), None)).to(dtype),) for dtype in (torch.bfloat16, torch.float64)
     )
 
 
-def _of_two_sizes(rows: Tensor) -> Tensor:
+def of_two_sizes(rows: Tensor) -> Tensor:
     """Half of them so small that eps shows."""
     rows[1:] *= 1e-3
     return rows
 
 
-def _eps(module: nn.Module) -> Any:
+def eps_of(module: nn.Module) -> Any:
     for name in ("variance_epsilon", "eps", "epsilon"):
         if isinstance(value := vars(module).get(name), float):
             return value
