@@ -99,3 +99,18 @@ def test_without_lean_or_by_other_names_it_is_stock(name):
     for options in ({}, {"lean": "call", "ops": ["dropout"]}):
         assert not any(row.after == "in lean()" for row in swap(model, **options))
         assert measure(lambda: model(x)).saved == saved
+
+
+def test_a_gate_of_two_tensors_is_stock():
+    class Split(LimitedExperts):
+        def _apply_gate(self, gate, up):
+            return super()._apply_gate(torch.stack((gate, up), -1).flatten(-2))
+
+        def forward(self, x):
+            gate, up = (x @ self.gate_up_proj).chunk(2, -1)
+            return self._apply_gate(gate, up=up) @ self.down_proj
+
+    model, x = Split().double(), batch()
+    stock = copy.deepcopy(model)
+    swap(model, lean="call")
+    torch.testing.assert_close(step(model, x), step(stock, x), rtol=0, atol=0)

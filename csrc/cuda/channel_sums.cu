@@ -17,7 +17,8 @@ int launch(const ChannelArgs& args, int64_t parts, double* dz, double* dz_distan
 }  // namespace
 
 int channel_sums(const ChannelArgs& args, int64_t parts, double* dz, double* dz_distance, CUstream_st* stream) {
-  return args.dtype == Dtype::float64 ? launch<double>(args, parts, dz, dz_distance, stream) : launch<float>(args, parts, dz, dz_distance, stream);
+  return args.dtype == Dtype::float64 ? launch<double>(args, parts, dz, dz_distance, stream)
+                                      : launch<float>(args, parts, dz, dz_distance, stream);
 }
 
 }  // namespace memkit::cuda

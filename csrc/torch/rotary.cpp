@@ -354,8 +354,8 @@ void bumping_(Tensor& q, const OptionalTensor& k, const Tensor& cos, const Tenso
   if (k) autograd::impl::bump_version(*k);
 }
 
-Both rotary_batched(const Tensor& q, const OptionalTensor& k, const Tensor& cos, const Tensor& sin, const OptionalTensor& ids,
-             bool interleaved, int64_t heads_at, int64_t rotary, bool back) {
+Both rotary_batched(const Tensor& q, const OptionalTensor& k, const Tensor& cos, const Tensor& sin,
+                    const OptionalTensor& ids, bool interleaved, int64_t heads_at, int64_t rotary, bool back) {
   const Way way{interleaved, heads_at, rotary, back};
   return {by_stock(q, cos, sin, ids, way), k ? by_stock(*k, cos, sin, ids, way) : at::empty({0}, q.options())};
 }

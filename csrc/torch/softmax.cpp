@@ -337,8 +337,8 @@ Tensor& backward_functional_(Tensor& grad, const Tensor& output, int64_t dim, do
                                                                                              causal, log, masked));
 }
 
-Tensor softmax_batched(const Tensor& input, int64_t dim, const OptionalTensor& mask, double scale, bool causal, bool log,
-               at::ScalarType dtype) {
+Tensor softmax_batched(const Tensor& input, int64_t dim, const OptionalTensor& mask, double scale, bool causal,
+                       bool log, at::ScalarType dtype) {
   return by_stock(input, {dim, mask, scale, causal, log}, dtype);
 }
 

@@ -7,7 +7,7 @@ mixtures of experts that are none of memkit's (with limits, as GPT-OSS has them)
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +21,13 @@ ACTIVATIONS = frozenset({"XIELUActivation"})
 
 
 class ActivationAgain(Twin, kind="activation_again"):
-    def forward(self, input: Tensor) -> Tensor:
-        return _again(self._stock_forward, input)
+    def forward(self, *given: Any, **named: Any) -> Any:
+        return _again(self._stock_forward, given, named)
 
 
 class GateAgain(Twin, kind="gate_again"):
-    def _apply_gate(self, gate_up_out: Tensor) -> Tensor:
-        return _again(super()._apply_gate, gate_up_out)  # type: ignore[misc]
+    def _apply_gate(self, *given: Any, **named: Any) -> Any:
+        return _again(super()._apply_gate, given, named)  # type: ignore[misc]
 
 
 def made_again(module: nn.Module, names: frozenset[str]) -> str:
@@ -38,7 +38,8 @@ def made_again(module: nn.Module, names: frozenset[str]) -> str:
     return ActivationAgain.kind if "act_linear" in names and cls.__name__ in ACTIVATIONS else ""
 
 
-def _again(function: Callable[[Tensor], Any], input: Tensor) -> Tensor:
-    if not (is_lean() and torch.is_grad_enabled() and input.requires_grad):
-        return cast(Tensor, function(input))
-    return cast(Tensor, checkpoint(function, input, use_reentrant=False, determinism_check="none"))
+def _again(function: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    alone = len(given) == 1 and not named and isinstance(given[0], Tensor)
+    if not (alone and is_lean() and torch.is_grad_enabled() and given[0].requires_grad):
+        return function(*given, **named)
+    return checkpoint(function, *given, use_reentrant=False, determinism_check="none")
