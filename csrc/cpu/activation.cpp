@@ -193,7 +193,7 @@ struct Engine {
         return loops.value(args.params, x(first), out(first), n);
       }
     }
-    T block[kBlock], other[kBlock];
+    alignas(64) T block[kBlock], other[kBlock];  // as the loops that are called would align what is theirs
     read(first, block, n);
     if (args.bits) loops.right(block, bits(first), n);
     if (args.act != Act::identity) loops.value(args.params, block, block, n);
@@ -208,7 +208,7 @@ struct Engine {
   void backward_from_input(int64_t first, int64_t n) const {
     if constexpr (direct)
       if (!args.bias.data && !args.drop.seed) return loops.slope(args.params, x(first), grad(first), out(first), n);
-    T block[kBlock], grads[kBlock];
+    alignas(64) T block[kBlock], grads[kBlock];
     engine.widen(grad(first), grads, n);
     if (args.drop.seed) engine.drop_gradient(args.drop, first, grads, n);
     read(first, block, n);
@@ -220,7 +220,7 @@ struct Engine {
     if constexpr (direct)
       if (!args.drop.seed)
         return loops.slope_from_output(args.params, x(first), bits(first), grad(first), out(first), n);
-    T block[kBlock], grads[kBlock];
+    alignas(64) T block[kBlock], grads[kBlock];
     engine.widen(grad(first), grads, n);
     engine.widen(x(first), block, n);
     if (args.drop.seed) {
