@@ -10,8 +10,6 @@
 namespace memkit::cpu {
 namespace {
 
-#define MEMKIT_INLINE __attribute__((always_inline))
-
 // The loops of one formula over at most a block. Pointers may alias element by element.
 template <class Lanes, class Op, class T>
 struct Loops {

@@ -4,8 +4,6 @@
 #include "../formulas/arguments.h"
 #include "compiled.h"
 
-#define MEMKIT_INLINE __attribute__((always_inline))
-
 namespace memkit::cpu {
 
 constexpr int64_t kChunk = 2048;  // elements: a few chunks fit in the first-level cache

@@ -10,6 +10,8 @@ namespace memkit::cpu {
 // What works on a block is called: inlined wherever a block is read, for each dtype it may have, it took most of the
 // compiler's time.
 #define MEMKIT_OUTLINE __attribute__((noinline))
+// Of a lambda.
+#define MEMKIT_INLINE __attribute__((always_inline))
 
 constexpr int64_t kBlock = 1024;  // elements that a call below takes at most; a multiple of 16
 

@@ -177,6 +177,15 @@ inline cudaError_t element_blocks(const ChannelArgs& args, unsigned& blocks) {
   return cudaSuccess;
 }
 
+// One of the kernels that take eight elements a thread.
+inline int launch_elements(void (*kernel)(ChannelArgs, SetFinder, bool), const ChannelArgs& args, cudaStream_t stream) {
+  unsigned blocks = 0;
+  if (const cudaError_t error = element_blocks(args, blocks)) return error;
+  const bool wide = channel_aligned(args);
+  kernel<<<blocks, kChannelThreads, 0, stream>>>(args, SetFinder(args, wide), wide);
+  return cudaGetLastError();
+}
+
 // Threads for a plane, a block each.
 inline unsigned plane_threads(const ChannelArgs& args) {
   const int64_t warps = (args.inner + kLanes * kWidth - 1) / (kLanes * kWidth);

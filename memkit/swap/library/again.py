@@ -27,7 +27,8 @@ class ActivationAgain(Twin, kind="activation_again"):
 
 class GateAgain(Twin, kind="gate_again"):
     def _apply_gate(self, *given: Any, **named: Any) -> Any:
-        return _again(super()._apply_gate, given, named)  # type: ignore[misc]
+        stock: Any = super()
+        return _again(stock._apply_gate, given, named)
 
 
 def made_again(module: nn.Module, names: frozenset[str]) -> str:

@@ -53,7 +53,8 @@ class GatedNorm(Twin, kind="gated_norm"):
         if size == width:
             return F.rms_norm(x, (width,), module.weight, eps_of(module), save=save)
         groups = x.reshape(*x.shape[:-1], width // size, size)
-        return module.weight * F.rms_norm(groups, (size,), None, eps_of(module), save=save).view(x.shape)  # type: ignore[no-any-return]
+        weight: Tensor = module.weight
+        return weight * F.rms_norm(groups, (size,), None, eps_of(module), save=save).view(x.shape)
 
     @staticmethod
     def kept(module: Any, shape: torch.Size, lean: bool) -> int:

@@ -41,7 +41,8 @@ class NormAct(Twin):
         if self._swap.exact and torch.is_autocast_enabled(input.device.type):  # stock's result is float32
             return self._stock_forward(input)
         if not is_lean():
-            return module.act(self._norm(input))  # type: ignore[no-any-return]
+            output: Tensor = module.act(self._norm(input))
+            return output
         return self._norm(input) if act is None else act_alone(self._norm(input), act, params)
 
     def _norm(self, input: Tensor) -> Tensor:
