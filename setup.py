@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 import sysconfig
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,17 @@ CXX_FLAGS += ["-Wno-maybe-uninitialized"]
 # -compress-all: object code an eighth the size, line numbers kept.
 NVCC_FLAGS = ["-O3", "-lineinfo", "-Xcompiler=-fvisibility=hidden", "-Xfatbin=-compress-all"]
 
-# Files of csrc/torch compiled as one: torch's headers take longer than most of these files themselves. The files of a unit
-# may not give one name to two things. A file that is named nowhere is compiled alone.
-UNITS = [
-    "activation_* channel_* checks eager engine fast_call fresh spec stock",
-    "consumer consumer_layers dropout glu lean named_ops norm_engine producers rotary",
-    "cross_entropy cuda_memory loss optimizer optimizer_call planning schemas tap",
-    "linear_cross_entropy pool pool_* row_norm_* softmax",
-]
+# Files of csrc compiled as one: the headers, torch's above all, take longer than most of these files themselves. The files of
+# a unit may not give one name to two things. A file that fits no pattern is compiled alone.
+UNITS = {
+    "torch_1.cpp": "torch/[a-b]* torch/ch* torch/cr* torch/cu* torch/[d-f]* torch/sch* torch/sp* torch/st* torch/tap",
+    "torch_2.cpp": "torch/consumer* torch/[g-r]* torch/softmax bindings",
+    "arena.cpp": "arena/*",
+    "cuda_1.cu": "cuda/activation_*",
+    "cuda_2.cu": "cuda/channel_*",
+    "cuda_3.cu": "cuda/row_norm cuda/rotary cuda/softmax",
+    "cuda_4.cu": "cuda/glu cuda/loss cuda/optimizer",
+}
 
 
 def say(text: str) -> None:
@@ -59,20 +63,19 @@ def use_ccache(toolkit: checks.Toolkit | None) -> None:
         os.environ.setdefault("PYTORCH_NVCC", f"{ccache} {toolkit.root / 'bin' / 'nvcc'}")
 
 
-def torch_sources(folder: Path) -> list[Path]:
-    """csrc/torch, each unit as one file in `folder` that includes its files: written where it changed, for ninja's sake."""
+def sources(suffixes: Container[str]) -> list[str]:
+    """The files to compile: each unit, written into build/units where it changed, for ninja's sake, and what is in none."""
+    csrc, folder = ROOT / "csrc", ROOT / "build" / "units"
     folder.mkdir(parents=True, exist_ok=True)
-    alone = sorted((ROOT / "csrc" / "torch").glob("*.cpp"))
-    sources = []
-    for number, patterns in enumerate(UNITS):
-        files = [path for path in alone if any(path.match(f"{pattern}.cpp") for pattern in patterns.split())]
-        alone = [path for path in alone if path not in files]
-        text = "".join(f'#include "torch/{path.name}"\n' for path in files)
-        source = folder / f"unit_{number}.cpp"
-        if not source.exists() or source.read_text() != text:
-            source.write_text(text)
-        sources.append(source)
-    return sources + alone
+    alone = {path for path in csrc.rglob("*") if path.suffix in suffixes}
+    units = [folder / name for name in UNITS if Path(name).suffix in suffixes]
+    for unit in units:
+        files = {path for pattern in UNITS[unit.name].split() for path in csrc.glob(pattern + unit.suffix)}
+        alone -= files
+        text = "".join(f'#include "{path.relative_to(csrc)}"\n' for path in sorted(files))
+        if not unit.exists() or unit.read_text() != text:
+            unit.write_text(text)
+    return [str(path.relative_to(ROOT)) for path in [*units, *sorted(alone)]]
 
 
 def build_arguments() -> dict[str, Any]:
@@ -99,14 +102,9 @@ def build_arguments() -> dict[str, Any]:
 
     if not hasattr(cpp_extension, "_wrap_compiler"):
         use_ccache(toolkit)
-    found = {path for path in (ROOT / "csrc").rglob("*.cpp") if path.parent.name != "torch"}
-    sources = [
-        str(path.relative_to(ROOT)) for path in [*sorted(found), *torch_sources(ROOT / "build" / "units")]
-    ]
     macros = [("MEMKIT_TORCH_VERSION", f'"{torch.__version__}"'), ("MEMKIT_CUDA_VERSION", '""')]
     include_dirs, libraries, link = [str(ROOT / "csrc")], [], ["-fopenmp"]
     if toolkit:
-        sources += sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.cu"))
         macros[-1] = ("MEMKIT_CUDA_VERSION", f'"{toolkit.version}"')
         macros.append(("MEMKIT_WITH_CUDA", "1"))
         include_dirs.append(str(toolkit.include))
@@ -114,7 +112,7 @@ def build_arguments() -> dict[str, Any]:
         link.append(str(toolkit.cudart))
     extension = cpp_extension.CppExtension(
         "memkit._C",
-        sources,
+        sources([".cpp", ".cu"] if toolkit else [".cpp"]),
         define_macros=macros,
         extra_compile_args={"cxx": CXX_FLAGS, "nvcc": nvcc_flags},
         include_dirs=include_dirs,

@@ -9,6 +9,7 @@
 #include "checks.h"
 #include "eager.h"
 #include "layout.h"
+#include "optional.h"
 #include "spec.h"
 #include "stock.h"
 #include "transforms.h"
@@ -72,7 +73,6 @@ at::Tensor dropout_mask(c10::SymIntArrayRef size, const at::Tensor& seed, Params
 
 namespace autograd = torch::autograd;
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 using Params = c10::ArrayRef<double>;
 
 namespace {

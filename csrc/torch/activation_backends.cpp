@@ -8,6 +8,7 @@
 #include "engine.h"
 #include "fresh.h"
 #include "layout.h"
+#include "optional.h"
 #include "spec.h"
 
 namespace memkit {
@@ -15,7 +16,6 @@ namespace {
 
 using at::Tensor;
 using Params = c10::ArrayRef<double>;
-using OptionalTensor = std::optional<Tensor>;
 
 Tensor flat(const Tensor& x, bool biased, int64_t dim) { return is_walkable(x, biased, dim) ? x : x.contiguous(); }
 

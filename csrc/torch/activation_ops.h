@@ -7,9 +7,10 @@
 #include <string_view>
 #include <tuple>
 
+#include "optional.h"
+
 namespace memkit::ops {
 
-using OptionalTensor = std::optional<at::Tensor>;
 using Params = c10::ArrayRef<double>;
 
 at::Tensor activation(const at::Tensor& input, const OptionalTensor& bias, int64_t dim, std::string_view op,

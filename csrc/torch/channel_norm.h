@@ -7,11 +7,10 @@
 #include <string_view>
 #include <tuple>
 
+#include "optional.h"
 #include "spec.h"
 
 namespace memkit {
-
-using OptionalTensor = std::optional<at::Tensor>;
 
 struct ChannelNorm {
   int64_t groups;  // of group norm; 0: batch norm

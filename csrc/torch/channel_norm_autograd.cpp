@@ -20,8 +20,6 @@ using Params = c10::ArrayRef<double>;
 
 namespace {
 
-OptionalTensor optional(const Tensor& x) { return x.defined() ? OptionalTensor(x) : std::nullopt; }
-
 bool all_plain(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias) {
   return is_plain(x) && (!weight || is_plain(*weight)) && (!bias || is_plain(*bias));
 }

@@ -304,6 +304,7 @@ Results in_autocast(const OptionalTensors& inputs, Text op, Text act, Text packi
 MEMKIT_BACKEND(CPU)
 MEMKIT_BACKEND(CUDA)
 MEMKIT_BACKEND(Meta)
+#undef MEMKIT_BACKEND
 TORCH_LIBRARY_IMPL(memkit, Autograd, m) { m.impl("_consumer", recorded); }
 TORCH_LIBRARY_IMPL(memkit, FuncTorchBatched, m) { m.impl("_consumer", batched); }
 TORCH_LIBRARY_IMPL(memkit, AutocastCPU, m) { m.impl("_consumer", in_autocast); }

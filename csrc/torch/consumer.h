@@ -10,14 +10,11 @@
 #include <string_view>
 #include <vector>
 
+#include "optional.h"
+
 namespace memkit {
 
 using Tensors = std::vector<at::Tensor>;
-
-// Undefined tensors stand for what was not given.
-inline std::optional<at::Tensor> optional(const at::Tensor& x) {
-  return x.defined() ? std::optional<at::Tensor>(x) : std::nullopt;
-}
 
 // What makes the consumers' input.
 class Producer {

@@ -314,6 +314,7 @@ TORCH_LIBRARY_IMPL(memkit, FuncTorchBatched, m) {
   }
 MEMKIT_BACKEND(CPU)
 MEMKIT_BACKEND(CUDA)
+#undef MEMKIT_BACKEND
 TORCH_LIBRARY_IMPL(memkit, Meta, m) {
   m.impl("_cross_entropy", loss_alone_meta);
   m.impl("_cross_entropy_forward", forward_meta);

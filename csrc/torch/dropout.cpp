@@ -10,6 +10,7 @@
 #include "checks.h"
 #include "eager.h"
 #include "named_ops.h"
+#include "optional.h"
 #include "spec.h"
 
 namespace memkit {
@@ -17,7 +18,6 @@ namespace {
 
 using at::Tensor;
 using Text = c10::string_view;
-using OptionalTensor = std::optional<Tensor>;
 using OptionalGenerator = std::optional<at::Generator>;
 
 // One random int64 on the input's device: from the device's generator, so that torch.manual_seed, checkpoints and

@@ -25,8 +25,6 @@ namespace {
 
 // Elements a thread's share is a multiple of: whole bytes of bits, and whole cache lines of any dtype.
 constexpr int64_t kUnit = 512;
-// Below this many elements one thread is faster than waking a second (ATen's own grain size).
-constexpr int64_t kGrain = 32768;
 
 // kernel(begin, end) over all elements, on torch's threads.
 template <class Kernel>

@@ -9,6 +9,9 @@
 
 namespace memkit {
 
+// Below this many elements one thread is faster than waking a second (ATen's own grain size).
+constexpr int64_t kGrain = 32768;
+
 Dtype dtype_of(at::ScalarType dtype);
 inline Dtype dtype_of(const at::Tensor& x) { return dtype_of(x.scalar_type()); }
 

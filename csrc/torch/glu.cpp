@@ -12,6 +12,7 @@
 #include "fresh.h"
 #include "named_ops.h"
 #include "operators.h"
+#include "optional.h"
 #include "saved_node.h"
 #include "spec.h"
 #include "stock.h"
@@ -23,7 +24,6 @@ namespace {
 namespace autograd = torch::autograd;
 using at::Tensor;
 using Text = c10::string_view;
-using OptionalTensor = std::optional<Tensor>;
 
 Tensor call_glu(const Tensor& gate, const OptionalTensor& up, Text act, Text packing) {
   return MEMKIT_CALL("memkit::_glu", Tensor(const Tensor&, const OptionalTensor&, Text, Text))(gate, up, act, packing);

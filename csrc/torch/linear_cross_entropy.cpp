@@ -18,7 +18,7 @@
 #include "saved_node.h"
 #include "transforms.h"
 
-namespace memkit {
+namespace memkit::linear_loss {
 namespace {
 
 namespace autograd = torch::autograd;
@@ -415,10 +415,11 @@ TORCH_LIBRARY_IMPL(memkit, FuncTorchBatched, m) {
   }
 MEMKIT_BACKEND(CPU)
 MEMKIT_BACKEND(CUDA)
+#undef MEMKIT_BACKEND
 TORCH_LIBRARY_IMPL(memkit, Meta, m) {
   m.impl("_linear_cross_entropy", loss_alone_meta);
   m.impl("_linear_cross_entropy_forward", forward_meta);
   m.impl("_linear_cross_entropy_backward", backward_meta);
 }
 
-}  // namespace memkit
+}  // namespace memkit::linear_loss

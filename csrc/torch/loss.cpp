@@ -26,7 +26,7 @@ using at::Tensor;
 namespace {
 
 // Below this many logits one thread is faster than waking a second.
-constexpr int64_t kGrain = 16384;
+constexpr int64_t kLossGrain = 16384;
 
 // The class index that is none, if any.
 std::optional<int64_t> stray_index(const Tensor& index, int64_t classes, int64_t ignored) {
@@ -184,7 +184,7 @@ void LossCall::set_grad(const Tensor& grad, const Tensor& total) {
 void run_loss(LossPass pass, const LossArgs& args, c10::Device device) {
   if (args.rows == 0 || args.classes == 0) return;
   if (device.is_cpu()) {
-    const int64_t grain = std::max<int64_t>(1, kGrain / args.classes);
+    const int64_t grain = std::max<int64_t>(1, kLossGrain / args.classes);
     at::parallel_for(0, args.rows, grain,
                      [&](int64_t begin, int64_t end) { cpu::cross_entropy(pass, args, begin, end); });
     return;
@@ -202,7 +202,7 @@ Tensor reduce_loss(const Tensor& losses, const Tensor& total, int64_t reduction,
   if (reduction == at::Reduction::None) return losses.to(dtype);
   // In double, or the sum's rounding would outweigh that of the rows.
   if (losses.is_cpu() && losses.scalar_type() == at::kFloat &&
-      losses.numel() < kGrain) {  // few: a loop is the cheapest
+      losses.numel() < kLossGrain) {  // few: a loop is the cheapest
     const float* each = losses.const_data_ptr<float>();
     double sum = std::accumulate(each, each + losses.numel(), 0.0);
     if (reduction == at::Reduction::Mean) sum /= double(*total.const_data_ptr<float>());

@@ -10,9 +10,9 @@
 
 #include "../formulas/loss.h"
 
-namespace memkit {
+#include "optional.h"
 
-using OptionalTensor = std::optional<at::Tensor>;
+namespace memkit {
 
 // As the operators take them.
 struct LossOptions {

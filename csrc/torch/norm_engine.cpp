@@ -24,9 +24,6 @@ namespace {
 
 using at::Tensor;
 
-// Below this many elements one thread is faster than waking a second.
-constexpr int64_t kGrain = 32768;
-
 int64_t grain_rows(const RowNormArgs& args) {
   return std::max<int64_t>(1, kGrain / std::max<int64_t>(1, args.columns));
 }

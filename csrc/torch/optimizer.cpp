@@ -7,6 +7,7 @@
 
 #include "checks.h"
 #include "engine.h"
+#include "optional.h"
 
 #ifdef MEMKIT_WITH_CUDA
 #include <c10/cuda/CUDAException.h>
@@ -21,7 +22,6 @@ namespace {
 
 using at::Tensor;
 using at::TensorList;
-using OptionalTensor = std::optional<Tensor>;
 
 // Units below which one thread is faster than waking a second (ATen's own grain size).
 constexpr int64_t kStepGrain = 32768 / kStepUnit;

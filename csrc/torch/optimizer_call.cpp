@@ -8,13 +8,13 @@
 
 #include "checks.h"
 #include "operators.h"
+#include "optional.h"
 
 namespace memkit {
 namespace {
 
 using at::Tensor;
 using at::TensorList;
-using OptionalTensor = std::optional<Tensor>;
 using Tensors = std::vector<Tensor>;
 
 // The tensors of parameters on one device, in lists of one length or none.

@@ -11,6 +11,7 @@
 #include "fresh.h"
 #include "named_ops.h"
 #include "operators.h"
+#include "optional.h"
 #include "saved_node.h"
 #include "transforms.h"
 
@@ -19,7 +20,6 @@ namespace {
 
 namespace autograd = torch::autograd;
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 using Both = std::tuple<Tensor, Tensor>;
 
 constexpr std::string_view kOp = "apply_rotary";
@@ -344,7 +344,7 @@ void rotary_autograd_(Tensor& q, const OptionalTensor& k, const Tensor& cos, con
     if (nodes[i]) autograd::rebase_history(overwritten[i], std::move(nodes[i]));
 }
 
-void bumping_(Tensor& q, const OptionalTensor& k, const Tensor& cos, const Tensor& sin, const OptionalTensor& ids,
+void rotary_bumping_(Tensor& q, const OptionalTensor& k, const Tensor& cos, const Tensor& sin, const OptionalTensor& ids,
               bool interleaved, int64_t heads_at, int64_t rotary, bool back) {
   {
     const at::AutoDispatchBelowADInplaceOrView below;
@@ -412,7 +412,7 @@ TORCH_LIBRARY_IMPL(memkit, Autograd, m) {
   m.impl("_rotary", rotary_autograd);
   m.impl("_rotary_", rotary_autograd_);
 }
-TORCH_LIBRARY_IMPL(memkit, ADInplaceOrView, m) { m.impl("_rotary_", bumping_); }
+TORCH_LIBRARY_IMPL(memkit, ADInplaceOrView, m) { m.impl("_rotary_", rotary_bumping_); }
 TORCH_LIBRARY_IMPL(memkit, FuncTorchBatched, m) { m.impl("_rotary", rotary_batched); }
 
 }  // namespace memkit

@@ -8,9 +8,9 @@
 #include <tuple>
 #include <vector>
 
-namespace memkit {
+#include "optional.h"
 
-using OptionalTensor = std::optional<at::Tensor>;
+namespace memkit {
 
 struct RowNorm {
   int64_t dims;  // how many dimensions, from the last one

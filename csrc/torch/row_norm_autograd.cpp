@@ -15,8 +15,6 @@ using at::Tensor;
 
 namespace {
 
-OptionalTensor optional(const Tensor& x) { return x.defined() ? OptionalTensor(x) : std::nullopt; }
-
 RowNormed forward(const RowNorm& norm, const Tensor& input, const OptionalTensor& residual,
                   const OptionalTensor& weight, const OptionalTensor& bias, bool needs_mean) {
   const at::AutoDispatchBelowADInplaceOrView below;

@@ -15,6 +15,7 @@
 #include "fresh.h"
 #include "named_ops.h"
 #include "operators.h"
+#include "optional.h"
 #include "saved_node.h"
 #include "transforms.h"
 
@@ -23,7 +24,6 @@ namespace {
 
 namespace autograd = torch::autograd;
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 // What is asked for beside the input.
 struct Request {
