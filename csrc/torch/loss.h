@@ -9,7 +9,6 @@
 #include <string_view>
 
 #include "../formulas/loss.h"
-
 #include "optional.h"
 
 namespace memkit {

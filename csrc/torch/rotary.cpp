@@ -344,8 +344,8 @@ void rotary_autograd_(Tensor& q, const OptionalTensor& k, const Tensor& cos, con
     if (nodes[i]) autograd::rebase_history(overwritten[i], std::move(nodes[i]));
 }
 
-void rotary_bumping_(Tensor& q, const OptionalTensor& k, const Tensor& cos, const Tensor& sin, const OptionalTensor& ids,
-              bool interleaved, int64_t heads_at, int64_t rotary, bool back) {
+void rotary_bumping_(Tensor& q, const OptionalTensor& k, const Tensor& cos, const Tensor& sin,
+                     const OptionalTensor& ids, bool interleaved, int64_t heads_at, int64_t rotary, bool back) {
   {
     const at::AutoDispatchBelowADInplaceOrView below;
     call_(q, k, cos, sin, ids, {interleaved, heads_at, rotary, back});
