@@ -15,6 +15,11 @@ namespace memkit::cpu {
 
 constexpr int64_t kBlock = 1024;  // elements that a call below takes at most; a multiple of 16
 
+// What the next block will need, where it comes from beyond the caches: read in blocks, memory would wait for the arithmetic
+// and the arithmetic for memory. An address past the end does no harm.
+MEMKIT_FN void prefetch(const void* address) { __builtin_prefetch(address, 0, 3); }
+MEMKIT_FN void prefetch_to_write(void* address) { __builtin_prefetch(address, 1, 3); }
+
 // Element by element.
 struct BaseLanes {
   template <class S, class T>
@@ -86,14 +91,20 @@ struct V3Lanes {
   MEMKIT_OUTLINE MEMKIT_TARGET_V3 static void widen(const S* x, T* y, int64_t n) {
     int64_t i = 0;
     if constexpr (sizeof(S) == 2)
-      for (; i + kLanes <= n; i += kLanes) _mm256_storeu_ps(y + i, lanes(x + i));
+      for (; i + kLanes <= n; i += kLanes) {
+        prefetch(x + i + kBlock);
+        _mm256_storeu_ps(y + i, lanes(x + i));
+      }
     load(x + i, y + i, n - i);  // what is left over
   }
   template <class T, class S>
   MEMKIT_OUTLINE MEMKIT_TARGET_V3 static void narrow(const T* x, S* y, int64_t n) {
     int64_t i = 0;
     if constexpr (sizeof(S) == 2)
-      for (; i + kLanes <= n; i += kLanes) put(x + i, y + i);
+      for (; i + kLanes <= n; i += kLanes) {
+        prefetch_to_write(y + i + kBlock);
+        put(x + i, y + i);
+      }
     store(x + i, y + i, n - i);
   }
   template <class S, class T>
@@ -142,14 +153,20 @@ struct V4Lanes {
   MEMKIT_OUTLINE MEMKIT_TARGET_V4 static void widen(const S* x, T* y, int64_t n) {
     int64_t i = 0;
     if constexpr (sizeof(S) == 2)
-      for (; i + kLanes <= n; i += kLanes) _mm512_storeu_ps(y + i, lanes(x + i));
+      for (; i + kLanes <= n; i += kLanes) {
+        prefetch(x + i + kBlock);
+        _mm512_storeu_ps(y + i, lanes(x + i));
+      }
     load(x + i, y + i, n - i);  // what is left over
   }
   template <class T, class S>
   MEMKIT_OUTLINE MEMKIT_TARGET_V4 static void narrow(const T* x, S* y, int64_t n) {
     int64_t i = 0;
     if constexpr (sizeof(S) == 2)
-      for (; i + kLanes <= n; i += kLanes) put(x + i, y + i);
+      for (; i + kLanes <= n; i += kLanes) {
+        prefetch_to_write(y + i + kBlock);
+        put(x + i, y + i);
+      }
     store(x + i, y + i, n - i);
   }
   template <class S, class T>
