@@ -100,6 +100,41 @@ def plain(self, x):
     return self.second(h)
 
 
+def normed(by_sample):
+    model = nn.Sequential(nn.Linear(D, D), nn.LayerNorm(D), nn.Linear(D, D)).double()
+    return model, model[1]
+
+
+def in_sequence(by_sample):
+    model = mlp(nn.GELU())
+    return model, model[1]
+
+
+def in_block(by_sample):
+    model = Block(plain)
+    return model, model.act
+
+
+MODELS = [(normed, True), (in_sequence, False), (in_sequence, True), (in_block, True)]
+models = pytest.mark.parametrize(("build", "by_sample"), MODELS)
+
+
+class Kept:
+    """What hooks kept, and what it was at the time."""
+
+    def __init__(self):
+        self.tensors, self.values = [], []
+
+    def add(self, tensor):
+        self.tensors.append(tensor)
+        self.values.append(tensor.detach().clone())
+
+    def assert_unchanged(self):
+        assert self.tensors
+        for tensor, value in zip(self.tensors, self.values, strict=True):
+            assert tensor.detach().equal(value)
+
+
 class TinyRMSNorm(nn.Module):
     def __init__(self, offset=0.0):
         super().__init__()
