@@ -128,6 +128,38 @@ def test_an_input_that_is_kept_anyway_is_kept(norm):
     assert_as_stock(model, x)
 
 
+ANOTHER = {
+    "an activation of the same": (nn.GELU, lambda self, h: self.first(h) + self.norm(h)),
+    "the activation before": (nn.Tanh, lambda self, h: 2 + self.norm(self.first(h))),
+    "a norm of the same": (lambda: nn.LayerNorm(D), lambda self, h: self.first(h) + self.norm(h)),
+}
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+@pytest.mark.parametrize("another", ANOTHER)
+def test_an_input_that_another_site_keeps_is_kept(another, norm):
+    """The output would come on top, and the model would keep more than stock."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin, self.first, self.norm = nn.Linear(D, D), ANOTHER[another][0](), norm(D)
+
+        def forward(self, x):
+            return ANOTHER[another][1](self, self.lin(x))
+
+    model, x = Model().double(), batch(64, D)
+    report = swap(model, sample=x)
+    assert by_path(report)["norm"].changed, report
+    assert by_path(report)["norm"].saved == "input"
+    assert report.saved_after <= 1.25 * x.nbytes
+    told = report.bytes_before - report.bytes_after
+    assert told == pytest.approx(report.saved_before - report.saved_after, abs=2 * D * 8 * len(report)), (
+        report
+    )
+    assert_as_stock(model, x)
+
+
 def test_weights_that_do_not_allow_the_output():
     norm = nn.LayerNorm(D).double()
     nn.init.constant_(norm.bias, 5.0)
