@@ -1,11 +1,14 @@
 """What the tests of swap share: models, a step, and the comparison with stock."""
 
+import copy
 import functools
+import pickle
 
 import pytest
 import torch
 from torch import nn
 
+from memkit import swap, unswap
 from memkit.swap import change, types
 
 D = 16
@@ -35,6 +38,10 @@ some_acts = pytest.mark.parametrize("act", ["relu", "elu", "gelu"])
 
 def batch(*shape, **kwargs):
     return torch.randn(*(shape or (4, D)), **{**DOUBLE, **kwargs})
+
+
+def images():
+    return torch.randn(3, 2, 8, 8, dtype=torch.float64)
 
 
 def mlp(act, **kwargs):
@@ -91,3 +98,89 @@ def plain(self, x):
     h = self.first(x)
     h = self.act(h)
     return self.second(h)
+
+
+def normed(by_sample):
+    model = nn.Sequential(nn.Linear(D, D), nn.LayerNorm(D), nn.Linear(D, D)).double()
+    return model, model[1]
+
+
+def in_sequence(by_sample):
+    model = mlp(nn.GELU())
+    return model, model[1]
+
+
+def in_block(by_sample):
+    model = Block(plain)
+    return model, model.act
+
+
+MODELS = [(normed, True), (in_sequence, False), (in_sequence, True), (in_block, True)]
+models = pytest.mark.parametrize(("build", "by_sample"), MODELS)
+
+
+class Kept:
+    """What hooks kept, and what it was at the time."""
+
+    def __init__(self):
+        self.tensors, self.values = [], []
+
+    def add(self, tensor):
+        self.tensors.append(tensor)
+        self.values.append(tensor.detach().clone())
+
+    def assert_unchanged(self):
+        assert self.tensors
+        for tensor, value in zip(self.tensors, self.values, strict=True):
+            assert tensor.detach().equal(value)
+
+
+class TinyRMSNorm(nn.Module):
+    def __init__(self, offset=0.0):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(D) + 0.5)
+        self.eps = 1e-6
+        self.offset = offset
+
+    def forward(self, x):
+        normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (self.weight + self.offset) * normed
+
+
+def of_a_library(module, inputs):
+    return nn.Sequential(module()).double(), inputs().requires_grad_()
+
+
+def assert_known(module, inputs, by_sample, lean):
+    """A recipe takes it, and it computes what stock does."""
+    model, x = of_a_library(module, inputs)
+    report = swap(model, sample=x if by_sample else None, lean=lean)
+    assert type(model[0]).__mro__[1].__module__.startswith("memkit.swap.library"), report
+    assert_as_stock(model, x)
+    model.eval()
+    assert_as_stock(model, x)
+
+
+def assert_copied(module, inputs):
+    """Copies and pickles of what a recipe took compute the same; `unswap` leaves nothing of it."""
+    model, x = of_a_library(module, inputs)
+    classes = [type(m) for m in model.modules()]
+    swap(model)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(copied[0]) is type(model[0])
+        torch.testing.assert_close(step(copied, x), step(model, x))
+    unswap(model)
+    assert [type(m) for m in model.modules()] == classes
+    assert not any("_swap" in vars(m) for m in model.modules())
+
+
+def assert_compiled(module, inputs, lean):
+    """In one graph, and what stock computes."""
+    model, x = of_a_library(module, inputs)
+    model.eval()
+    stock = copy.deepcopy(model)
+    swap(model, lean=lean)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for each, expected in zip(step(compiled, x), step(stock, x), strict=True):
+        torch.testing.assert_close(each, expected)

@@ -46,8 +46,19 @@ def test_bad_input() -> None:
         (
             lambda: M.act_linear(x, [w, w], [None]),
             ValueError,
-            "expected a bias or None for each of 2 weights",
+            "act_linear: expected a bias or None for each of 2 weights",
         ),
+        (
+            lambda: M.dropout_linear(x, [w], []),
+            ValueError,
+            "dropout_linear: expected a bias or None for each of 1",
+        ),
+        (
+            lambda: M.glu_linear(x, x, [w], []),
+            ValueError,
+            "glu_linear: expected a bias or None for each of 1",
+        ),
+        (lambda: M.norm_linear(x, [w], []), ValueError, "norm_linear: expected a bias or None for each of 1"),
         (lambda: M.act_linear(x, []), ValueError, "expected a bias or None for each weight"),
         (
             lambda: M.dropout_linear(x, w, p=1.5),

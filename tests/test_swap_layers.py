@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from swap_cases import D, assert_as_stock, batch, step
+from swap_cases import D, assert_as_stock, batch, images, step
 from torch import nn
 
 from memkit import memory, swap, unswap
@@ -46,10 +46,6 @@ def residual_body(act=nn.SiLU, **kwargs):
     between = [(nn.BatchNorm2d(D), act()) for _ in range(2)]
     first, second, last = convolutions
     return nn.Sequential(first, *between[0], second, *between[1], last).double()
-
-
-def images():
-    return torch.randn(3, 2, 8, 8, dtype=torch.float64)
 
 
 def by_path(report):
@@ -129,6 +125,38 @@ def test_an_input_that_is_kept_anyway_is_kept(norm):
     assert by_path(report)["norm"].saved == "input"
     assert by_path(report)["norm"].bytes_after < x.nbytes
     assert memory.measure(lambda: model(x)).saved <= before
+    assert_as_stock(model, x)
+
+
+ANOTHER = {
+    "an activation of the same": (nn.GELU, lambda self, h: self.first(h) + self.norm(h)),
+    "the activation before": (nn.Tanh, lambda self, h: 2 + self.norm(self.first(h))),
+    "a norm of the same": (lambda: nn.LayerNorm(D), lambda self, h: self.first(h) + self.norm(h)),
+}
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+@pytest.mark.parametrize("another", ANOTHER)
+def test_an_input_that_another_site_keeps_is_kept(another, norm):
+    """The output would come on top, and the model would keep more than stock."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin, self.first, self.norm = nn.Linear(D, D), ANOTHER[another][0](), norm(D)
+
+        def forward(self, x):
+            return ANOTHER[another][1](self, self.lin(x))
+
+    model, x = Model().double(), batch(64, D)
+    report = swap(model, sample=x)
+    assert by_path(report)["norm"].changed, report
+    assert by_path(report)["norm"].saved == "input"
+    assert report.saved_after <= 1.25 * x.nbytes
+    told = report.bytes_before - report.bytes_after
+    assert told == pytest.approx(report.saved_before - report.saved_after, abs=2 * D * 8 * len(report)), (
+        report
+    )
     assert_as_stock(model, x)
 
 
@@ -296,3 +324,21 @@ def test_ops_chooses():
     assert {row.after for row in swap(model, ops=["silu", "batch_norm_act"])} == {"with the norm"}
     with pytest.raises(ValueError, match="batch_norm_act"):
         swap(model, ops=["norm"])
+
+
+def test_an_activation_behind_a_batch_norm_is_rebuilt():
+    """In a forward of its own: with the norm's input kept, neither the norm's result nor the activation's is."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.act, self.conv = nn.BatchNorm2d(2), nn.ReLU(), nn.Conv2d(2, D, 3)
+
+        def forward(self, x):
+            return self.conv(self.act(self.norm(1.5 * x)))
+
+    model, x = Block().double(), images()
+    before = memory.measure(lambda: model(x)).saved
+    report = swap(model, sample=x, lean="call")
+    assert memory.measure(lambda: model(x)).saved <= before - 0.9 * 8 * x.numel(), report
+    assert_as_stock(model, x)

@@ -1,12 +1,20 @@
 """Modules written as model libraries write them: found by their names, verified by their values, safe in every call."""
 
-import copy
 import inspect
 import pickle
 
 import pytest
 import torch
-from swap_cases import D, assert_as_stock, batch, only, step
+from swap_cases import (
+    D,
+    TinyRMSNorm,
+    assert_as_stock,
+    assert_compiled,
+    assert_copied,
+    assert_known,
+    batch,
+    images,
+)
 from torch import nn
 
 from memkit import lean, swap, unswap
@@ -14,73 +22,6 @@ from memkit.memory import measure
 from memkit.swap import types
 
 pytestmark = pytest.mark.usefixtures("repeatable")
-
-
-class TinyRMSNorm(nn.Module):
-    def __init__(self, offset=0.0):
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(D) + 0.5)
-        self.eps = 1e-6
-        self.offset = offset
-
-    def forward(self, x):
-        normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
-        return (self.weight + self.offset) * normed
-
-
-class OwnLayerNorm(nn.Module):
-    """As in Cohere's models."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(D) + 0.5)
-        self.variance_epsilon = 1e-5
-
-    def forward(self, x):
-        x = x - x.mean(-1, keepdim=True)
-        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
-
-
-class KinLayerNorm(TinyRMSNorm):
-    """T5's kin calls it so."""
-
-
-class PlainRMSNorm(nn.Module):
-    """As in nanochat, for rows of any width."""
-
-    def __init__(self):
-        super().__init__()
-        self.eps = 1e-6
-
-    def forward(self, x):
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
-
-
-class PlainLayerNorm(nn.Module):
-    """As in OLMo."""
-
-    def __init__(self):
-        super().__init__()
-        self.normalized_shape = (D,)
-
-    def forward(self, x):
-        return nn.functional.layer_norm(x, self.normalized_shape)
-
-
-class OffsetLayerNorm(nn.LayerNorm):
-    """As in Nemotron."""
-
-    def forward(self, x):
-        return nn.functional.layer_norm(x, self.normalized_shape, self.weight + 1, self.bias, self.eps)
-
-
-class FirstLayerNorm(nn.LayerNorm):
-    """As in transformers' ConvNeXt."""
-
-    data_format = "channels_first"
-
-    def forward(self, x):
-        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
 class QuickGELU(nn.Module):
@@ -171,20 +112,7 @@ class DenseLayer(nn.Module):
         return self.conv2(self.relu2(self.norm2(x)))
 
 
-def images():
-    return torch.randn(3, 2, 8, 8, dtype=torch.float64)
-
-
 KNOWN = {
-    "rms_norm": (TinyRMSNorm, batch),
-    "rms_norm+1": (lambda: TinyRMSNorm(1.0), batch),
-    "rms_norm by the other's name": (KinLayerNorm, batch),
-    "rms_norm without a weight": (PlainRMSNorm, batch),
-    "layer_norm": (OwnLayerNorm, batch),
-    "layer_norm without a weight": (PlainLayerNorm, batch),
-    "layer_norm+1": (lambda: OffsetLayerNorm(D), batch),
-    "layer_norm, channels first": (lambda: FirstLayerNorm(2), images),
-    "the same without a weight": (lambda: FirstLayerNorm(2, elementwise_affine=False), images),
     "mlp": (MLP, batch),
     "mlp of convolutions": (ConvMLP, images),
     "mlp with a library's activation": (lambda: MLP(QuickGELU()), batch),
@@ -200,59 +128,22 @@ KNOWN = {
 known = pytest.mark.parametrize("name", KNOWN)
 
 
-def make(name):
-    module, inputs = KNOWN[name]
-    return nn.Sequential(module()).double(), inputs().requires_grad_()
-
-
 @known
 @pytest.mark.parametrize("lean", [False, "call"])
 @pytest.mark.parametrize("by_sample", [False, True])
 def test_known(name, by_sample, lean):
-    model, x = make(name)
-    report = swap(model, sample=x if by_sample else None, lean=lean)
-    assert type(model[0]).__mro__[1].__module__.startswith("memkit.swap.library"), report
-    assert_as_stock(model, x)
-    model.eval()
-    assert_as_stock(model, x)
+    assert_known(*KNOWN[name], by_sample, lean)
 
 
 @known
 def test_copies_and_pickles(name):
-    model, x = make(name)
-    swap(model)
-    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert type(copied[0]) is type(model[0])
-        torch.testing.assert_close(step(copied, x), step(model, x))
-    classes = [type(m) for m in KNOWN[name][0]().modules()]
-    unswap(model)
-    assert [type(m) for m in model[0].modules()] == classes
-    assert not any("_swap" in vars(m) for m in model.modules())
+    assert_copied(*KNOWN[name])
 
 
 @known
 @pytest.mark.parametrize("lean", [False, "call"])
 def test_compiled(name, lean):
-    """In one graph, and what stock computes."""
-    model, x = make(name)
-    model.eval()
-    stock = copy.deepcopy(model)
-    swap(model, lean=lean)
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    for each, expected in zip(step(compiled, x), step(stock, x), strict=True):
-        torch.testing.assert_close(each, expected)
-
-
-@pytest.mark.parametrize("norm", [PlainRMSNorm, PlainLayerNorm])
-def test_norms_without_a_weight_keep_their_output(norm):
-    x = torch.randn(64, D, requires_grad=True)
-    model = nn.Sequential(nn.Tanh(), norm(), nn.Linear(D, 1))
-    report = swap(model, sample=x, ops={"rms_norm", "layer_norm"})
-    assert report.saved_after == report.saved_before - report.bytes_before + report.bytes_after
-    assert measure(lambda: model(x)).saved == (2 * D + 1) * 64 * 4
-    if norm is PlainRMSNorm:
-        torch.testing.assert_close(model[1](torch.tensor(3.0)), norm()(torch.tensor(3.0)))
+    assert_compiled(*KNOWN[name], lean)
 
 
 def test_saved_bytes():
@@ -283,54 +174,6 @@ def test_what_only_looks_alike_is_left():
     model = MLP(GELU()).double()
     assert not any(row.before == "GELU" for row in swap(model))
     assert_as_stock(model, batch())
-
-
-def rms(x, dims=-1, eps=1e-6):
-    return x * torch.rsqrt(x.pow(2).mean(dims, keepdim=True) + eps)
-
-
-NOT_QUITE = {
-    "another eps": lambda self, x: nn.functional.layer_norm(x, (D,), None, None, 1e-6),
-    "always float32": lambda self, x: rms(x.float()),
-    "the third dimension": lambda self, x: rms(x, 2 if x.dim() > 2 else -1),
-    "the first numbers": lambda self, x: x * torch.rsqrt(x[..., :D].pow(2).mean(-1, keepdim=True) + 1e-6),
-}
-
-
-@pytest.mark.parametrize("forward", NOT_QUITE.values(), ids=NOT_QUITE)
-def test_norms_without_a_weight_that_compute_something_else(forward):
-    """There is nothing but numbers to tell them by."""
-
-    layer = "layer_norm" in forward.__code__.co_names
-    cls = type("OwnLayerNorm" if layer else "OwnRMSNorm", (nn.Module,), {"forward": forward})
-    norm = cls()
-    if layer:
-        norm.normalized_shape = (D,)
-    else:
-        norm.eps = 1e-6
-    assert not swap(nn.Sequential(norm, nn.Linear(D, D))).changed
-
-
-@pytest.mark.parametrize("attribute", [("normalized_shape", D), ("weight", 1.0), ("weight", [1.0] * D)])
-def test_norms_that_hold_other_things_are_left(attribute):
-    norm = PlainRMSNorm()
-    setattr(norm, *attribute)
-    assert not swap(nn.Sequential(nn.Linear(D, D), norm)).changed
-
-
-@pytest.mark.parametrize("values", [((-1,), (-2, -1)), ({"eps": 1e-6}, {"eps": 0.1})])
-def test_a_verdict_is_of_one_kind_of_module(values):
-    class OwnRMSNorm(PlainRMSNorm):
-        def __init__(self, held):
-            super().__init__()
-            self.held = held
-
-        def forward(self, x):
-            return rms(x, eps=self.held["eps"]) if isinstance(self.held, dict) else rms(x, self.held)
-
-    model = nn.Sequential(OwnRMSNorm(values[0]), nn.Linear(D, D), OwnRMSNorm(values[1])).double()
-    assert [row.path for row in swap(model).changed] == ["0"]
-    assert_as_stock(model, batch(2, 3, D))
 
 
 class Frozen(nn.GELU):
@@ -485,15 +328,6 @@ def test_report_of_residual_blocks(lean):
     assert (measured > 0.2 * report.saved_before) is bool(lean)
 
 
-def test_rounding_that_a_model_enlarges_is_not_an_error():
-    """A batch norm over two values gives signs: gradients are as good as noise, stock's too."""
-    model = nn.Sequential(
-        nn.Conv2d(2, 64, 8), nn.BatchNorm2d(64), nn.SiLU(), nn.Conv2d(64, 4, 1), nn.BatchNorm2d(4)
-    )
-    report = swap(model, sample=torch.randn(2, 2, 8, 8))
-    assert any(row.changed for row in report), report
-
-
 def test_a_root_that_is_a_twin_falls_back_to_stock():
     mlp, x = GatedMLP().double(), batch()
     expected = mlp(x)
@@ -521,34 +355,6 @@ def test_a_dense_layer_that_is_given_several():
     assert_as_stock(model, x)
 
 
-def test_an_activation_behind_a_batch_norm_is_rebuilt():
-    """In a forward of its own: with the norm's input kept, neither the norm's result nor the activation's is."""
-
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.act, self.conv = nn.BatchNorm2d(2), nn.ReLU(), nn.Conv2d(2, D, 3)
-
-        def forward(self, x):
-            return self.conv(self.act(self.norm(1.5 * x)))
-
-    model, x = Block().double(), images()
-    before = measure(lambda: model(x)).saved
-    report = swap(model, sample=x, lean="call")
-    assert measure(lambda: model(x)).saved <= before - 0.9 * 8 * x.numel(), report
-    assert_as_stock(model, x)
-
-
-def test_what_would_keep_more_is_undone():
-    """A batch norm's statistics are kept in double precision, which is more where nothing else is spared."""
-    model = nn.Sequential(nn.BatchNorm2d(2), nn.ReLU(), nn.AvgPool2d(2))
-    x = torch.randn(2, 2, 2, 2, requires_grad=True)
-    report = swap(model, sample=x)
-    assert not report.changed, report
-    assert report.saved_after == report.saved_before
-    assert not any(isinstance(module, types.Changed) for module in model.modules())
-
-
 def test_function_transforms_of_a_lean_model():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2))
@@ -561,12 +367,3 @@ def test_function_transforms_of_a_lean_model():
     swap(model, sample=x, lean="call")
     for name, grad in torch.func.grad(loss)(parameters).items():
         torch.testing.assert_close(grad, stock[name])
-
-
-def test_a_norm_whose_parameters_are_elsewhere():
-    """On no elements everything agrees with everything."""
-    norm = TinyRMSNorm(D)
-    norm.weight = nn.Parameter(torch.empty(0))
-    row = only(swap(nn.Sequential(norm)))
-    assert not row.changed
-    assert row.reason == "its parameters have no values yet"

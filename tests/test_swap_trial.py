@@ -277,3 +277,12 @@ def test_a_kink_that_rounding_crosses_is_not_an_error(monkeypatch):
     monkeypatch.setattr(types, "_C", Rounding)
     assert only(swap(model, sample=x)).changed
     assert_as_stock(model, batch())
+
+
+def test_rounding_that_a_model_enlarges_is_not_an_error():
+    """A batch norm over two values gives signs: gradients are as good as noise, stock's too."""
+    model = nn.Sequential(
+        nn.Conv2d(2, 64, 8), nn.BatchNorm2d(64), nn.SiLU(), nn.Conv2d(64, 4, 1), nn.BatchNorm2d(4)
+    )
+    report = swap(model, sample=torch.randn(2, 2, 8, 8))
+    assert any(row.changed for row in report), report

@@ -83,7 +83,7 @@ def act_linear(
     ``act_bias``: of shape [input.shape[-1]].
     """
     numbers = _parameters("act_linear", act, params)
-    return _linear("activation", [input, act_bias, None], weight, bias, act, numbers=numbers)
+    return _linear("act_linear", "activation", [input, act_bias, None], weight, bias, act, numbers=numbers)
 
 
 @overload
@@ -139,7 +139,9 @@ def dropout_linear(
         weights, biases = _layers("dropout_linear", weight, bias)
         outs = tuple(torch.nn.functional.linear(input, w, b) for w, b in zip(weights, biases, strict=True))
         return outs[0] if isinstance(weight, Tensor) else outs
-    return _linear("activation", [input, act_bias, seed], weight, bias, act, numbers=numbers)
+    return _linear(
+        "dropout_linear", "activation", [input, act_bias, seed], weight, bias, act, numbers=numbers
+    )
 
 
 @overload
@@ -175,7 +177,7 @@ def glu_linear(
 
     ``up=None``: gate packs both. ``act`` and ``packing`` as in :func:`gated`.
     """
-    return _linear("glu", [gate, up], weight, bias, act, packing)
+    return _linear("glu_linear", "glu", [gate, up], weight, bias, act, packing)
 
 
 @overload
@@ -220,7 +222,7 @@ def norm_linear(
         raise ValueError(f"norm_linear: expected norm 'layer_norm' or 'rms_norm', got {norm!r}")
     if eps is None:
         eps = 1e-5 if norm == "layer_norm" else _resolve_eps(None, input.dtype)
-    return _linear(norm, [input, norm_weight, norm_bias], weight, bias, numbers=[1.0, eps])
+    return _linear("norm_linear", norm, [input, norm_weight, norm_bias], weight, bias, numbers=[1.0, eps])
 
 
 def conv2d(
@@ -343,6 +345,7 @@ def norm_act_conv2d(
 
 
 def _linear(
+    name: str,
     op: str,
     inputs: list[Tensor | None],
     weight: Tensor | Tensors,
@@ -351,7 +354,7 @@ def _linear(
     packing: str = "",
     numbers: Sequence[float] = (),
 ) -> Tensor | tuple[Tensor, ...]:
-    weights, biases = _layers(f"{op}_linear", weight, bias)
+    weights, biases = _layers(name, weight, bias)
     outputs, _ = call("_consumer", inputs, op, act, packing, numbers, weights, biases, [])
     out: Tensor | tuple[Tensor, ...] = outputs[0] if isinstance(weight, Tensor) else tuple(outputs)
     return out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +36,7 @@ class AdamW(FusedOptimizer):
     """
 
     _name = "AdamW"
+    _all_moments = (FIRST, SECOND, LARGEST)
     _fused = True  # its `step` is on the device
 
     def __init__(
@@ -84,14 +84,6 @@ class AdamW(FusedOptimizer):
     def _moments(self, group: dict[str, Any]) -> tuple[Moment, ...]:
         return (FIRST, SECOND, LARGEST) if group["amsgrad"] else (FIRST, SECOND)
 
-    def _lists(self, entries: Sequence[Mapping[str, Any]], moments: tuple[Moment, ...]) -> list[list[Tensor]]:
-        lists = [[entry[moment.name] for entry in entries] for moment in moments]
-        if len(lists) == 2:
-            lists.append([])
-        for moment in (FIRST, SECOND):
-            lists.append(scales(entries, moment))
-        return [*lists, [entry["step"] for entry in entries]]
-
     def _advance(self, part: Part) -> None:
         group = part.group
         lr, lr_tensor = self._numbers(group)
@@ -103,10 +95,7 @@ class AdamW(FusedOptimizer):
             float(beta2),
             group["eps"],
             float(group["weight_decay"]),
-            group["maximize"],
-            group["block_size"],
-            part.rounds,
-            *self._amp(),
+            *self._rest(part),
         )
 
 
@@ -116,11 +105,3 @@ def _pair(betas: Any) -> tuple[float, float]:
         return float(first), float(second)
     except (TypeError, ValueError):
         raise ValueError(f"AdamW: expected betas of two numbers, got {betas!r}") from None
-
-
-def scales(entries: Sequence[Mapping[str, Any]], moment: Moment) -> list[Tensor]:
-    """Of those in 8 bits; nothing where none is."""
-    if not any(moment.scale in entry for entry in entries):
-        return []
-    none = entries[0]["step"].new_empty(0)
-    return [entry.get(moment.scale, none) for entry in entries]

@@ -55,14 +55,13 @@ class FusedOptimizer(Optimizer):
     # -- of the rule
 
     _name: str
+    _all_moments: tuple[Moment, ...]
+    """All that its operator takes, in that order."""
     _fused: bool | None
     """Of the groups, so that torch.optim, loading them, steps with what can use our state."""
 
     def _moments(self, group: dict[str, Any]) -> tuple[Moment, ...]:
-        raise NotImplementedError
-
-    def _lists(self, entries: Sequence[Mapping[str, Any]], moments: tuple[Moment, ...]) -> list[list[Tensor]]:
-        """The lists that the operator takes beside parameters and gradients."""
+        """Those of all that it needs."""
         raise NotImplementedError
 
     def _advance(self, part: Part) -> None:
@@ -147,8 +146,10 @@ class FusedOptimizer(Optimizer):
         lr = group["lr"]
         return (0.0, lr) if isinstance(lr, Tensor) else (lr, None)
 
-    def _amp(self) -> tuple[Tensor | None, Tensor | None]:
-        return getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+    def _rest(self, part: Part) -> tuple[bool, int, bool, Tensor | None, Tensor | None]:
+        """The last arguments of every operator."""
+        scaler = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        return part.group["maximize"], part.group["block_size"], part.rounds, *scaler
 
     def _forget(self) -> None:
         self._made: list[Part] = []
@@ -174,6 +175,14 @@ class FusedOptimizer(Optimizer):
             self._make_parts()
             self._made_of = (id(self.state), len(self.state), groups)
         return self._made
+
+    def _lists(self, entries: Sequence[Mapping[str, Any]], moments: tuple[Moment, ...]) -> list[list[Tensor]]:
+        """What the operator takes beside parameters and gradients."""
+        values = [
+            [entry[each.name] for entry in entries] if each in moments else [] for each in self._all_moments
+        ]
+        coded = [scales(entries, each) for each in self._all_moments if each.code]
+        return [*values, *coded, [entry["step"] for entry in entries]]
 
     def _make_parts(self) -> None:
         self._frozen = []
@@ -277,3 +286,11 @@ class FusedOptimizer(Optimizer):
 
     def _all_params(self) -> Iterable[Tensor]:
         return (p for group in self.param_groups for p in group["params"])
+
+
+def scales(entries: Sequence[Mapping[str, Any]], moment: Moment) -> list[Tensor]:
+    """Of those in 8 bits; nothing where none is."""
+    if not any(moment.scale in entry for entry in entries):
+        return []
+    none = entries[0]["step"].new_empty(0)
+    return [entry.get(moment.scale, none) for entry in entries]

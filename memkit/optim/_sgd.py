@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..pool import Pool
-from ._adamw import scales
 from ._base import FusedOptimizer, Part
 from ._state import Moment
 
@@ -24,6 +22,7 @@ class SGD(FusedOptimizer):
     """
 
     _name = "SGD"
+    _all_moments = (BUFFER,)
     _fused = None  # what suits the parameters: PyTorch has no fused SGD for DTensors
 
     def __init__(
@@ -65,10 +64,6 @@ class SGD(FusedOptimizer):
     def _moments(self, group: dict[str, Any]) -> tuple[Moment, ...]:
         return (BUFFER,) if group["momentum"] else ()
 
-    def _lists(self, entries: Sequence[Mapping[str, Any]], moments: tuple[Moment, ...]) -> list[list[Tensor]]:
-        buffers = [entry[BUFFER.name] for entry in entries]
-        return [buffers, scales(entries, BUFFER), [entry["step"] for entry in entries]]
-
     def _advance(self, part: Part) -> None:
         group = part.group
         lr, lr_tensor = self._numbers(group)
@@ -79,8 +74,5 @@ class SGD(FusedOptimizer):
             float(group["dampening"]),
             float(group["weight_decay"]),
             group["nesterov"],
-            group["maximize"],
-            group["block_size"],
-            part.rounds,
-            *self._amp(),
+            *self._rest(part),
         )

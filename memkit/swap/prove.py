@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,15 +24,23 @@ def prove(
     """What becomes of each site, and the dtypes that they were called with."""
     refusals = {site: check(site, lean) for site in sites}
     watch = watched(trial, [site for site in sites if not refusals[site]])
+    watch.kept_elsewhere = set(watch.saved_elsewhere)
+    # What layers keep in stock, by how many are not decided yet: two norms of one input had better both keep that.
+    layers = [site for site in refusals if isinstance(site, LayerSite)]
+    undecided = Counter(key for site in layers for key in _kept(site, watch, None))
     decisions: Decisions = {}
     for site, refusal in refusals.items():
         calls = watch.calls.get(site, [])
         if refusal or not calls:
             decisions[site] = Decision(None, refusal or "not called on the sample")
         elif isinstance(site, LayerSite):
-            decisions[site] = _decide_layer(site, calls, watch, exact, lean)
+            undecided.subtract(_kept(site, watch, None).keys())
+            decisions[site] = _decide_layer(site, calls, watch, exact, lean, undecided)
         else:
             decisions[site] = _decide(site, calls, watch, exact, lean)
+        # What several sites keep counts for the first of them.
+        watch.saved_elsewhere.update(_kept(site, watch, None))
+        watch.kept_elsewhere.update(_kept(site, watch, decisions[site].proof))
     return decisions, {call.dtype for calls in watch.calls.values() for call in calls}
 
 
@@ -48,7 +57,7 @@ def _decide(site: Site, calls: list[Call], watch: Watch, exact: bool, lean: bool
 def _decide_without_lean(site: Site, calls: list[Call], watch: Watch, exact: bool) -> Decision:
     if watch.backups:
         return Decision(None, "the forward changes a parameter")
-    before, after = _bytes(calls, watch, site.dtypes(exact))
+    before, after = _before(site, watch), _after(site, calls, watch, exact)
     if site.feeds_convolution:  # which keeps its input no longer
         before += sum(
             {call.output: call.nbytes for call in calls if call.output in watch.saved_elsewhere}.values()
@@ -78,8 +87,10 @@ def _decide_without_lean(site: Site, calls: list[Call], watch: Watch, exact: boo
     return Decision(proof, "; ".join(filter(None, reasons)), before, after)
 
 
-def _decide_layer(site: LayerSite, calls: list[Call], watch: Watch, exact: bool, lean: bool) -> Decision:
-    before = _own(calls, watch)
+def _decide_layer(
+    site: LayerSite, calls: list[Call], watch: Watch, exact: bool, lean: bool, undecided: Counter[int]
+) -> Decision:
+    before = _before(site, watch)
     if not any(call.dtype in FLOATS for call in calls):
         return Decision(None, f"called on {calls[0].dtype}", before, before)
     if site.is_block:
@@ -99,21 +110,17 @@ def _decide_layer(site: LayerSite, calls: list[Call], watch: Watch, exact: bool,
         reason = f"keeps its input: {written}" if site.may_keep_output else ""
         return Decision(Choice("input", hooked, exact), reason, before, from_input)
     after = _after_norm(site, calls, watch, "auto")
-    if from_input < after:  # the input is kept elsewhere, the output is not
+    inputs = _kept(site, watch, Choice("input"))
+    shared = _beyond({key: size for key, size in inputs.items() if undecided[key]}, watch.kept_elsewhere)
+    if from_input - shared < after:  # the input is kept elsewhere, or will be; the output is not
         return Decision(Choice("input", hooked, exact), "", before, from_input)
     return Decision(Choice("auto", hooked, exact), "", before, after)
 
 
 def _after_norm(site: LayerSite, calls: list[Call], watch: Watch, save: Save) -> int:
     """What a norm would keep that nothing else keeps."""
-    kept: dict[int, int] = {}
-    statistics = 0
-    for call in calls:
-        if call.own:
-            from_output = save == "auto" and keeps_output(site.twin, site.module, call.shape, call.dtype)
-            kept[call.output if from_output else call.input] = call.nbytes
-            statistics += _statistics(site, call, from_output)
-    return _beyond(kept, watch) + statistics
+    statistics = sum(_statistics(site, call, _from_output(site, call, save)) for call in calls if call.own)
+    return _beyond(_kept(site, watch, Choice(save)), watch.kept_elsewhere) + statistics
 
 
 def _statistics(site: LayerSite, call: Call, from_output: bool) -> int:
@@ -129,16 +136,31 @@ def _statistics(site: LayerSite, call: Call, from_output: bool) -> int:
     )
 
 
-def _own(calls: list[Call], watch: Watch) -> int:
+def _kept(site: AnySite, watch: Watch, proof: Any) -> dict[int, int]:
+    """Sizes of the storages that a site keeps, by key: as stock without a proof, as an activation or a norm with one."""
     kept: dict[int, int] = {}
-    for call in calls:
-        kept |= call.own
-    return _beyond(kept, watch)
+    for call in watch.calls.get(site, ()):
+        if proof is None or call.dtype not in (getattr(proof, "dtypes", None) or FLOATS):
+            kept |= call.own
+        elif call.own and proof is not FUSED and (isinstance(site, Site) or site.is_norm):
+            kept[call.output if _from_output(site, call, proof.save) else call.input] = call.nbytes
+    return kept
 
 
-def _beyond(kept: dict[int, int], watch: Watch) -> int:
+def _from_output(site: AnySite, call: Call, save: Save) -> bool:
+    if isinstance(site, Site):
+        return save == "output"
+    return save == "auto" and keeps_output(site.twin, site.module, call.shape, call.dtype)
+
+
+def _beyond(kept: dict[int, int], elsewhere: set[int]) -> int:
     """Of these storages, by key, the bytes of those that nothing else keeps."""
-    return sum(size for key, size in kept.items() if key not in watch.saved_elsewhere)
+    return sum(size for key, size in kept.items() if key not in elsewhere)
+
+
+def _before(site: AnySite, watch: Watch) -> int:
+    """What it keeps in stock that nothing else keeps."""
+    return _beyond(_kept(site, watch, None), watch.saved_elsewhere)
 
 
 def _gains_from_lean(site: Site, decision: Decision, calls: list[Call]) -> bool:
@@ -161,16 +183,9 @@ def _why_not(site: Site, dtype: torch.dtype) -> str:
     return f"its slope from the output may be off by {error:g} in {dtype}: exact=False allows it"
 
 
-def _bytes(calls: list[Call], watch: Watch, dtypes: frozenset[torch.dtype] | None) -> tuple[int, int]:
-    """What these calls keep that nothing else keeps, as stock and swapped."""
-    stock: dict[int, int] = {}
-    swapped: dict[int, int] = {}
-    bits = 0
-    for call in calls:
-        stock |= call.own
-        if call.dtype not in (dtypes or FLOATS):
-            swapped |= call.own
-        elif call.own:
-            swapped[call.output] = call.nbytes
-            bits += -(-call.shape.numel() // 8) if call.site.name in NEEDS_BIT else 0
-    return _beyond(stock, watch), _beyond(swapped, watch) + bits
+def _after(site: Site, calls: list[Call], watch: Watch, exact: bool) -> int:
+    """What an activation would keep from its output that nothing else keeps."""
+    proof = Proof(False, dtypes=site.dtypes(exact))
+    changed = [call for call in calls if call.own and call.dtype in (proof.dtypes or FLOATS)]
+    bits = sum(-(-call.shape.numel() // 8) for call in changed) if site.name in NEEDS_BIT else 0
+    return _beyond(_kept(site, watch, proof), watch.kept_elsewhere) + bits

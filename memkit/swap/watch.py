@@ -65,6 +65,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.calls: dict[AnySite, list[Call]] = {}
         self.nodes: dict[AnySite, set[Any]] = {}
         self.saved_elsewhere: set[int] = set()
+        self.kept_elsewhere: set[int] = set()  # the same of the swapped model
         self.inputs: dict[int, list[Call]] = {}
         self.outputs: dict[int, list[Call]] = {}
         self.current: Call | None = None
