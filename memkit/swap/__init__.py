@@ -5,7 +5,8 @@ What is changed, by module or by function:
 - activations: modules whose type is exactly one of torch.nn's, by changing `module.__class__` (types.py), and functions
   that known layers hold, as torch.nn.TransformerEncoderLayer does (recipes.py, where rows for the layers of model
   libraries belong);
-- norms and dropouts of torch.nn, and a batch norm with the activation behind it in an `nn.Sequential` (layers.py);
+- norms, dropouts and max pooling of torch.nn, and a batch norm with the activation behind it in an `nn.Sequential`
+  (layers.py);
 - modules of model libraries: activations, norms, feed-forward networks, residual blocks, and the loss that transformers'
   causal language models hold (library/).
 
@@ -51,7 +52,7 @@ def swap(
     exact: bool = True,
     lean: bool | Literal["call"] = False,
 ) -> SwapReport:
-    """Changes a model's activations, norms, dropouts and what recipes know to variants that need less memory, and reports.
+    """Changes a model's activations, norms, dropouts, pooling and what recipes know to variants of less memory, and reports.
 
     Parameters, hooks, flags, `state_dict`, optimizers, sharing, copies and pickles stay as they are; `repr` too.
     A swapped module goes back to the stock forward in any call that memkit cannot serve or that was not proven.
@@ -70,9 +71,9 @@ def swap(
             activations are changed only where the structure proves it (in an `nn.Sequential` before a layer that keeps
             its input, in torch.nn's transformer layers), and norms keep their input.
         ops: which, by their names in `memkit.functional`: of activations, of norms ("layer_norm", "rms_norm",
-            "group_norm"; "batch_norm_act" for a batch norm with what is behind it), of dropouts ("dropout", ...), of
-            feed-forward networks ("act_linear", "gated"), of "attention" and of losses ("cross_entropy"). "gelu" means
-            both forms of gelu, "gelu_tanh" that with approximate="tanh" alone.
+            "group_norm"; "batch_norm_act" for a batch norm with what is behind it), of dropouts ("dropout", ...),
+            "max_pool2d", of feed-forward networks ("act_linear", "gated"), of "attention" and of losses
+            ("cross_entropy"). "gelu" means both forms of gelu, "gelu_tanh" that with approximate="tanh" alone.
         exact: only where the slope from the output is off by at most 2e-4, and that only by its own rounding near the
             function's minimum: for gelu, silu, mish, hardswish, elu, selu, celu and softplus in float32 and
             float64. Calls in half precision then stay as in stock, and so do norms whose result is float32 under

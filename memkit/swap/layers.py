@@ -5,7 +5,8 @@ prove, except where a norm keeps its output: that must not be changed in place a
 
 - dropouts keep a seed, no mask;
 - layer norm and RMS norm keep one tensor, where possible the output that the next layer keeps anyway;
-- a batch norm, the activation and the convolution behind it in an `nn.Sequential` keep the norm's input alone.
+- a batch norm, the activation and the convolution behind it in an `nn.Sequential` keep the norm's input alone;
+- max pooling keeps no input, which it would keep for its shape, and a quarter of stock's indices.
 
 What memkit has no kernel for, and norms under autocast where `exact`, goes to the stock forward: memkit's norms give
 autocast's dtype there, stock's float32.
@@ -14,7 +15,7 @@ autocast's dtype there, stock's float32.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ from ..functional import Save, norm_saves
 from ..functional._activation import _PARAMETERS
 from ..functional._norm import output_dtype
 from ..nn.norm import batch_norm_of, norm_act_conv_of
+from .max_pool import Window, is_plain_call, max_pool2d
 from .recipes import CALLERS
 from .types import FLOATS, Changed, Proof, Swapped
 
@@ -46,6 +48,8 @@ class Choice(NamedTuple):
 class Layer(Changed):
     _swap: Choice
     _op: str
+    keeps: ClassVar[tuple[str, str]] = "mask", "seed"
+    """Stock and swapped; of a dropout."""
 
     def forward(self, input: Tensor) -> Tensor:
         if not serves(input, sharded=True) or self._stays(input):
@@ -62,6 +66,11 @@ class Layer(Changed):
 
     def _stays(self, input: Tensor) -> bool:
         return False
+
+    @staticmethod
+    def bytes_kept(output: torch.Size) -> int:
+        """Of a call with such a result; a dropout's seed."""
+        return 8
 
 
 class Norm(Layer):
@@ -138,6 +147,26 @@ class AlphaDropout(Layer, memkit_nn.AlphaDropout):
 
 class FeatureAlphaDropout(Layer, memkit_nn.FeatureAlphaDropout):
     _op = "feature_alpha_dropout"
+
+
+class MaxPool2d(Layer, nn.MaxPool2d):
+    _op = "max_pool2d"
+    keeps = "input, indices", "places"
+
+    def _stays(self, input: Tensor) -> bool:
+        return (
+            self.return_indices
+            or not (torch.is_grad_enabled() and input.requires_grad)
+            or is_dtensor(input)
+            or not is_plain_call()
+        )
+
+    def _memkit(self, input: Tensor) -> Tensor:
+        return max_pool2d(input, Window.of(self))
+
+    @staticmethod
+    def bytes_kept(output: torch.Size) -> int:
+        return 2 * output.numel()
 
 
 class BatchNorm(Layer):
@@ -223,6 +252,7 @@ LAYERS: dict[str, type[Layer]] = {
     "dropout3d": Dropout3d,
     "alpha_dropout": AlphaDropout,
     "feature_alpha_dropout": FeatureAlphaDropout,
+    "max_pool2d": MaxPool2d,
 }
 """The names that `ops` takes, beside the activations' and "batch_norm_act"."""
 

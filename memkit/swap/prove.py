@@ -99,7 +99,8 @@ def _decide_layer(
         )
         return Decision(site.choice, "", before, min(before, after))
     if not site.is_norm:
-        return Decision(site.choice, "", before, 8 * sum(bool(call.own) for call in calls))
+        after = sum(site.twin.bytes_kept(call.shape) for call in calls if call.own)
+        return Decision(site.choice, "", before, after)
     if exact and torch.is_autocast_enabled(calls[0].device):
         reason = "its result is float32 under autocast: exact=False allows autocast's dtype"
         return Decision(None, reason, before, before)

@@ -143,7 +143,7 @@ class LayerSite:
         elif self.is_norm:
             before, after = "input", "output" if proof is not None and proof.save == "auto" else "input"
         else:
-            before, after = "mask", "seed"
+            before, after = self.twin.keeps
         name = type(self.module).__name__
         if proof is None:
             return decision.row(self.path, name, "unchanged", before)

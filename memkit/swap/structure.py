@@ -24,7 +24,7 @@ KEEPERS = {
     *WEIGHTED,
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm),
-    *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
+    *(nn.MaxPool1d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
 }
 DROPOUTS = {nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d}
 VIEWS = {nn.Identity, nn.Flatten, nn.Unflatten}
@@ -91,6 +91,8 @@ def _fate_of_output(followers: Iterable[nn.Module]) -> tuple[bool, str]:
             return False, f"the {name} after it has hooks"
         if type(module) in KEEPERS:
             return kept and (type(module) not in WEIGHTED or module.weight.requires_grad), ""
+        if type(module) is nn.MaxPool2d:  # swapped, it keeps no input
+            return False, ""
         if type(module) in DROPOUTS and not module.inplace:
             kept = kept and module.p == 0
         elif type(module) not in VIEWS:

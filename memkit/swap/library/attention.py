@@ -9,7 +9,7 @@ looks at what they are given:
   under a checkpoint: backward makes the weights again and drops the same. Fused kernels, which keep none, are called as
   they are.
 - Where one projection gives query, key and value, and rotary embeddings have made new tensors of the first two, the value
-  alone holds all its memory: it is copied.
+  alone holds all its memory: it is copied. Not where a norm of query or key keeps its part of that memory.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from .twin import TOLERANCE, Twin, numbers
 TABLE = "ALL_ATTENTION_FUNCTIONS"
 FUSED = "sdpa_attention_forward"
 TOKENS = 8
+NEAR = 24
+"""So many nodes are looked at between a projection and its parts."""
 
 _same: dict[Any, bool] = {}
 """Whether `attend` is what a function computes, as a module of that class calls it."""
@@ -237,4 +239,19 @@ def _alone(x: Tensor, *others: Tensor) -> Tensor:
         other.untyped_storage()._cdata == memory._cdata for other in others
     ):
         return x
+    shared = set(_nodes(x, set()))
+    if any("norm" in node.name().lower() for other in others for node in _nodes(other, shared)):
+        return x
     return x.clone(memory_format=torch.contiguous_format)
+
+
+def _nodes(x: Tensor, shared: set[Any]) -> list[Any]:
+    """Nodes of the graph that led to x, the nearest first, as far as those that it shares."""
+    found: list[Any] = []
+    ahead: list[Any] = [x.grad_fn]
+    while ahead and len(found) < NEAR:
+        node = ahead.pop(0)
+        if node is not None and node not in shared and node not in found:
+            found.append(node)
+            ahead += [before for before, _ in node.next_functions]
+    return found

@@ -1,0 +1,194 @@
+"""Max pooling: where each maximum was found is all that the swapped layer keeps."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from swap_cases import assert_as_stock, only, step
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from memkit import swap, unswap
+from memkit.memory import measure
+from memkit.swap.max_pool import Window, max_pool2d
+
+pytestmark = pytest.mark.usefixtures("repeatable")
+
+POOLS = {
+    "3, 2, 1": lambda: nn.MaxPool2d(3, 2, 1),
+    "2": lambda: nn.MaxPool2d(2),
+    "one": lambda: nn.MaxPool2d(1),
+    "overlapping": lambda: nn.MaxPool2d(3, 1),
+    "ceil": lambda: nn.MaxPool2d(3, 2, ceil_mode=True),
+    "dilated": lambda: nn.MaxPool2d(3, 2, 1, dilation=2),
+    "two sizes": lambda: nn.MaxPool2d((2, 3), (1, 2), (1, 0), (2, 1)),
+}
+pools = pytest.mark.parametrize("name", POOLS)
+SHAPES = [(2, 3, 9, 11), (3, 8, 7), (1, 1, 5, 5), (0, 2, 7, 9)]
+
+
+def values(shape, dtype=torch.float64, kind="normal"):
+    x = torch.randn(shape).to(dtype)
+    if kind == "ties":
+        x = x.round().clamp(-1, 1)
+    if kind == "infinite":
+        x[..., ::3, :] = -torch.inf
+        x[..., :2] = torch.inf
+    if kind == "nan":
+        x[..., ::4, 1] = torch.nan
+    return x
+
+
+@pools
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["normal", "ties", "infinite", "nan"])
+def test_values_and_gradients_to_the_bit(name, shape, dtype, kind):
+    pool = POOLS[name]()
+    found = []
+    x = values(shape, dtype, kind)
+    for f in (pool, lambda x: max_pool2d(x, Window.of(pool))):
+        leaf = x.clone().requires_grad_()
+        y = f(leaf)
+        weight = torch.linspace(-1, 1, y.numel()).view(y.shape).to(dtype)
+        found.append((y.detach(), *torch.autograd.grad(y, leaf, weight)))
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("layout", ["channels_last", "transposed", "every second"])
+def test_layouts(layout):
+    x = values((2, 6, 10, 8))
+    if layout == "channels_last":
+        x = x.to(memory_format=torch.channels_last)
+    x = x.transpose(2, 3) if layout == "transposed" else x[:, ::2] if layout == "every second" else x
+    pool, found = nn.MaxPool2d(3, 2, 1), []
+    for f in (pool, lambda x: max_pool2d(x, Window.of(pool))):
+        leaf = x.detach().requires_grad_()
+        y = f(leaf)
+        (gradient,) = torch.autograd.grad(y, leaf, torch.linspace(-1, 1, y.numel()).view(y.shape).double())
+        found.append((y, gradient))
+    (a, b), (c, d) = found
+    torch.testing.assert_close((c, d), (a, b), rtol=0, atol=0)
+    assert (a.stride(), b.stride()) == (c.stride(), d.stride())
+
+
+def test_a_window_too_wide_for_two_bytes():
+    pool = nn.MaxPool2d((3, 2), dilation=(2, 1))
+    x = values((1, 1, 6, 9000), torch.float32)
+    leaf = x.clone().requires_grad_()
+    y = max_pool2d(leaf, Window.of(pool))
+    assert y.grad_fn.saved_tensors[0].dtype == torch.int64
+    theirs = x.clone().requires_grad_()
+    for out in (y, pool(theirs)):
+        out.square().sum().backward()
+    assert torch.equal(leaf.grad, theirs.grad)
+
+
+def test_higher_derivatives():
+    x = torch.randperm(128, dtype=torch.float64).view(1, 2, 8, 8).requires_grad_()
+    window = Window.of(nn.MaxPool2d(3, 2, 1))
+    assert torch.autograd.gradcheck(lambda x: max_pool2d(x, window), x)
+    assert torch.autograd.gradgradcheck(lambda x: max_pool2d(x, window), x)
+
+
+def model(act=None):
+    """What was before the pool is not kept for its sake."""
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), act or nn.ReLU(), nn.MaxPool2d(3, 2, 1), nn.Conv2d(8, 4, 3)
+    ).double()
+
+
+@pytest.mark.parametrize("by_sample", [False, True])
+@pytest.mark.parametrize("lean", [False, "call"])
+@pytest.mark.parametrize("act", [nn.ReLU, nn.GELU, lambda: nn.ReLU(inplace=True)])
+def test_as_stock(by_sample, lean, act):
+    net, x = model(act()), values((2, 3, 14, 14))
+    types = [type(m) for m in net.modules()]
+    report = swap(net, sample=x if by_sample else None, lean=lean)
+    assert type(net[3]).__module__ == "memkit.swap.layers", report
+    assert_as_stock(net, x)
+    assert_as_stock(net.eval(), x)
+    copied = pickle.loads(pickle.dumps(net))
+    torch.testing.assert_close(step(copied, x), step(net, x))
+    unswap(net)
+    assert [type(m) for m in net.modules()] == types
+
+
+@pytest.mark.parametrize("lean", [False, "call"])
+def test_kept(lean):
+    """The norm's input, two bytes a place, and what the pool gives: stock keeps the activation's result and eight."""
+    net, x = model(), values((2, 3, 34, 34))
+    report = swap(net, sample=x, lean=lean)
+    kept = measure(lambda: net(x), device="cpu").saved
+    full, pooled = 2 * 8 * 32 * 32, 2 * 8 * 16 * 16
+    own = 8 * full + (2 + 8) * pooled
+    assert own <= kept <= own + 1000, report
+    row = next(row for row in report.rows if row.path == "3")
+    assert (row.bytes_after, row.saved) == (2 * pooled, "places")
+    assert report.saved_before >= 16 * full + 16 * pooled
+
+
+def test_alone():
+    net = nn.Sequential(nn.MaxPool2d(2)).double()
+    row = only(swap(net, sample=values((1, 2, 8, 8)).requires_grad_()))
+    assert (row.before, row.after, row.bytes_after) == ("MaxPool2d", "memkit", 2 * 32)
+
+
+def test_what_another_reads_is_still_kept():
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GELU(), nn.MaxPool2d(2)).double()
+    report = swap(net)
+    assert next(row for row in report.rows if row.before == "GELU").after == "unchanged"
+    assert_as_stock(net, values((2, 3, 8, 8)))
+
+
+@pytest.mark.parametrize("change", ["indices", "no_grad", "integers"])
+def test_stays(change):
+    pool = nn.MaxPool2d(2, return_indices=change == "indices")
+    x = torch.arange(32.0).view(1, 2, 4, 4).requires_grad_(change != "integers")
+    expected = pool(x)
+    net = nn.Sequential(pool)
+    swap(net)
+    with torch.set_grad_enabled(change != "no_grad"):
+        found = net(x)
+        if change == "integers":
+            assert net(x.int()).dtype == torch.int32
+    torch.testing.assert_close(found, expected)
+    found = found[0] if change == "indices" else found
+    assert "_MaxPool2d" not in type(found.grad_fn).__name__
+
+
+def test_transforms_and_compilers():
+    net = nn.Sequential(nn.MaxPool2d(2)).double()
+    expected = copy.deepcopy(net)
+    swap(net)
+    x = values((3, 2, 8, 8))
+    f, g = (lambda x, m=m: m(x).square().sum() for m in (net, expected))
+    torch.testing.assert_close(torch.func.grad(f)(x), torch.func.grad(g)(x))
+    torch.testing.assert_close(torch.vmap(net)(x.requires_grad_()), torch.vmap(expected)(x))
+    for a, b in zip(torch.func.jvp(net, (x,), (x,)), torch.func.jvp(expected, (x,), (x,)), strict=True):
+        torch.testing.assert_close(a, b)
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(net, backend="aot_eager", fullgraph=True)(x), expected(x))
+    torch.testing.assert_close(torch.jit.trace(net, x)(x), expected(x))
+    torch.testing.assert_close(torch.export.export(net, (x.detach(),)).module()(x.detach()), expected(x))
+
+
+def test_checkpoint_and_saved_tensor_hooks():
+    net, x = model(), values((2, 3, 14, 14)).requires_grad_()
+    swap(net)
+    expected = step(net, x)
+    torch.testing.assert_close(
+        step(_Around(net, lambda f, x: checkpoint(f, x, use_reentrant=False)), x), expected
+    )
+    with torch.autograd.graph.save_on_cpu():
+        torch.testing.assert_close(step(net, x), expected)
+
+
+class _Around(nn.Module):
+    def __init__(self, inner, how):
+        super().__init__()
+        self.inner, self.how = inner, how
+
+    def forward(self, x):
+        return self.how(self.inner, x)
