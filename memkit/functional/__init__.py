@@ -4,7 +4,7 @@ What each family keeps for backward, when it works in place and how exact it is 
 ``help(memkit.functional.gelu.__module__)`` names it.
 """
 
-from . import _activation, _channel_norm, _consumer, _dropout, _glu, _loss, _norm, _rotary, _softmax
+from . import _activation, _channel_norm, _consumer, _dropout, _glu, _loss, _norm, _pooling, _rotary, _softmax
 from ._activation import *  # noqa: F403
 from ._activation import Inplace as Inplace
 from ._activation import Save as Save
@@ -14,6 +14,7 @@ from ._dropout import *  # noqa: F403
 from ._glu import *  # noqa: F403
 from ._loss import *  # noqa: F403
 from ._norm import *  # noqa: F403
+from ._pooling import *  # noqa: F403
 from ._rotary import *  # noqa: F403
 from ._softmax import *  # noqa: F403
 
@@ -25,6 +26,7 @@ __all__ = [
     *_glu.__all__,
     *_loss.__all__,
     *_norm.__all__,
+    *_pooling.__all__,
     *_rotary.__all__,
     *_softmax.__all__,
 ]

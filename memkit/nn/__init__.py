@@ -33,6 +33,7 @@ from .dropout import AlphaDropout, Dropout, Dropout1d, Dropout2d, Dropout3d, Dro
 from .glu import GeGLU, ReGLU, SwiGLU
 from .loss import CrossEntropyLoss, LinearCrossEntropyLoss
 from .norm import BatchNorm1d, BatchNorm2d, BatchNorm3d, GroupNorm, LayerNorm, RMSNorm
+from .pooling import MaxPool2d
 from .rotary import RotaryEmbedding
 from .softmax import LogSoftmax, Softmax
 
@@ -67,6 +68,7 @@ __all__ = [
     "LeakyReLU",
     "LinearCrossEntropyLoss",
     "LogSoftmax",
+    "MaxPool2d",
     "Mish",
     "NormActConv2d",
     "NormLinear",

@@ -31,7 +31,6 @@ from ..functional import Save, norm_saves
 from ..functional._activation import _PARAMETERS
 from ..functional._norm import output_dtype
 from ..nn.norm import batch_norm_of, norm_act_conv_of
-from .max_pool import Window, is_plain_call, max_pool2d
 from .recipes import CALLERS
 from .types import FLOATS, Changed, Proof, Swapped
 
@@ -149,20 +148,9 @@ class FeatureAlphaDropout(Layer, memkit_nn.FeatureAlphaDropout):
     _op = "feature_alpha_dropout"
 
 
-class MaxPool2d(Layer, nn.MaxPool2d):
+class MaxPool2d(Layer, memkit_nn.MaxPool2d):
     _op = "max_pool2d"
     keeps = "input, indices", "places"
-
-    def _stays(self, input: Tensor) -> bool:
-        return (
-            self.return_indices
-            or not (torch.is_grad_enabled() and input.requires_grad)
-            or is_dtensor(input)
-            or not is_plain_call()
-        )
-
-    def _memkit(self, input: Tensor) -> Tensor:
-        return max_pool2d(input, Window.of(self))
 
     @staticmethod
     def bytes_kept(output: torch.Size) -> int:

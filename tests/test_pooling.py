@@ -9,9 +9,10 @@ from swap_cases import assert_as_stock, only, step
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import memkit.nn as mnn
+from memkit import functional as F
 from memkit import swap, unswap
 from memkit.memory import measure
-from memkit.swap.max_pool import Window, max_pool2d
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -25,6 +26,12 @@ POOLS = {
     "two sizes": lambda: nn.MaxPool2d((2, 3), (1, 2), (1, 0), (2, 1)),
 }
 pools = pytest.mark.parametrize("name", POOLS)
+
+
+def ours(pool):
+    return mnn.MaxPool2d(pool.kernel_size, pool.stride, pool.padding, pool.dilation, ceil_mode=pool.ceil_mode)
+
+
 SHAPES = [(2, 3, 9, 11), (3, 8, 7), (1, 1, 5, 5), (0, 2, 7, 9)]
 
 
@@ -48,7 +55,7 @@ def test_values_and_gradients_to_the_bit(name, shape, dtype, kind):
     pool = POOLS[name]()
     found = []
     x = values(shape, dtype, kind)
-    for f in (pool, lambda x: max_pool2d(x, Window.of(pool))):
+    for f in (pool, ours(pool)):
         leaf = x.clone().requires_grad_()
         y = f(leaf)
         weight = torch.linspace(-1, 1, y.numel()).view(y.shape).to(dtype)
@@ -63,7 +70,7 @@ def test_layouts(layout):
         x = x.to(memory_format=torch.channels_last)
     x = x.transpose(2, 3) if layout == "transposed" else x[:, ::2] if layout == "every second" else x
     pool, found = nn.MaxPool2d(3, 2, 1), []
-    for f in (pool, lambda x: max_pool2d(x, Window.of(pool))):
+    for f in (pool, ours(pool)):
         leaf = x.detach().requires_grad_()
         y = f(leaf)
         (gradient,) = torch.autograd.grad(y, leaf, torch.linspace(-1, 1, y.numel()).view(y.shape).double())
@@ -77,7 +84,7 @@ def test_a_window_too_wide_for_two_bytes():
     pool = nn.MaxPool2d((3, 2), dilation=(2, 1))
     x = values((1, 1, 6, 9000), torch.float32)
     leaf = x.clone().requires_grad_()
-    y = max_pool2d(leaf, Window.of(pool))
+    y = ours(pool)(leaf)
     assert y.grad_fn.saved_tensors[0].dtype == torch.int64
     theirs = x.clone().requires_grad_()
     for out in (y, pool(theirs)):
@@ -87,9 +94,39 @@ def test_a_window_too_wide_for_two_bytes():
 
 def test_higher_derivatives():
     x = torch.randperm(128, dtype=torch.float64).view(1, 2, 8, 8).requires_grad_()
-    window = Window.of(nn.MaxPool2d(3, 2, 1))
-    assert torch.autograd.gradcheck(lambda x: max_pool2d(x, window), x)
-    assert torch.autograd.gradgradcheck(lambda x: max_pool2d(x, window), x)
+    pool = mnn.MaxPool2d(3, 2, 1)
+    assert torch.autograd.gradcheck(pool, x)
+    assert torch.autograd.gradgradcheck(pool, x)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(2,), (3, 2), (3, (2, 1), 1), ((3,), [2]), ([3, 2], (), 1), (torch.Size([2, 2]), None, 0, 1, True)],
+)
+def test_arguments_as_stock_takes_them(arguments):
+    x = values((2, 3, 9, 10)).requires_grad_()
+    found = F.max_pool2d(x, *arguments)
+    assert "_MaxPool2d" in type(found.grad_fn).__name__
+    assert torch.equal(found, torch.nn.functional.max_pool2d(x, *arguments))
+
+
+@pytest.mark.parametrize(
+    ("shape", "arguments"),
+    [
+        ((3, 3), (2,)),
+        ((1, 2, 4, 4), (0,)),
+        ((1, 2, 4, 4), (2, 0)),
+        ((1, 2, 4, 4), (2, 2, 2)),
+        ((1, 2, 2, 2), (5,)),
+    ],
+)
+def test_errors_are_those_of_stock(shape, arguments):
+    x, said = torch.randn(shape, requires_grad=True), []
+    for f in (torch.nn.functional.max_pool2d, F.max_pool2d):
+        with pytest.raises(RuntimeError) as caught:
+            f(x, *arguments)
+        said.append(str(caught.value))
+    assert said[0] == said[1]
 
 
 def model(act=None):
