@@ -112,6 +112,35 @@ class DenseLayer(nn.Module):
         return self.conv2(self.relu2(self.norm2(x)))
 
 
+class BertPart(nn.Module):
+    """Of BERT's two, the first has an activation, the second a residual."""
+
+    def __init__(self, width, out, act=None):
+        super().__init__()
+        self.dense = nn.Linear(width, out)
+        if act:
+            self.intermediate_act_fn = act
+        else:
+            self.dropout, self.LayerNorm = nn.Dropout(0.0), nn.LayerNorm(out)
+
+    def forward(self, x, residual=None):
+        x = self.dense(x)
+        return self.intermediate_act_fn(x) if residual is None else self.LayerNorm(self.dropout(x) + residual)
+
+
+class BertLayer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.intermediate, self.output = BertPart(D, 3 * D, nn.GELU()), BertPart(3 * D, D)
+
+    def feed_forward_chunk(self, x):
+        return self.output(self.intermediate(x), x)
+
+    def forward(self, x):
+        assert len(inspect.signature(self.feed_forward_chunk).parameters) == 1  # as transformers does
+        return self.feed_forward_chunk(x)
+
+
 KNOWN = {
     "mlp": (MLP, batch),
     "mlp of convolutions": (ConvMLP, images),
@@ -121,6 +150,7 @@ KNOWN = {
     "gated": (GatedMLP, batch),
     "gated gelu": (lambda: GatedMLP(nn.GELU("tanh")), batch),
     "dropout inside": (T5MLP, batch),
+    "bert layer": (BertLayer, batch),
     "conv": (BasicConv2d, images),
     "block": (Bottleneck, images),
     "dense layer": (DenseLayer, images),

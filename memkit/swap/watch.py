@@ -10,6 +10,7 @@ Values and gradients are therefore compared afterwards, and each call counts the
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -174,6 +175,7 @@ def watched(trial: Trial, sites: Sequence[AnySite]) -> Watch:
 def _observe(site: AnySite, watch: Watch) -> None:
     stock: Any = getattr(type(site.module), site.method)
 
+    @functools.wraps(stock)  # transformers' apply_chunking_to_forward counts a method's parameters
     def forward(self: nn.Module, input: Any, *others: Any, **named: Any) -> Tensor:
         references = getrefcount(input) - ALONE  # as in Swapped.forward
         outer = watch.current
