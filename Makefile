@@ -21,6 +21,7 @@ STAMPS := $(VENV)/.memkit
 CORE := $(STAMPS)/torch-$(TORCH)
 EXTRAS := $(STAMPS)/extras
 MODELS := $(STAMPS)/models
+ENGINES := $(STAMPS)/engines
 BUILT := $(STAMPS)/built
 INSTALLED := $(STAMPS)/installed
 LINTERS := $(STAMPS)/linters
@@ -44,7 +45,7 @@ bench-ops: build
 bench-models: build $(MODELS)
 	$(BIN)/python benchmarks/bench_models.py $(ARGS)
 
-bench-matrix: build $(MODELS)
+bench-matrix: build $(MODELS) $(ENGINES)
 	$(BIN)/python benchmarks/bench_matrix.py $(ARGS)
 
 # Targets of tests/cpp, then pytest with arguments; both run, whatever the first says.
@@ -54,10 +55,10 @@ define run_tests
   if [ $$cpp != 0 ]; then echo "memkit: C++ tests failed, see above" >&2; exit $$cpp; fi
 endef
 
-test: build
+test: build $(MODELS)
 	$(call run_tests,run,-m "not slow")
 
-test-all: build $(MODELS)
+test-all: build $(MODELS) $(ENGINES)
 	$(call run_tests,run long,)
 
 lint: $(LINTERS)
@@ -104,9 +105,13 @@ $(EXTRAS): $(CORE) pyproject.toml
 	$(PIP) install -q $$($(BIN)/python setup_checks.py extra test bench)
 	@touch $@
 
-# Libraries whose models and engines are tested and measured; torchvision goes with one torch.
+# Libraries whose models are tested and measured; torchvision goes with one torch.
 $(MODELS): $(CORE) pyproject.toml
-	$(PIP) install -q "torch==$(TORCH)" $$($(BIN)/python setup_checks.py extra models distributed)
+	$(PIP) install -q "torch==$(TORCH)" $$($(BIN)/python setup_checks.py extra models)
+	@touch $@
+
+$(ENGINES): $(CORE) pyproject.toml
+	$(PIP) install -q "torch==$(TORCH)" $$($(BIN)/python setup_checks.py extra distributed)
 	@touch $@
 
 $(LINTERS): $(CORE) pyproject.toml
