@@ -19,6 +19,7 @@ PYBIND11_MODULE(_C, m) {
   memkit::bind_fast_call(m);
   memkit::bind_dropout(m);
   memkit::bind_glu(m);
+  memkit::bind_pooling(m);
   memkit::bind_rotary(m);
   memkit::bind_softmax(m);
   memkit::bind_lean(m);

@@ -66,6 +66,17 @@ def act_dropout(
 
 def glu(gate: Tensor, up: Tensor | None, act: str, packing: str) -> Tensor | None: ...
 
+# csrc/torch/pooling.cpp
+
+def max_pool2d(
+    input: Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    ceil_mode: bool,
+) -> Tensor | None: ...
+
 # csrc/torch/rotary.cpp
 
 def apply_rotary(

@@ -1,4 +1,4 @@
-"""Max pooling: where each maximum was found is all that the swapped layer keeps."""
+"""Max pooling: where each maximum was found is all that is kept."""
 
 import copy
 import pickle
@@ -59,6 +59,8 @@ def test_values_and_gradients_to_the_bit(name, shape, dtype, kind):
         leaf = x.clone().requires_grad_()
         y = f(leaf)
         weight = torch.linspace(-1, 1, y.numel()).view(y.shape).to(dtype)
+        if name == "overlapping":  # stock adds up in the dtype itself
+            weight = weight.mul(8).round()
         found.append((y.detach(), *torch.autograd.grad(y, leaf, weight)))
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0, equal_nan=True)
 
@@ -106,7 +108,7 @@ def test_higher_derivatives():
 def test_arguments_as_stock_takes_them(arguments):
     x = values((2, 3, 9, 10)).requires_grad_()
     found = F.max_pool2d(x, *arguments)
-    assert "_MaxPool2d" in type(found.grad_fn).__name__
+    assert "memkit" in found.grad_fn.name()
     assert torch.equal(found, torch.nn.functional.max_pool2d(x, *arguments))
 
 
@@ -154,22 +156,22 @@ def test_as_stock(by_sample, lean, act):
 
 @pytest.mark.parametrize("lean", [False, "call"])
 def test_kept(lean):
-    """The norm's input, two bytes a place, and what the pool gives: stock keeps the activation's result and eight."""
+    """The norm's input, a byte a place, and what the pool gives: stock keeps the activation's result and eight."""
     net, x = model(), values((2, 3, 34, 34))
     report = swap(net, sample=x, lean=lean)
     kept = measure(lambda: net(x), device="cpu").saved
     full, pooled = 2 * 8 * 32 * 32, 2 * 8 * 16 * 16
-    own = 8 * full + (2 + 8) * pooled
+    own = 8 * full + (1 + 8) * pooled
     assert own <= kept <= own + 1000, report
     row = next(row for row in report.rows if row.path == "3")
-    assert (row.bytes_after, row.saved) == (2 * pooled, "places")
+    assert (row.bytes_after, row.saved) == (pooled, "places")
     assert report.saved_before >= 16 * full + 16 * pooled
 
 
 def test_alone():
     net = nn.Sequential(nn.MaxPool2d(2)).double()
     row = only(swap(net, sample=values((1, 2, 8, 8)).requires_grad_()))
-    assert (row.before, row.after, row.bytes_after) == ("MaxPool2d", "memkit", 2 * 32)
+    assert (row.before, row.after, row.bytes_after) == ("MaxPool2d", "memkit", 32)
 
 
 def test_what_another_reads_is_still_kept():
@@ -192,7 +194,7 @@ def test_stays(change):
             assert net(x.int()).dtype == torch.int32
     torch.testing.assert_close(found, expected)
     found = found[0] if change == "indices" else found
-    assert "_MaxPool2d" not in type(found.grad_fn).__name__
+    assert "memkit" not in (found.grad_fn.name() if found.grad_fn else "")
 
 
 def test_transforms_and_compilers():

@@ -6,6 +6,7 @@
 
 #include "../cpu/activation.h"
 #include "../cpu/glu.h"
+#include "../cpu/pooling.h"
 #include "../cpu/rotary.h"
 #include "../cpu/softmax.h"
 
@@ -16,6 +17,7 @@
 
 #include "../cuda/activation.h"
 #include "../cuda/glu.h"
+#include "../cuda/pooling.h"
 #include "../cuda/rotary.h"
 #include "../cuda/softmax.h"
 #endif
@@ -90,6 +92,18 @@ void run_glu(const GluArgs& args, bool backward, c10::Device device) {
   }
   if (backward) return MEMKIT_ON_STREAM(device, cuda::glu_backward, args);
   MEMKIT_ON_STREAM(device, cuda::glu_forward, args);
+}
+
+void run_max_pool(const PoolArgs& args, bool backward, c10::Device device) {
+  if (!device.is_cpu()) {
+    if (backward) return MEMKIT_ON_STREAM(device, cuda::max_pool_backward, args);
+    return MEMKIT_ON_STREAM(device, cuda::max_pool_forward, args);
+  }
+  const int64_t units = backward ? cpu::max_pool_units(args) : args.planes * args.rows.results;
+  const auto kernel = backward ? cpu::max_pool_backward : cpu::max_pool_forward;
+  const int64_t work = args.results() / units * (backward ? 1 : args.kernel());
+  at::parallel_for(0, units, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, work)),
+                   [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
 }
 
 void run_rotary(const RotaryArgs& args, c10::Device device) {

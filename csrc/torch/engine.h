@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "../formulas/glu.h"
+#include "../formulas/pooling.h"
 #include "../formulas/rotary.h"
 #include "../formulas/softmax.h"
 
@@ -20,6 +21,7 @@ enum class Pass { forward, backward_from_input, backward_from_output };
 // On the CPU: split over torch's intra-op threads. On CUDA: on the current stream of the tensors' device.
 void run_activation(Pass pass, const ActivationArgs& args, c10::Device device);
 void run_glu(const GluArgs& args, bool backward, c10::Device device);
+void run_max_pool(const PoolArgs& args, bool backward, c10::Device device);
 void run_rotary(const RotaryArgs& args, c10::Device device);
 void run_softmax(const SoftmaxArgs& args, bool backward, c10::Device device);
 

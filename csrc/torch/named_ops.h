@@ -20,6 +20,7 @@ c10::ArrayRef<double> default_params(std::string_view act);
 // Add the eager entries of the families to the module.
 void bind_dropout(pybind11::module_& m);
 void bind_glu(pybind11::module_& m);
+void bind_pooling(pybind11::module_& m);
 void bind_rotary(pybind11::module_& m);
 void bind_softmax(pybind11::module_& m);
 

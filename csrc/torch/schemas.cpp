@@ -69,6 +69,14 @@ TORCH_LIBRARY(memkit, m) {
   m.def("_rotary_(Tensor(a!) q, Tensor(b!)? k, " MEMKIT_ROTARY ") -> ()");
 #undef MEMKIT_ROTARY
 
+  // Max pooling with the arguments of torch.nn.functional's. places: of each result, where in its window it was found; size: of
+  // the input.
+#define MEMKIT_WINDOW "int[2] kernel_size, int[2] stride, int[2] padding, int[2] dilation, bool ceil_mode"
+  m.def("_max_pool2d(Tensor input, " MEMKIT_WINDOW ") -> (Tensor, Tensor)");
+  m.def("_max_pool2d_backward(Tensor grad, Tensor places, SymInt[] size, bool channels_last, " MEMKIT_WINDOW
+        ") -> Tensor");
+#undef MEMKIT_WINDOW
+
   // softmax(scale input + mask) over `dim`, or its logarithm; mask: bool, what takes part, or what is added. masked: there was a
   // mask or it was causal.
 #define MEMKIT_SOFTMAX "int dim, Tensor? mask, float scale, bool causal, bool log"

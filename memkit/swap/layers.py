@@ -6,7 +6,7 @@ prove, except where a norm keeps its output: that must not be changed in place a
 - dropouts keep a seed, no mask;
 - layer norm and RMS norm keep one tensor, where possible the output that the next layer keeps anyway;
 - a batch norm, the activation and the convolution behind it in an `nn.Sequential` keep the norm's input alone;
-- max pooling keeps no input, which it would keep for its shape, and a quarter of stock's indices.
+- max pooling keeps no input, which it would keep for its shape, and an eighth of stock's indices.
 
 What memkit has no kernel for, and norms under autocast where `exact`, goes to the stock forward: memkit's norms give
 autocast's dtype there, stock's float32.
@@ -67,7 +67,7 @@ class Layer(Changed):
         return False
 
     @staticmethod
-    def bytes_kept(output: torch.Size) -> int:
+    def bytes_kept(module: Any, output: torch.Size) -> int:
         """Of a call with such a result; a dropout's seed."""
         return 8
 
@@ -153,8 +153,9 @@ class MaxPool2d(Layer, memkit_nn.MaxPool2d):
     keeps = "input, indices", "places"
 
     @staticmethod
-    def bytes_kept(output: torch.Size) -> int:
-        return 2 * output.numel()
+    def bytes_kept(module: Any, output: torch.Size) -> int:
+        sizes = module.kernel_size if isinstance(module.kernel_size, (tuple, list)) else (module.kernel_size,)
+        return output.numel() * (1 if sizes[0] * sizes[-1] <= 256 else 4)
 
 
 class BatchNorm(Layer):

@@ -99,7 +99,7 @@ def _decide_layer(
         )
         return Decision(site.choice, "", before, min(before, after))
     if not site.is_norm:
-        after = sum(site.twin.bytes_kept(call.shape) for call in calls if call.own)
+        after = sum(site.twin.bytes_kept(site.module, call.shape) for call in calls if call.own)
         return Decision(site.choice, "", before, after)
     if exact and torch.is_autocast_enabled(calls[0].device):
         reason = "its result is float32 under autocast: exact=False allows autocast's dtype"

@@ -1,0 +1,42 @@
+// Max pooling, and where in its window each maximum was found: all that backward needs.
+#pragma once
+
+#include "arguments.h"
+
+namespace memkit {
+
+// One direction. The window of result r has the elements begin(r) + k dilation, k in [0, kernel), that lie in [0, size).
+struct PoolAxis {
+  int64_t size = 0, results = 0, kernel = 1, stride = 1, padding = 0, dilation = 1;
+
+  MEMKIT_FN int64_t begin(int64_t r) const { return r * stride - padding; }
+};
+
+// Memory is [planes, rows, columns, channels]; channels is 1 where each channel has planes of its own.
+struct PoolArgs {
+  Dtype dtype = Dtype::float32;
+  int64_t planes = 0, channels = 1;
+  PoolAxis rows, columns;
+  const void* x = nullptr;  // forward: the input; backward: the gradient of the results
+  void* out = nullptr;      // forward: the results; backward: the gradient of the input
+  void* places = nullptr;   // of each result: k of its row times columns.kernel, plus k of its column
+  bool wide = false;        // places are int32_t, else uint8_t
+
+  int64_t kernel() const { return rows.kernel * columns.kernel; }
+  int64_t results() const { return planes * rows.results * columns.results * channels; }
+};
+
+// The largest of the elements seen, and its place. As stock has it, NaN is largest: the last of several.
+template <class T>
+struct Largest {
+  T value = 0;
+  int32_t place = -1;
+
+  MEMKIT_FN void see(T x, int32_t at) {
+    const bool more = (place < 0) | (x > value) | (x != x);
+    value = more ? x : value;
+    place = more ? at : place;
+  }
+};
+
+}  // namespace memkit
