@@ -91,8 +91,10 @@ class _MaxPool2d(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor, window: Window) -> Tensor:
         output, places = torch.ops.aten.max_pool2d_with_indices(input, *_lists(window))
         width = input.shape[-1]
-        places -= window.first_places(width, places)
-        ctx.save_for_backward(places.to(window.dtype_of_places(width)))
+        # Narrowed before the difference, which is small, is taken: both wrap around alike.
+        dtype = window.dtype_of_places(width)
+        first = window.first_places(width, places).to(dtype)
+        ctx.save_for_backward(places.to(dtype).sub_(first))
         ctx.window, ctx.shape = window, input.shape
         ctx.format = torch.contiguous_format
         if input.dim() == 4 and input.is_contiguous(memory_format=torch.channels_last):
