@@ -94,6 +94,19 @@ def test_a_window_too_wide_for_two_bytes():
     assert torch.equal(leaf.grad, theirs.grad)
 
 
+@pytest.mark.parametrize("size", [(1, 2, 190, 400), (2, 1, 3, 32768)])
+def test_images_of_more_places_than_two_bytes_count(size):
+    """In a window they fit, and are told from where it begins."""
+    pool = nn.MaxPool2d((3, 2) if size[2] > 3 else (1, 5), stride=(2, 3))
+    x = values(size, torch.float32)
+    leaf, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+    y = ours(pool)(leaf)
+    assert y.grad_fn.saved_tensors[0].dtype == torch.int16
+    for out in (y, pool(other)):
+        out.square().sum().backward()
+    assert torch.equal(leaf.grad, other.grad)
+
+
 def test_higher_derivatives():
     x = torch.randperm(128, dtype=torch.float64).view(1, 2, 8, 8).requires_grad_()
     pool = mnn.MaxPool2d(3, 2, 1)

@@ -61,6 +61,31 @@ class GatedMLP(nn.Module):
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
+class GatedLlama4(GatedMLP):
+    def __init__(self):
+        super().__init__()
+        self.activation_fn = self.act_fn
+        del self.act_fn
+
+    def forward(self, x):
+        return self.down_proj(self.activation_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class BatchedExperts(nn.Module):
+    """As in Llama 4."""
+
+    def __init__(self, act=None, experts=2):
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(experts, D, 6 * D))
+        self.down_proj = nn.Parameter(torch.randn(experts, 3 * D, D))
+        self.act_fn = act or nn.SiLU()
+
+    def forward(self, x):
+        gate_up = torch.bmm(x.view(len(self.down_proj), -1, D), self.gate_up_proj)
+        gate, up = gate_up.chunk(2, -1)
+        return torch.bmm(up * self.act_fn(gate), self.down_proj).view(-1, D)
+
+
 class T5MLP(nn.Module):
     def __init__(self, p=0.25):
         super().__init__()
@@ -149,6 +174,8 @@ KNOWN = {
     "mlp with parameters": (lambda: MLP(nn.LeakyReLU(0.3)), batch),
     "gated": (GatedMLP, batch),
     "gated gelu": (lambda: GatedMLP(nn.GELU("tanh")), batch),
+    "gated by another name": (GatedLlama4, batch),
+    "experts of one product": (BatchedExperts, batch),
     "dropout inside": (T5MLP, batch),
     "bert layer": (BertLayer, batch),
     "conv": (BasicConv2d, images),
@@ -397,3 +424,25 @@ def test_function_transforms_of_a_lean_model():
     swap(model, sample=x, lean="call")
     for name, grad in torch.func.grad(loss)(parameters).items():
         torch.testing.assert_close(grad, stock[name])
+
+
+@pytest.mark.parametrize("lean", [False, "call"])
+def test_experts_of_one_product_keep_gate_and_up(lean):
+    x = torch.randn(16, D, requires_grad=True)
+    model = nn.Sequential(BatchedExperts())
+    stock = measure(lambda: model(x)).saved
+    report = swap(model, sample=x, lean=lean)
+    kept = measure(lambda: model(x)).saved
+    # The activation's result, and in lean() the product.
+    assert stock - kept == 16 * 3 * D * 4 * (2 if lean else 1)
+    assert report.saved_after == kept
+
+
+def test_experts_of_one_product_that_compute_something_else():
+    class Capped(BatchedExperts):
+        def forward(self, x):
+            return super().forward(x).clamp(-1, 1)
+
+    model = nn.Sequential(Capped()).double()
+    assert "0" not in [row.path for row in swap(model).changed]
+    assert_as_stock(model, batch())

@@ -34,6 +34,20 @@ class OwnLayerNorm(nn.Module):
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
 
 
+class BiasedLayerNorm(nn.Module):
+    """As in DeBERTa."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.rand(D) + 0.5), nn.Parameter(torch.rand(D))
+        self.variance_epsilon = 1e-5
+
+    def forward(self, x):
+        centred = x - x.mean(-1, keepdim=True)
+        normed = centred / torch.sqrt(centred.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * normed + self.bias
+
+
 class KinLayerNorm(TinyRMSNorm):
     """T5's kin calls it so."""
 
@@ -82,6 +96,7 @@ KNOWN = {
     "rms_norm by the other's name": (KinLayerNorm, batch),
     "rms_norm without a weight": (PlainRMSNorm, batch),
     "layer_norm": (OwnLayerNorm, batch),
+    "layer_norm with a bias": (BiasedLayerNorm, batch),
     "layer_norm without a weight": (PlainLayerNorm, batch),
     "layer_norm+1": (lambda: OffsetLayerNorm(D), batch),
     "layer_norm, channels first": (lambda: FirstLayerNorm(2), images),
@@ -117,6 +132,18 @@ def test_norms_without_a_weight_keep_their_output(norm):
     assert measure(lambda: model(x)).saved == (2 * D + 1) * 64 * 4
     if norm is PlainRMSNorm:
         torch.testing.assert_close(model[1](torch.tensor(3.0)), norm()(torch.tensor(3.0)))
+
+
+def test_a_norm_with_a_bias_keeps_its_output_and_promotes_as_stock():
+    x = torch.randn(64, D, requires_grad=True)
+    model = nn.Sequential(nn.Tanh(), BiasedLayerNorm(), nn.Linear(D, 1))
+    with torch.no_grad():
+        model[1].bias.zero_()  # weights that allow the output
+    assert swap(model, sample=x, ops={"layer_norm"}).changed
+    assert measure(lambda: model(x)).saved == (2 * D + 1) * 64 * 4
+    rounded = x.detach().bfloat16().requires_grad_()
+    assert_as_stock(model[:2], rounded)
+    assert model[:2](rounded).dtype == torch.float32
 
 
 def rms(x, dims=-1, eps=1e-6):

@@ -113,6 +113,12 @@ def candidates(module: nn.Module, names: frozenset[str], exact: bool) -> list[Ma
             found.append(
                 Match("experts", "gated", Choice(), probe, "_apply_gate", _modules((experts.act_fn,)))
             )
+    if "gated" in names and "act_fn" in held and _is_batched_experts(module):
+        batched: Any = module
+        number, width, _ = batched.gate_up_proj.shape
+        probe = (numbers((2 * number, width), batched.gate_up_proj),)
+        acts = _modules((batched.act_fn,))
+        found.append(Match("batched_experts", "gated", Choice(), probe, "forward", acts))
     return found
 
 
@@ -254,6 +260,14 @@ def _acts(module: nn.Module, names: Iterable[str]) -> tuple[nn.Module, ...]:
 
 def _modules(held: Iterable[Any]) -> tuple[nn.Module, ...]:
     return tuple(each for each in held if isinstance(each, nn.Module))
+
+
+def _is_batched_experts(module: Any) -> bool:
+    """By its weights, [experts, in, out] without biases."""
+    weights = module._parameters
+    return weights.keys() == {"gate_up_proj", "down_proj"} and all(
+        each is not None and each.dim() == 3 for each in weights.values()
+    )
 
 
 def _is_bert_layer(module: Any) -> bool:

@@ -1,7 +1,8 @@
 """What libraries write out in elementwise operators, each of which keeps what it is given.
 
 Inside :class:`memkit.lean` the input alone is kept and backward runs the library's own lines again, to the bit: gates of
-mixtures of experts that are none of memkit's (with limits, as GPT-OSS has them), and activations with parameters.
+mixtures of experts that are none of memkit's (with limits, as GPT-OSS has them), and activations with parameters. What
+convolutions standardize is made again by the context itself (`standardized.py`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..._lean import is_lean
+from .standardized import StandardizedConv, is_standardized
 from .twin import Twin
 
 ACTIVATIONS = frozenset({"XIELUActivation"})
@@ -36,6 +38,8 @@ def made_again(module: nn.Module, names: frozenset[str]) -> str:
     cls = type(module)
     if "gated" in names and hasattr(cls, "_apply_gate"):
         return GateAgain.kind
+    if "conv2d" in names and is_standardized(cls):
+        return StandardizedConv.kind
     return ActivationAgain.kind if "act_linear" in names and cls.__name__ in ACTIVATIONS else ""
 
 

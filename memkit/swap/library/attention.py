@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from ..._lean import is_lean
 from ..layers import serves
 from .attend import Scores, attend
-from .twin import TOLERANCE, Twin, numbers
+from .twin import TOLERANCE, Twin, numbers, with_names
 
 TABLE = "ALL_ATTENTION_FUNCTIONS"
 FUSED = "sdpa_attention_forward"
@@ -44,7 +44,8 @@ class Attention(Twin, kind="attention"):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         forward = type(self)._stock_forward
         if is_lean() and torch.is_grad_enabled() and not _is_tracing() and _asks(forward):
-            forward = _with_our_table(forward)  # asked again: of a pickle, the library may be another now
+            # Asked again: of a pickle, the library may be another now.
+            forward = with_names(forward, **{TABLE: _Table(forward.__globals__[TABLE])})
         return forward(self, *args, **kwargs)
 
 
@@ -64,14 +65,6 @@ def _asks(forward: Any) -> bool:
         and {TABLE, "get_interface"} <= set(forward.__code__.co_names)
         and hasattr(forward.__globals__.get(TABLE), "get_interface")
     )
-
-
-def _with_our_table(forward: Any) -> Callable[..., Any]:
-    """The same code, where the name stands for our table; made in each call, as the other names may be patched."""
-    names = {**forward.__globals__, TABLE: _Table(forward.__globals__[TABLE])}
-    made = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
-    made.__kwdefaults__ = forward.__kwdefaults__
-    return made
 
 
 class _Table:

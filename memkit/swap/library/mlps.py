@@ -78,6 +78,7 @@ class Gating(NamedTuple):
 
 GATINGS = (
     Gating("gate_proj", "up_proj", "down_proj", "act_fn"),  # Llama, Mistral, Qwen, Gemma
+    Gating("gate_proj", "up_proj", "down_proj", "activation_fn"),  # Llama 4
     Gating("w1", "w3", "w2", "act_fn"),
     Gating("wi_0", "wi_1", "wo", "act", ("dropout",)),  # T5 1.1
     Gating("gate_up_proj", None, "down_proj", "activation_fn"),  # Phi-3, GLM
@@ -183,6 +184,27 @@ class Experts(Twin, kind="experts"):
     @staticmethod
     def kept(module: Any, shape: torch.Size, lean: bool) -> int:
         return shape.numel()
+
+
+class BatchedExperts(Twin, kind="batched_experts"):
+    """Experts that are given equally many rows each, as in Llama 4."""
+
+    _swap: Any
+    saved = "gate, up, product"
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        module: Any = self
+        act = activation_of(module.act_fn)
+        if act is None or act[0] not in GATES or not serves(hidden_states):
+            return self._stock_forward(hidden_states)
+        first, last = module.gate_up_proj, module.down_proj
+        gate_up = torch.bmm(hidden_states.view(first.shape[0], -1, first.shape[1]), first)
+        kind: Any = act[0]
+        return torch.bmm(F.gated(gate_up, None, kind), last).view(-1, last.shape[2])
+
+    @staticmethod
+    def kept(module: Any, shape: torch.Size, lean: bool) -> int:
+        return shape[0] * int(module.down_proj.shape[1]) * (2 if lean else 3)
 
 
 def _hidden(down: Any, shape: torch.Size) -> int:

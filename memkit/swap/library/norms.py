@@ -49,13 +49,19 @@ class OffsetRMSNorm(_RMSNorm, kind="rms_norm+1"):
 
 
 class LayerNorm(Norm, Twin, kind="layer_norm"):
-    """A class like torch.nn.LayerNorm, or of its own without a bias as in Cohere's models, or a weight as in OLMo's, that
-    computes the same."""
+    """A class like torch.nn.LayerNorm, or of its own as in DeBERTa, without a bias as in Cohere's models, or a weight as in
+    OLMo's, that computes the same."""
 
     _op = "layer_norm"
 
     def _stays(self, input: Tensor) -> bool:
-        return _looks_on(self) or super()._stays(input)
+        return _looks_on(self) or self._promotes(input) or super()._stays(input)
+
+    def _promotes(self, input: Tensor) -> bool:
+        """Whether weights of another dtype may decide the result's, in a class that adds a bias itself."""
+        module: Any = self
+        own = not isinstance(self, nn.LayerNorm) and getattr(module, "bias", None) is not None
+        return own and module.weight.dtype != input.dtype and not torch.is_autocast_enabled(input.device.type)
 
     def _memkit(self, input: Tensor) -> Tensor:
         module: Any = self
@@ -121,8 +127,10 @@ def norm_kinds(module: nn.Module) -> tuple[str, ...]:
     if weight is None and not held and not module._buffers:
         known = eps_of(module) is not None if rms else shape is not None
         return ("rms_norm" if rms else "layer_norm",) if known else ()
-    if held.keys() != {"weight"} or held["weight"].dim() != 1 or eps_of(module) is None:
+    if "weight" not in held or any(each.dim() != 1 for each in held.values()) or eps_of(module) is None:
         return ()
+    if held.keys() != {"weight"}:  # DeBERTa's
+        return ("layer_norm",) if not rms and held.keys() == {"weight", "bias"} else ()
     # T5's kin names the one as the other.
     return ("rms_norm", "rms_norm+1") if rms else ("layer_norm", "rms_norm")
 

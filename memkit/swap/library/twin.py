@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from threading import RLock, get_ident
+from types import FunctionType
 from typing import Any, ClassVar, cast
 
 import torch
@@ -79,6 +80,19 @@ class InLean(Twin, kind="lean"):
             return super().__call__(*args, **kwargs)
         with lean():
             return super().__call__(*args, **kwargs)
+
+
+def with_names(forward: Any, **names: Any) -> Callable[..., Any]:
+    """The same code, where names of its module stand for other things; made in each call, as the rest may be patched."""
+    made = FunctionType(
+        forward.__code__,
+        {**forward.__globals__, **names},
+        forward.__name__,
+        forward.__defaults__,
+        forward.__closure__,
+    )
+    made.__kwdefaults__ = forward.__kwdefaults__
+    return made
 
 
 def numbers(shape: Sequence[int], like: Tensor | None) -> Tensor:
