@@ -11,11 +11,13 @@ image (eight for each place then, still without the input).
 
 from __future__ import annotations
 
+from operator import index
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._prims_common import suggest_memory_format
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
@@ -34,23 +36,27 @@ def max_pool2d(
     return_indices: bool = False,
 ) -> Tensor:
     """Arguments and result of ``torch.nn.functional.max_pool2d``; errors are stock's."""
-    if return_indices or not _keeps_places(input):
+    window = None
+    if not return_indices and _keeps_places(input):
+        window = _window(kernel_size, stride, padding, dilation, ceil_mode)
+    if window is None:
         stock: Any = F.max_pool2d
         return cast(Tensor, stock(input, kernel_size, stride, padding, dilation, ceil_mode, return_indices))
-    steps = kernel_size if stride is None or stride in ((), []) else stride
-    return cast(Tensor, _MaxPool2d.apply(input, Window(kernel_size, steps, padding, dilation, ceil_mode)))
+    return cast(Tensor, _MaxPool2d.apply(input, window))
 
 
 class Window(NamedTuple):
-    kernel: Pair
-    stride: Pair
-    padding: Pair
-    dilation: Pair
+    """As ATen's operators take it."""
+
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
     ceil_mode: bool
 
     def dtype_of_places(self, width: int) -> torch.dtype:
         """Of places counted in an image of that width from the window's first element."""
-        (high, wide), (down, along) = _pair(self.kernel), _pair(self.dilation)
+        (high, wide), (down, along) = self.kernel, self.dilation
         furthest = down * (high - 1) * width + along * (wide - 1)
         return torch.int16 if furthest <= torch.iinfo(torch.int16).max else torch.int64
 
@@ -58,57 +64,78 @@ class Window(NamedTuple):
         """Where in the image each window begins, in its padding too: [rows, columns] of the result."""
         rows, columns = (
             torch.arange(size, device=places.device) * step - pad
-            for size, step, pad in zip(
-                places.shape[-2:], _pair(self.stride), _pair(self.padding), strict=True
-            )
+            for size, step, pad in zip(places.shape[-2:], self.stride, self.padding, strict=True)
         )
         return rows[:, None] * width + columns
 
 
+def _window(
+    kernel: Pair, stride: Pair | None, padding: Pair, dilation: Pair, ceil_mode: Any
+) -> Window | None:
+    """None where something is not what stock takes, which says so in its own words."""
+    if stride is None or (isinstance(stride, (tuple, list)) and not stride):
+        stride = kernel
+    if type(ceil_mode) is not bool:
+        return None
+    try:
+        return Window(_pair(kernel), _pair(stride), _pair(padding), _pair(dilation), ceil_mode)
+    except (TypeError, ValueError):
+        return None
+
+
 def _pair(size: Pair) -> tuple[int, int]:
-    return (size[0], size[-1]) if isinstance(size, (tuple, list)) else (size, size)
+    """Two numbers, of NumPy's or a tensor's too."""
+    sizes = size if isinstance(size, (tuple, list)) else (size,)
+    first, second = (*sizes, *sizes) if len(sizes) == 1 else sizes
+    if bool in (type(first), type(second)):
+        raise TypeError
+    return index(first), index(second)
 
 
 def _keeps_places(input: Tensor) -> bool:
     """Whether backward will come, and nobody looks on: no compiler, which chooses itself what to keep, no tracer."""
-    functorch: Any = torch._C._functorch
     jit: Any = torch.jit
     levels: Any = forward_ad
     return (
-        torch.is_grad_enabled()
+        (type(input) is Tensor or type(input) is nn.Parameter)
+        and torch.is_grad_enabled()
         and input.requires_grad
-        and (type(input) is Tensor or type(input) is nn.Parameter)
         and input.layout == torch.strided
         and not is_compiling()
         and not jit.is_tracing()
-        and functorch.peek_interpreter_stack() is None
+        and not _is_transforming()
         and levels._current_level < 0
     )
+
+
+def _is_transforming() -> bool:
+    functorch: Any = torch._C._functorch
+    return functorch.peek_interpreter_stack() is not None
+
+
+def _is_batched(grad: Tensor) -> bool:
+    """Whether it is several gradients (``is_grads_batched=True``), which vmap's interpreters are not told of."""
+    functorch: Any = torch._C._functorch
+    return bool(functorch.is_legacy_batchedtensor(grad))
 
 
 class _MaxPool2d(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, window: Window) -> Tensor:
-        output, places = torch.ops.aten.max_pool2d_with_indices(input, *_lists(window))
+        output, places = torch.ops.aten.max_pool2d_with_indices(input, *window)
         width = input.shape[-1]
         places -= window.first_places(width, places)
         ctx.save_for_backward(places.to(window.dtype_of_places(width)))
-        ctx.window, ctx.shape = window, input.shape
-        ctx.format = torch.contiguous_format
-        if input.dim() == 4 and input.is_contiguous(memory_format=torch.channels_last):
-            ctx.format = torch.channels_last
+        ctx.window, ctx.shape, ctx.format = window, input.shape, suggest_memory_format(input)
         return cast(Tensor, output)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        places = ctx.saved_tensors[0].long()
-        places += ctx.window.first_places(ctx.shape[-1], places)
+        (places,) = ctx.saved_tensors
+        places = places + ctx.window.first_places(ctx.shape[-1], places)
         like = torch.empty(ctx.shape, dtype=grad.dtype, device=grad.device, memory_format=ctx.format)
         backward: Any = torch.ops.aten.max_pool2d_with_indices_backward
-        return backward(grad, like, *_lists(ctx.window), places), None
-
-
-def _lists(window: Window) -> tuple[Any, ...]:
-    """As torch.ops takes them."""
-    sizes = (_pair(size) for size in window[:-1])
-    return (*sizes, window.ceil_mode)
+        if torch.is_grad_enabled() or _is_transforming() or _is_batched(grad):
+            return backward(grad, like, *ctx.window, places), None
+        # Of the input it asks the shape alone: the gradient's own memory may stand for it.
+        return backward.grad_input(grad, like, *ctx.window, places, grad_input=like), None
