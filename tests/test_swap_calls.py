@@ -258,6 +258,15 @@ def test_tensor_subclasses_and_modes():
     assert copy.deepcopy(model).to("meta")(meta).shape == (4, D)
 
 
+def test_script_of_a_root_that_was_changed_twice():
+    """A Sequential with a batch norm and its activation, and the call that is all `lean`."""
+    model = nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D), nn.ReLU()).eval()
+    x = torch.randn(4, D)
+    stock = model(x)
+    swap(model, lean="call")
+    torch.testing.assert_close(torch.jit.script(model)(x), stock)
+
+
 def test_tracers():
     model = mlp(nn.GELU(), dtype=torch.float32)
     x = torch.randn(4, D)

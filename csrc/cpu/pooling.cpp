@@ -9,8 +9,8 @@
 namespace memkit::cpu {
 namespace {
 
-constexpr int64_t kLine = 256;   // results at a time
-constexpr int64_t kDeep = 64;    // channels of a unit
+constexpr int64_t kLine = 256;  // results at a time
+constexpr int64_t kDeep = 64;   // channels of a unit
 
 // What a line of results has seen; they take neighbours in memory, or every `stride`-th element.
 template <class S>

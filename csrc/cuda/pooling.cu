@@ -1,9 +1,8 @@
-#include "pooling.h"
-
 #include <cuda_runtime.h>
 
 #include <algorithm>
 
+#include "pooling.h"
 #include "pooling_pass.cuh"
 
 namespace memkit::cuda {
@@ -45,7 +44,9 @@ int launch_pool_pass(const PoolArgs& args, cudaStream_t stream) {
 
 }  // namespace
 
-int max_pool_forward(const PoolArgs& args, CUstream_st* stream) { return launch_pool_pass<MaxPoolForward>(args, stream); }
+int max_pool_forward(const PoolArgs& args, CUstream_st* stream) {
+  return launch_pool_pass<MaxPoolForward>(args, stream);
+}
 
 int max_pool_backward(const PoolArgs& args, CUstream_st* stream) {
   return launch_pool_pass<MaxPoolBackward>(args, stream);

@@ -48,7 +48,9 @@ struct MaxPoolForward {
 template <class S, class P>
 struct MaxPoolBackward {
   using T = typename ComputeType<S>::type;
-  static int64_t items(const PoolArgs& args) { return args.planes * args.rows.size * args.columns.size * args.channels; }
+  static int64_t items(const PoolArgs& args) {
+    return args.planes * args.rows.size * args.columns.size * args.channels;
+  }
 
   // The result in whose window an element is the k-th, or -1.
   MEMKIT_FN static int64_t result(const PoolAxis& axis, int64_t element, int64_t k) {

@@ -96,7 +96,7 @@ at::MemoryFormat format_of(bool channels_last) {
 }
 
 PoolAxis axis_of(const Tensor& picture, const Tensor& results, const Window& w, int axis) {
-  return {picture.size(axis - 2),        results.size(axis - 2),        Window::at(w.kernel, axis),
+  return {picture.size(axis - 2),      results.size(axis - 2),      Window::at(w.kernel, axis),
           Window::at(w.steps(), axis), Window::at(w.padding, axis), Window::at(w.dilation, axis)};
 }
 
@@ -138,8 +138,9 @@ Tensor max_pool_backward(const Tensor& grad, const Tensor& places, c10::SymIntAr
   const at::MemoryFormat format = format_of(channels_last);
   Tensor out = at::empty_symint(size, grad.options(), format);
   check(out, w);
-  TORCH_CHECK_VALUE(grad.sym_sizes() == places.sym_sizes(), kOp, ": expected a place for each element of the gradient, got ",
-                    places.sym_sizes(), " and ", grad.sym_sizes());
+  TORCH_CHECK_VALUE(grad.sym_sizes() == places.sym_sizes(), kOp,
+                    ": expected a place for each element of the gradient, got ", places.sym_sizes(), " and ",
+                    grad.sym_sizes());
   if (out.is_meta() || out.numel() == 0) return out;
   const Tensor from = grad.contiguous(format), at = places.contiguous(format);
   PoolArgs args = arguments(out, from, at, w, channels_last);

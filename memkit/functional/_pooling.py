@@ -10,6 +10,7 @@ As stock, with its errors: other dtypes, ``return_indices=True``, compiled and t
 
 from __future__ import annotations
 
+from operator import index
 from typing import Any, cast
 
 import torch.nn.functional as F
@@ -33,13 +34,21 @@ def max_pool2d(
     return_indices: bool = False,
 ) -> Tensor:
     """Arguments and result of ``torch.nn.functional.max_pool2d``."""
-    if not (return_indices or is_compiling()):
-        windows = (_sizes(size) for size in (kernel_size, () if stride is None else stride, padding, dilation))
-        if (result := _C.max_pool2d(input, *windows, ceil_mode)) is not None:
+    if isinstance(input, Tensor) and not (return_indices or is_compiling()):
+        numbers = _numbers(kernel_size, () if stride is None else stride, padding, dilation, ceil_mode)
+        if numbers and (result := _C.max_pool2d(input, *numbers, ceil_mode)) is not None:
             return result
     stock: Any = F.max_pool2d
     return cast(Tensor, stock(input, kernel_size, stride, padding, dilation, ceil_mode, return_indices))
 
 
-def _sizes(size: Size) -> tuple[int, ...]:
-    return size if isinstance(size, (tuple, list)) else (size,)
+def _numbers(*sizes: Any) -> list[tuple[int, ...]] | None:
+    """All but the last, a flag; NumPy's and tensors' numbers too. None where stock says that something is no number."""
+    *sizes, flag = sizes
+    each = [size if isinstance(size, (tuple, list)) else (size,) for size in sizes]
+    if type(flag) is not bool or any(type(number) is bool for size in each for number in size):
+        return None
+    try:
+        return [tuple(map(index, size)) for size in each]
+    except TypeError:
+        return None

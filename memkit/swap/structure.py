@@ -38,7 +38,7 @@ def check(site: AnySite, lean: bool = False) -> str:
     if "forward" in vars(module):
         return "its forward is replaced"
     if isinstance(site, LayerSite):
-        return ""
+        return "it returns its indices" if getattr(module, "return_indices", False) else ""
     if site.overwrites and site.name not in COPIES_INPUT and not site.fused and not lean:
         return ALREADY
     as_twin = site.twin.__new__(site.twin)

@@ -65,6 +65,13 @@ def stock_of(cls: type[nn.Module]) -> type[nn.Module]:
     return type(f"Parametrized{bases[0].__name__}", bases, own)
 
 
+def innermost_of(cls: Any) -> Any:
+    """The stock class of one that may have been changed twice, as a root is."""
+    while issubclass(cls, Changed):
+        cls = cls._stock
+    return cls
+
+
 class Changed(nn.Module):
     """Mixed into the twin that takes a stock module's place, before it."""
 
@@ -78,13 +85,11 @@ class Changed(nn.Module):
         if stock is not None or not concrete:  # else it was parametrized
             torchs = (base for base in cls.__mro__ if base.__module__.startswith("torch.nn."))
             cls._stock = stock or next(torchs)
-            innermost: Any = cls._stock
-            while issubclass(innermost, Changed):  # a root may be changed twice
-                innermost = innermost._stock
-            cls._stock_forward = innermost.forward
+            cls._stock_forward = innermost_of(cls).forward
 
     def __prepare_scriptable__(self) -> nn.Module:
-        stock = self._stock.__new__(self._stock)
+        cls = innermost_of(type(self))
+        stock: nn.Module = cls.__new__(cls)
         vars(stock).update(vars(self))
         vars(stock).pop("_swap", None)
         return stock
