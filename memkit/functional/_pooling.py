@@ -21,7 +21,8 @@ from .. import _C
 
 __all__ = ["max_pool2d"]
 
-Size = int | tuple[int, ...]
+Numbers = tuple[int, ...]
+Size = int | Numbers
 
 
 def max_pool2d(
@@ -34,21 +35,21 @@ def max_pool2d(
     return_indices: bool = False,
 ) -> Tensor:
     """Arguments and result of ``torch.nn.functional.max_pool2d``."""
-    if isinstance(input, Tensor) and not (return_indices or is_compiling()):
-        numbers = _numbers(kernel_size, () if stride is None else stride, padding, dilation, ceil_mode)
-        if numbers and (result := _C.max_pool2d(input, *numbers, ceil_mode)) is not None:
+    if isinstance(input, Tensor) and type(ceil_mode) is bool and not (return_indices or is_compiling()):
+        window = _numbers(kernel_size, () if stride is None else stride, padding, dilation)
+        if window and (result := _C.max_pool2d(input, *window, ceil_mode)) is not None:
             return result
     stock: Any = F.max_pool2d
     return cast(Tensor, stock(input, kernel_size, stride, padding, dilation, ceil_mode, return_indices))
 
 
-def _numbers(*sizes: Any) -> list[tuple[int, ...]] | None:
-    """All but the last, a flag; NumPy's and tensors' numbers too. None where stock says that something is no number."""
-    *sizes, flag = sizes
+def _numbers(*sizes: Any) -> tuple[Numbers, Numbers, Numbers, Numbers] | None:
+    """NumPy's and tensors' too. None where something is no number: stock says so in its own words."""
     each = [size if isinstance(size, (tuple, list)) else (size,) for size in sizes]
-    if type(flag) is not bool or any(type(number) is bool for size in each for number in size):
+    if any(type(number) is bool for size in each for number in size):
         return None
     try:
-        return [tuple(map(index, size)) for size in each]
+        kernel, stride, padding, dilation = (tuple(map(index, size)) for size in each)
     except TypeError:
         return None
+    return kernel, stride, padding, dilation
