@@ -65,6 +65,7 @@ FEATURES = (
     ("dropout", "tests/test_dropout.py", "csrc/cuda/activation_forward.cu", OPS),
     ("gated units", "tests/test_glu.py", "csrc/cuda/glu.cu", OPS),
     ("rotary embeddings", "tests/test_rotary.py", "csrc/cuda/rotary.cu", OPS),
+    ("max pooling", "tests/test_pooling.py", "csrc/cuda/pooling.cu", OPS),
     ("softmax", "tests/test_softmax.py", "csrc/cuda/softmax.cu", OPS),
     ("norms", "tests/test_norm.py", "csrc/cuda/row_norm.cu", OPS),
     ("losses", "tests/test_loss.py", "csrc/cuda/loss.cu", LOSS),

@@ -450,7 +450,11 @@ def test_make_test_runs_pytest_though_a_cpp_test_fails(target, tmp_path):
     command = [
         "make",
         "-s",
-        *("-o", "build", "-o", f"{tmp_path}/.memkit/models"),
+        *(
+            word
+            for name in ("build", f"{tmp_path}/.memkit/models", f"{tmp_path}/.memkit/engines")
+            for word in ("-o", name)
+        ),
         target,
         f"VENV={tmp_path}",
         f"BUILD={tmp_path / 'cpp'}",

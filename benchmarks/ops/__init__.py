@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import activation, dropout, glu, norm, rotary, softmax
+from . import activation, dropout, glu, norm, pooling, rotary, softmax
 from .op import Op
 
 FAMILIES: dict[str, dict[str, Op]] = {
@@ -12,4 +12,5 @@ FAMILIES: dict[str, dict[str, Op]] = {
     "norm": norm.OPS,
     "softmax": softmax.OPS,
     "rotary": rotary.OPS,
+    "pooling": pooling.OPS,
 }

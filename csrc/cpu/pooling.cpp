@@ -43,6 +43,22 @@ struct Line {
   }
 };
 
+// The results [low, high) of a row that have an element k; result c's is at c stride + offset.
+struct Span {
+  int64_t low, high, offset;
+};
+
+inline std::vector<Span> spans_of(const PoolAxis& axis) {
+  std::vector<Span> spans;
+  for (int64_t k = 0; k < axis.kernel; ++k) {
+    const int64_t offset = k * axis.dilation - axis.padding;
+    const int64_t low = offset < 0 ? (-offset + axis.stride - 1) / axis.stride : 0;
+    const int64_t high = offset < axis.size ? (axis.size - 1 - offset) / axis.stride + 1 : 0;
+    spans.push_back({low, std::min(high, axis.results), offset});
+  }
+  return spans;
+}
+
 template <class S, class P>
 struct Forward {
   template <class Lanes>
@@ -58,17 +74,14 @@ struct Forward {
     }
 
     // Results [first, first + n) of a row.
-    MEMKIT_FN static void columns(const PoolArgs& args, const S* plane, int64_t r, int64_t first, int64_t n,
-                                  Line<S>& line) {
-      const PoolAxis& axis = args.columns;
+    MEMKIT_FN static void columns(const PoolArgs& args, const std::vector<Span>& spans, const S* plane, int64_t r,
+                                  int64_t first, int64_t n, Line<S>& line) {
+      const int64_t stride = args.columns.stride;
       rows_of(args, plane, r, [&](const S* row, int32_t at) MEMKIT_INLINE {
-        for (int64_t k = 0; k < axis.kernel; ++k) {
-          const int64_t offset = k * axis.dilation - axis.padding;  // result c takes element c stride + offset
-          const int64_t low = offset < 0 ? (-offset + axis.stride - 1) / axis.stride : 0;
-          const int64_t high = offset < axis.size ? (axis.size - 1 - offset) / axis.stride + 1 : 0;
-          const int64_t from = std::max(low, first), to = std::min(high, first + n);
-          if (from < to)
-            line.see(row + from * axis.stride + offset, axis.stride, from - first, to - from, at + int32_t(k));
+        for (const Span& span : spans) {
+          const int64_t from = std::max(span.low, first), to = std::min(span.high, first + n);
+          if (from < to) line.see(row + from * stride + span.offset, stride, from - first, to - from, at);
+          ++at;
         }
       });
     }
@@ -88,6 +101,7 @@ struct Forward {
     MEMKIT_FN static void run(const PoolArgs& args, int64_t begin, int64_t end) {
       const int64_t plane_size = args.rows.size * args.columns.size * args.channels;
       const int64_t row_size = args.columns.results * args.channels;
+      const std::vector<Span> spans = spans_of(args.columns);
       Line<S> line;
       for (int64_t i = begin; i < end; ++i) {
         const S* plane = static_cast<const S*>(args.x) + i / args.rows.results * plane_size;
@@ -100,7 +114,7 @@ struct Forward {
             const int64_t n = std::min(kLine, width - first);
             line.clear(n);
             if (args.channels == 1)
-              columns(args, plane, r, first, n, line);
+              columns(args, spans, plane, r, first, n, line);
             else
               channels(args, plane, r, start / width, first, n, line);
             line.put(out + start + first, places + start + first, n);
