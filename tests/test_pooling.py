@@ -106,6 +106,18 @@ def test_places_in_a_large_window(side, layout, hooks):
     torch.testing.assert_close(leaf.grad, theirs.grad)
 
 
+@pytest.mark.parametrize("shape", [(2, 3, 9, 1), (2, 3, 1, 9)])
+def test_windows_that_step_over_all_there_is(shape):
+    """They have no maximum, and so no place: stock's -inf."""
+    pool, x = nn.MaxPool2d(2, 1, 1, dilation=2), values(shape).requires_grad_()
+    y = ours(pool)(x)
+    assert torch.equal(y, pool(x))
+    assert y.isneginf().any()
+    assert "memkit" not in y.grad_fn.name()
+    with pytest.raises(ValueError, match=r"max_pool2d: expected .* windows with a result, got"):
+        torch.ops.memkit._max_pool2d(x, [2], [1], [1], [2], False)
+
+
 @pytest.mark.parametrize("channels", [1, 3, 64, 130])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])

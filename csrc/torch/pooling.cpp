@@ -58,6 +58,7 @@ struct Window {
         if (number <= 0 || number > most) return false;
       if (pad < 0 || pad > k / 2 || size() > most) return false;
       if (results(x.sym_size(axis - 2), axis) <= 0) return false;
+      if (pad > 0 && x.sym_size(axis - 2) < d) return false;  // a window may step over all there is
     }
     for (int64_t i = x.dim() - 3; i < x.dim(); ++i)
       if (x.sym_size(i) == 0) return false;
