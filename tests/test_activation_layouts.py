@@ -231,3 +231,17 @@ def test_more_than_2_to_the_31_elements() -> None:
     torch.ops.memkit._activation_backward_(grad, x, None, -1, bits, "hardswish", [], True)
     for first in (place - place % pattern.numel() for place in places):
         assert torch.equal(grad[first : first + pattern.numel()], slope[: n - first])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_long_tanh_is_like_a_short_one(dtype: torch.dtype, inplace: bool) -> None:
+    short = torch.tensor([0.0, -0.0, 0.3, -2.0, 30.0, math.inf, -math.inf, math.nan], dtype=dtype)
+    leaf = short.repeat(64, 16).t().requires_grad_()
+    x = leaf.clone()
+    y = M.tanh(x, inplace=inplace)
+    assert y._version == int(inplace)
+    assert y.stride() == x.stride()
+    torch.testing.assert_close(y, torch.tanh(leaf), equal_nan=True)
+    y.backward(torch.ones_like(y))
+    torch.testing.assert_close(leaf.grad, 1 - y.detach() ** 2, equal_nan=True)
