@@ -34,7 +34,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def has_global_hooks() -> bool:
-    return cast(bool, cast(Any, torch_module)._has_any_global_hook())
+    return bool(torch_module._has_any_global_hook())  # type: ignore[attr-defined]
 
 
 def shows_result(module: nn.Module) -> bool:
@@ -46,9 +46,12 @@ def shows_result(module: nn.Module) -> bool:
 
 def only_read(module: nn.Module) -> bool:
     """Whether all that a call runs beside the class's forward are such hooks: nothing sees what is computed."""
-    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    if module._forward_hooks or module._forward_pre_hooks:
+        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        if not all(map(was_read, hooks)):
+            return False
     others = module._backward_hooks or module._backward_pre_hooks or "forward" in module.__dict__
-    return not (others or has_global_hooks()) and all(map(was_read, hooks))
+    return not (others or has_global_hooks())
 
 
 def was_read(hook: Callable[..., Any]) -> bool:

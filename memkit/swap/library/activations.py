@@ -85,17 +85,19 @@ def activation_of(act: Any) -> tuple[str, dict[str, float]] | None:
     if not isinstance(act, nn.Module):
         name = FUNCTIONS.get(act)
         return None if name is None else (name, {})
+    swapped, twin = isinstance(act, Swapped), _STOCK.get(type(act))
+    if not (swapped or twin) and _checked.get(type(act), "unknown") is None:  # as most layers, in each call
+        return None
     if not only_read(act):
         return None
     view: Any = act
-    if not isinstance(act, Swapped):
+    if not swapped:
         if (op := library_activation(act)) is not None:
             return op, {}
-        twin = _STOCK.get(type(act))
         if twin is None:
             return None
         view = twin.__new__(twin)
-        view.__dict__ = vars(act)
+        object.__setattr__(view, "__dict__", vars(act))
     return view._op, dict(zip(_PARAMETERS.get(view._op, ()), view._params, strict=True))
 
 

@@ -96,7 +96,8 @@ class FeedForward(Twin, kind="steps"):
     saved = "h"
 
     def forward(self, input: Tensor) -> Tensor:
-        steps = [name[1:] if name[0] == "=" else getattr(self, name) for name in self._swap.names]
+        held: Any = self._modules  # looked into first: nn.Module's own way to a child raises on it
+        steps = [held.get(n) or (n[1:] if n[0] == "=" else getattr(self, n)) for n in self._swap.names]
         if not computes_in(input, *steps):
             return self._stock_forward(input)
         return run(steps, input, self._swap.dropout)

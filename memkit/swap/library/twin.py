@@ -111,14 +111,20 @@ def linear_weights(module: Any) -> tuple[Tensor, Tensor | None] | None:
 
     A weight of another tensor subclass (quantised) brings its own linear, which only a call of the layer reaches.
     """
-    transposed = type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
-    linear = type(module) is nn.Linear or transposed or _is_another_linear(module)
-    if not (linear and is_plain(module)):
+    linear = type(module) is nn.Linear
+    transposed = not linear and _is_of(module, "Conv1D", "transformers.pytorch_utils")
+    # transformers' layer for Falcon writes a Linear's product out
+    other = not linear and (transposed or _is_of(module, "FalconLinear", "transformers.models.falcon.modeling_falcon"))
+    if not ((linear or other) and is_plain(module)):
         return None
     weight: Any = module.weight
     if type(weight) in (nn.Parameter, Tensor) or is_dtensor(weight):
         return (weight.t() if transposed else weight), module.bias
     return None
+
+
+def _is_of(module: Any, name: str, source: str) -> bool:
+    return type(module).__name__ == name and type(module).__module__ == source
 
 
 _IN_PLACE_OF_FORWARD = RLock()
@@ -157,23 +163,25 @@ def linear_call(module: Any) -> Callable[..., Tensor] | None:
     return call
 
 
-def _is_another_linear(module: Any) -> bool:
-    """transformers' layer for Falcon writes a Linear's product out."""
-    cls = type(module)
-    return cls.__name__ == "FalconLinear" and cls.__module__ == "transformers.models.falcon.modeling_falcon"
-
-
 def computes_in(input: Any, *layers: Any) -> bool:
     """Whether memkit's operators give what stock gives: no dtypes that promote each other, but under autocast."""
     if not serves(input, sharded=True):
         return False
     if torch.is_autocast_enabled(input.device.type):
         return True
-    weights = (_weight_of(layer) for layer in layers)
-    return all(weight.dtype == input.dtype for weight in weights if isinstance(weight, Tensor))
+    dtype = input.dtype
+    for layer in layers:  # a loop, and no exceptions: it runs in each call
+        weight = _weight_of(layer)
+        if isinstance(weight, Tensor) and weight.dtype != dtype:
+            return False
+    return True
 
 
 def _weight_of(layer: Any) -> Any:
     """Past the dictionary's own way to look it up, by which ZeRO 3 gathers what another module asks for."""
-    held = layer._parameters.get("weight") if isinstance(layer, nn.Module) else None
-    return getattr(layer, "weight", None) if held is None else held
+    if isinstance(layer, nn.Module):
+        held = layer._parameters.get("weight")
+        elsewhere = layer._buffers or layer._modules or "weight" in vars(layer) or hasattr(type(layer), "weight")
+        if held is not None or not elsewhere:
+            return held
+    return getattr(layer, "weight", None)
