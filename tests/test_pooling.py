@@ -34,7 +34,7 @@ def ours(pool):
     return mnn.MaxPool2d(pool.kernel_size, pool.stride, pool.padding, pool.dilation, ceil_mode=pool.ceil_mode)
 
 
-SHAPES = [(2, 3, 9, 11), (3, 8, 7), (1, 1, 5, 5), (0, 2, 7, 9)]
+SHAPES = [(2, 3, 9, 11), (3, 8, 7), (1, 1, 5, 5), (0, 2, 7, 9), (2, 2, 40, 300)]
 
 
 def values(shape, dtype=torch.float64, kind="normal"):
@@ -44,6 +44,7 @@ def values(shape, dtype=torch.float64, kind="normal"):
     if kind == "infinite":
         x[..., ::3, :] = -torch.inf
         x[..., :2] = torch.inf
+        x[..., -3:] = -torch.inf
     if kind == "nan":
         x[..., ::4, 1] = torch.nan
     return x
@@ -133,6 +134,37 @@ def test_error_against_float64(dtype, layout, channels, device):
     (y, gradient), theirs, mine = found
     assert torch.equal(mine[0].double(), y)
     assert (mine[1] - gradient).abs().max() <= 2 * (theirs[1] - gradient).abs().max()
+
+
+def test_windows_beyond_all_pictures():
+    """What is worked out for each of their places would be gigabytes, for a picture of 9."""
+    x = values((1, 1, 3, 3)).requires_grad_()
+    for side, name in ((1024, "memkit"), (1025, "MaxPool2D")):
+        y = F.max_pool2d(x, side, 1, side // 2)
+        assert name in y.grad_fn.name()
+        assert torch.equal(y, torch.nn.functional.max_pool2d(x, side, 1, side // 2))
+
+
+@pytest.mark.parametrize("arguments", [(2,), ((2, 2),), (3, 1)])
+def test_quantized(arguments):
+    """Stock gets the arguments as they came: its kernel for these knows no single numbers."""
+    x = torch.quantize_per_tensor(values((2, 3, 8, 8), torch.float32), 0.1, 10, torch.quint8)
+    found, expected = F.max_pool2d(x, *arguments), torch.nn.functional.max_pool2d(x, *arguments)
+    assert torch.equal(found.int_repr(), expected.int_repr())
+
+
+@pytest.mark.parametrize("places", [torch.uint8, torch.int32, torch.int64])
+@pytest.mark.parametrize("side", [4, 5])
+def test_places_that_are_not_the_pictures(side, places):
+    """Saved-tensor hooks may return another tensor; backward would write out of bounds."""
+    given = (torch.zeros(1, 2, side, side), torch.zeros(1, 2, side, side, dtype=places), [1, 2, 8, 8], False)
+    if (side, places) == (4, torch.uint8):
+        assert torch.ops.memkit._max_pool2d_backward(*given, [2], [], [0], [1], False).shape == (1, 2, 8, 8)
+        return
+    with pytest.raises(
+        ValueError, match=r"max_pool2d: expected a gradient of \[1, 2, 4, 4\] and places .*, got"
+    ):
+        torch.ops.memkit._max_pool2d_backward(*given, [2], [], [0], [1], False)
 
 
 def test_operators():

@@ -1,4 +1,4 @@
-// Loops over windows: forward, for each place in the window, the neighbouring results that have it; backward, the results.
+// Loops over windows: forward, some neighbouring results at a time, in registers; backward, the results.
 #include "pooling.h"
 
 #include <algorithm>
@@ -9,116 +9,202 @@
 namespace memkit::cpu {
 namespace {
 
-constexpr int64_t kLine = 256;  // results at a time
-constexpr int64_t kDeep = 64;   // channels of a unit
-
-// What a line of results has seen; they take neighbours in memory, or every `stride`-th element.
-template <class S>
-struct Line {
-  using T = typename ComputeType<S>::type;
-  T value[kLine];
-  int32_t place[kLine];
-
-  MEMKIT_FN void clear(int64_t n) {
-    for (int64_t i = 0; i < n; ++i) value[i] = 0, place[i] = -1;
-  }
-  template <int64_t constant>
-  MEMKIT_FN void see_every(const S* x, int64_t stride, int64_t first, int64_t n, int32_t at) {
-    MEMKIT_LOOP
-    for (int64_t i = 0; i < n; ++i) {
-      Largest<T> largest{value[first + i], place[first + i]};
-      largest.see(to_compute(x[i * (constant ? constant : stride)]), at);
-      value[first + i] = largest.value, place[first + i] = largest.place;
-    }
-  }
-  MEMKIT_FN void see(const S* x, int64_t stride, int64_t first, int64_t n, int32_t at) {
-    if (stride == 1) return see_every<1>(x, stride, first, n, at);
-    if (stride == 2) return see_every<2>(x, stride, first, n, at);
-    see_every<0>(x, stride, first, n, at);
-  }
-  template <class P>
-  MEMKIT_FN void put(S* out, P* places, int64_t n) const {
-    store(value, out, n);
-    for (int64_t i = 0; i < n; ++i) places[i] = P(place[i]);
-  }
-};
-
-// The results [low, high) of a row that have an element k; result c's is at c stride + offset.
-struct Span {
-  int64_t low, high, offset;
-};
-
-inline std::vector<Span> spans_of(const PoolAxis& axis) {
-  std::vector<Span> spans;
-  for (int64_t k = 0; k < axis.kernel; ++k) {
-    const int64_t offset = k * axis.dilation - axis.padding;
-    const int64_t low = offset < 0 ? (-offset + axis.stride - 1) / axis.stride : 0;
-    const int64_t high = offset < axis.size ? (axis.size - 1 - offset) / axis.stride + 1 : 0;
-    spans.push_back({low, std::min(high, axis.results), offset});
-  }
-  return spans;
-}
+constexpr int64_t kDeep = 64;        // channels of a unit
+constexpr int64_t kTogether = 16;    // results that are computed together: neighbours in a row, or channels
+constexpr int64_t kFew = 3;          // of a row
+constexpr int64_t kLine = 256;       // of one line, at most
+constexpr int64_t kBand = 8 * 1024;  // elements of a picture that are copied at a time, or one result's rows
 
 template <class S, class P>
 struct Forward {
+  using T = typename ComputeType<S>::type;
+  using Place = std::conditional_t<sizeof(T) == 8, int64_t, int32_t>;
+
+  // Places [top, bottom) x [left, right) of one with `width` in a row.
+  struct Window {
+    int64_t top, bottom, left, right, width;
+  };
+
   template <class Lanes>
   struct Body {
-    // f(the input's row, its k) for the rows in result r's window.
+    // Some places of n results' windows; n is a multiple of kTogether.
+    template <int count>
+    MEMKIT_FN static void see(const T* const* elements, const Place* ats, int64_t n, T* value, Place* place) {
+      const T* x[count];
+      Place at[count];
+      for (int k = 0; k < count; ++k) x[k] = elements[k], at[k] = ats[k];
+      n = n / kTogether * kTogether;
+      MEMKIT_LOOP
+      for (int64_t i = 0; i < n; ++i) {
+        Largest<T, Place> largest(place[i], value[i]);
+        for (int k = 0; k < count; ++k) largest.see(x[k][i], at[k]);
+        value[i] = largest.value, place[i] = largest.place;
+      }
+    }
+    // A line of results; first_of(k, l) is the first one's element at that place.
     template <class F>
-    MEMKIT_FN static void rows_of(const PoolArgs& args, const S* plane, int64_t r, const F& f) {
-      for (int64_t k = 0; k < args.rows.kernel; ++k) {
-        const int64_t y = args.rows.begin(r) + k * args.rows.dilation;
-        if (y >= 0 && y < args.rows.size)
-          f(plane + y * args.columns.size * args.channels, int32_t(k * args.columns.kernel));
+    MEMKIT_FN static void line(const Window& w, int64_t n, T* value, Place* place, const F& first_of) {
+      const T* elements[9];
+      Place at[9];
+      int m = 0;
+      for (int64_t k = w.top; k < w.bottom; ++k)
+        for (int64_t l = w.left; l < w.right; ++l) {
+          elements[m] = first_of(k, l), at[m] = Place(k * w.width + l);
+          if (++m == 9) see<9>(elements, at, n, value, place), m = 0;
+        }
+      int first = 0;
+      for (; first + 4 <= m; first += 4) see<4>(elements + first, at + first, n, value, place);
+      for (; first + 2 <= m; first += 2) see<2>(elements + first, at + first, n, value, place);
+      if (first < m) see<1>(elements + first, at + first, n, value, place);
+    }
+
+    // Of every `stride` pixels the k-th go together, `part` from the next ones: neighbouring results read neighbours then.
+    MEMKIT_FN static void split_columns(const T* x, T* to, int64_t part, int64_t n, int64_t stride, int64_t channels) {
+      if (stride == 2 && channels == 1) {
+        MEMKIT_LOOP
+        for (int64_t i = 0; i < n; ++i) to[i] = x[2 * i], to[part + i] = x[2 * i + 1];
+        return;
+      }
+      for (int64_t k = 0; k < stride; ++k)
+        for (int64_t i = 0; i < n; ++i)
+          for (int64_t c = 0; c < channels; ++c) to[k * part + i * channels + c] = x[(i * stride + k) * channels + c];
+    }
+
+    // Where `left` results are left in this share, what is rounded up may be written: the next ones come after.
+    MEMKIT_FN static void put(const T* value, const Place* place, S* out, P* places, int64_t n, int64_t left) {
+      const int64_t up = (n + kTogether - 1) / kTogether * kTogether;
+      if (left >= up) n = up;
+      Lanes::narrow(value, out, n);
+      int64_t i = 0;
+      for (; i + kTogether <= n; i += kTogether) {
+        MEMKIT_LOOP
+        for (int64_t j = 0; j < kTogether; ++j) places[i + j] = P(place[i + j]);
+      }
+      for (; i < n; ++i) places[i] = P(place[i]);
+    }
+
+    // Where a row has few results: one after the other, with a branch that is seldom taken.
+    MEMKIT_FN static void run_few(const PoolArgs& args, int64_t begin, int64_t end) {
+      const PoolAxis &rows = args.rows, &columns = args.columns;
+      S* out = static_cast<S*>(args.out) + begin * columns.results;
+      P* places = static_cast<P*>(args.places) + begin * columns.results;
+      std::vector<T> wide;
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t r = i % rows.results, top = rows.low(r), bottom = rows.high(r);
+        const S* from = static_cast<const S*>(args.x) +
+                        (i / rows.results * rows.size + rows.begin(r) + top * rows.dilation) * columns.size;
+        const T* picture;
+        if constexpr (std::is_same_v<S, T>) {
+          picture = from;
+        } else {
+          wide.resize(size_t(((bottom - top - 1) * rows.dilation + 1) * columns.size));
+          Lanes::widen(from, wide.data(), int64_t(wide.size()));
+          picture = wide.data();
+        }
+        for (int64_t c = 0; c < columns.results; ++c) {
+          const int64_t left = columns.low(c), right = columns.high(c);
+          Largest<T> largest(int32_t(top * columns.kernel + left));
+          for (int64_t k = top; k < bottom; ++k) {
+            const T* row = picture + (k - top) * rows.dilation * columns.size + columns.begin(c);
+            for (int64_t l = left; l < right; ++l) {
+              const T x = row[l * columns.dilation];
+              if (__builtin_expect(largest.is_less(x), 0)) largest = Largest<T>(int32_t(k * columns.kernel + l), x);
+            }
+          }
+          from_compute(largest.value, *out++);
+          *places++ = P(largest.place);
+        }
       }
     }
 
-    // Results [first, first + n) of a row.
-    MEMKIT_FN static void columns(const PoolArgs& args, const std::vector<Span>& spans, const S* plane, int64_t r,
-                                  int64_t first, int64_t n, Line<S>& line) {
-      const int64_t stride = args.columns.stride;
-      rows_of(args, plane, r, [&](const S* row, int32_t at) MEMKIT_INLINE {
-        for (const Span& span : spans) {
-          const int64_t from = std::max(span.low, first), to = std::min(span.high, first + n);
-          if (from < to) line.see(row + from * stride + span.offset, stride, from - first, to - from, at);
-          ++at;
-        }
-      });
-    }
-
-    // Channels [first, first + n) of a result.
-    MEMKIT_FN static void channels(const PoolArgs& args, const S* plane, int64_t r, int64_t c, int64_t first, int64_t n,
-                                   Line<S>& line) {
-      const PoolAxis& axis = args.columns;
-      rows_of(args, plane, r, [&](const S* row, int32_t at) MEMKIT_INLINE {
-        for (int64_t k = 0; k < axis.kernel; ++k) {
-          const int64_t x = axis.begin(c) + k * axis.dilation;
-          if (x >= 0 && x < axis.size) line.see(row + x * args.channels + first, 1, 0, n, at + int32_t(k));
-        }
-      });
-    }
-
     MEMKIT_FN static void run(const PoolArgs& args, int64_t begin, int64_t end) {
-      const int64_t plane_size = args.rows.size * args.columns.size * args.channels;
-      const int64_t row_size = args.columns.results * args.channels;
-      const std::vector<Span> spans = spans_of(args.columns);
-      Line<S> line;
-      for (int64_t i = begin; i < end; ++i) {
-        const S* plane = static_cast<const S*>(args.x) + i / args.rows.results * plane_size;
-        const int64_t r = i % args.rows.results;
-        S* out = static_cast<S*>(args.out) + i * row_size;
-        P* places = static_cast<P*>(args.places) + i * row_size;
-        const int64_t width = args.channels == 1 ? row_size : args.channels;
-        for (int64_t start = 0; start < row_size; start += width)
-          for (int64_t first = 0; first < width; first += kLine) {
-            const int64_t n = std::min(kLine, width - first);
-            line.clear(n);
-            if (args.channels == 1)
-              columns(args, spans, plane, r, first, n, line);
-            else
-              channels(args, plane, r, start / width, first, n, line);
-            line.put(out + start + first, places + start + first, n);
+      constexpr bool same = std::is_same_v<S, T>;
+      const PoolAxis &rows = args.rows, &columns = args.columns;
+      const int64_t channels = args.channels, width = columns.size * channels;
+      if (channels == 1 && columns.results < kFew) return run_few(args, begin, end);
+      // A line is a row of results, each with all its channels, or, where these are many, one result.
+      const bool deep = channels >= kDeep;
+      // Lines are computed kTogether results at a time. What the last of them read beyond the others is there in a copy of
+      // the rows, in which a row is as wide as its windows and, where these are `stride` apart, every stride-th pixel is
+      // next to the one before. A picture of T whose lines are no longer than what they read is read where it is.
+      const bool direct = deep && same && channels % kTogether == 0;
+      const int64_t stride = deep || columns.results == 1 ? 1 : columns.stride;
+      const int64_t wide = std::max(columns.size + columns.padding,
+                                    (columns.results - 1) * stride + (columns.kernel - 1) * columns.dilation + 1);
+      const int64_t pitch = deep ? width : (wide + stride - 1) / stride * stride * channels,
+                    padding = columns.padding * channels;
+      const int64_t reach = (rows.kernel - 1) * rows.dilation + 1;
+      const int64_t band = direct ? rows.results : 1 + std::max<int64_t>(0, kBand / pitch - reach) / rows.stride;
+      const int64_t most = std::min(rows.size, (std::min({band, end - begin, rows.results}) - 1) * rows.stride + reach);
+      const bool pads = !deep && (pitch != width || (same && stride == 1)), splits = stride > 1;
+      std::vector<T> dense(!same || (deep && !direct) ? size_t(most * width + kTogether) : 0);
+      std::vector<T> padded(pads ? size_t(most * pitch + kTogether) : 0, -INFINITY);
+      const int64_t part = most * pitch / stride + kTogether;
+      std::vector<T> split(splits ? size_t(part * stride) : 0);
+      std::vector<int64_t> across;  // from a window's first column to the l-th
+      for (int64_t l = 0; l < columns.kernel; ++l) {
+        const int64_t x = l * columns.dilation;
+        across.push_back(deep ? x * channels : x % stride * part + x / stride * channels);
+      }
+      std::vector<Place> lefts;  // of each result in a row, the place in its first row
+      if (!deep) {
+        for (int64_t c = 0; c < columns.results; ++c)
+          lefts.insert(lefts.end(), size_t(channels), Place(columns.low(c)));
+        lefts.resize(lefts.size() + kTogether);
+      }
+
+      S* out = static_cast<S*>(args.out) + begin * columns.results * channels;
+      P* places = static_cast<P*>(args.places) + begin * columns.results * channels;
+      int64_t left = (end - begin) * columns.results * channels;
+      T value[kLine];
+      Place place[kLine];
+      for (int64_t i = begin, n; i < end; i += n) {
+        const int64_t r0 = i % rows.results;
+        n = std::min({end - i, rows.results - r0, band});
+        const int64_t y0 = std::max<int64_t>(0, rows.begin(r0));
+        const int64_t height = std::min(rows.size, rows.begin(r0 + n - 1) + reach) - y0;
+        const S* from = static_cast<const S*>(args.x) + (i / rows.results * rows.size + y0) * width;
+        const T* picture = dense.data();
+        if (!dense.empty()) Lanes::widen(from, dense.data(), height * width);
+        if constexpr (same) {
+          if (dense.empty()) picture = from;
+        }
+        if (pads) {
+          for (int64_t y = 0; y < height; ++y) {
+            const T* row = picture + y * width;
+            T* to = padded.data() + y * pitch + padding;
+            for (int64_t x = 0; x < width; ++x) to[x] = row[x];
           }
+          picture = padded.data();
+        }
+        if (splits) {
+          split_columns(picture, split.data(), part, height * pitch / stride / channels, stride, channels);
+          picture = split.data();
+        }
+        for (int64_t r = r0; r < r0 + n; ++r) {
+          Window w = {rows.low(r), rows.high(r), 0, columns.kernel, columns.kernel};
+          const T* row = picture + (rows.begin(r) - y0) * pitch / stride;
+          const int64_t down = rows.dilation * pitch / stride;
+          for (int64_t c = 0; c < (deep ? columns.results : 1); ++c) {
+            const int64_t size = deep ? channels : columns.results * channels;
+            if (deep) w.left = columns.low(c), w.right = columns.high(c);
+            for (int64_t start = 0; start < size; start += kLine) {
+              const int64_t m = std::min(kLine, size - start), up = (m + kTogether - 1) / kTogether * kTogether;
+              const Place first = Place(w.top * columns.kernel + w.left);
+              for (int64_t j = 0; j < up; ++j) value[j] = -INFINITY;
+              if (deep) {
+                for (int64_t j = 0; j < up; ++j) place[j] = first;
+              } else {
+                for (int64_t j = 0; j < up; ++j) place[j] = first + lefts[size_t(start + j)];
+              }
+              const T* corner = row + (deep ? columns.begin(c) * channels : 0) + start;
+              line(w, up, value, place,
+                   [&](int64_t k, int64_t l) MEMKIT_INLINE { return corner + k * down + across[size_t(l)]; });
+              put(value, place, out, places, m, left);
+              out += m, places += m, left -= m;
+            }
+          }
+        }
       }
     }
   };
@@ -137,10 +223,11 @@ struct Backward {
       std::vector<int64_t> offsets(size_t(args.kernel()));  // from the window's first element, by place
       for (int64_t k = 0; k < args.kernel(); ++k)
         offsets[size_t(k)] = k / columns.kernel * rows.dilation * columns.size + k % columns.kernel * columns.dilation;
-      std::vector<T> space;
+      std::vector<T> space, row;  // the sums; a row of the gradient
       for (int64_t unit = begin; unit < end; ++unit) {
         const int64_t plane = unit / blocks, first = unit % blocks * kDeep, n = std::min(kDeep, all - first);
         S* out = static_cast<S*>(args.out) + plane * pixels * all + first;
+        const bool whole = n == all;
         // Sums of what is computed in another type lie together until they are done.
         const int64_t pitch = direct ? all : n;
         T* sums;
@@ -150,20 +237,29 @@ struct Backward {
             std::fill_n(sums + i * pitch, pitch == n ? pixels * n : n, T(0));
         } else {
           space.assign(size_t(pixels * n), T(0));
+          row.resize(size_t(columns.results * n));
           sums = space.data();
         }
         const int64_t results = plane * rows.results * columns.results * all + first;
         const S* grad = static_cast<const S*>(args.x) + results;
         const P* places = static_cast<const P*>(args.places) + results;
-        for (int64_t r = 0; r < rows.results; ++r)
+        for (int64_t r = 0; r < rows.results; ++r) {
+          for (int64_t c = 0; c < (direct ? 0 : columns.results); c += whole ? columns.results : 1)
+            Lanes::widen(grad + c * all, row.data() + c * n, whole ? columns.results * n : n);
           for (int64_t c = 0; c < columns.results; ++c, grad += all, places += all) {
             const int64_t window = rows.begin(r) * columns.size + columns.begin(c);
-            for (int64_t i = 0; i < n; ++i)
-              sums[(window + offsets[size_t(places[i])]) * pitch + i] += to_compute(grad[i]);
+            const T* each;
+            if constexpr (direct) {
+              each = grad;
+            } else {
+              each = row.data() + c * n;
+            }
+            for (int64_t i = 0; i < n; ++i) sums[(window + offsets[size_t(places[i])]) * pitch + i] += each[i];
           }
+        }
         if constexpr (!direct)
-          for (int64_t i = 0; i < pixels; i += all == n ? pixels : 1)
-            store(sums + i * n, out + i * all, all == n ? pixels * n : n);
+          for (int64_t i = 0; i < pixels; i += whole ? pixels : 1)
+            Lanes::narrow(sums + i * n, out + i * all, whole ? pixels * n : n);
       }
     }
   };

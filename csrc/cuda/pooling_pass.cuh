@@ -27,17 +27,15 @@ struct MaxPoolForward {
     const PoolAxis &rows = args.rows, &columns = args.columns;
     const PoolPlace at(i, rows.results, columns.results, args.channels);
     const S* plane = static_cast<const S*>(args.x) + at.plane * rows.size * columns.size * args.channels + at.channel;
-    Largest<T> largest;
+    const int64_t top = rows.low(at.row), bottom = rows.high(at.row);
+    const int64_t left = columns.low(at.column), right = columns.high(at.column);
+    Largest<T> largest(int32_t(top * columns.kernel + left));
     S found[2] = {};
-    for (int64_t k = 0; k < rows.kernel; ++k) {
-      const int64_t y = rows.begin(at.row) + k * rows.dilation;
-      if (y < 0 || y >= rows.size) continue;
-      for (int64_t l = 0; l < columns.kernel; ++l) {
-        const int64_t x = columns.begin(at.column) + l * columns.dilation;
-        if (x < 0 || x >= columns.size) continue;
+    for (int64_t k = top; k < bottom; ++k)
+      for (int64_t l = left; l < right; ++l) {
+        const int64_t y = rows.begin(at.row) + k * rows.dilation, x = columns.begin(at.column) + l * columns.dilation;
         largest.see(widen(plane[(y * columns.size + x) * args.channels]), int32_t(k * columns.kernel + l));
       }
-    }
     narrow(largest.value, T(0), found);
     static_cast<S*>(args.out)[i] = found[0];
     static_cast<P*>(args.places)[i] = P(largest.place);

@@ -31,11 +31,13 @@ constexpr std::string_view kOp = "max_pool2d";
 struct Window {
   Sizes kernel, stride, padding, dilation;
   bool ceil_mode = false;
+  static constexpr int64_t kMost = 1 << 20;  // places: what is worked out for each beforehand is small
 
   static int64_t at(const Sizes& sizes, int axis) { return axis ? sizes.back() : sizes.front(); }
   const Sizes& steps() const { return stride.empty() ? kernel : stride; }
   int64_t size() const { return at(kernel, 0) * at(kernel, 1); }
   bool wide() const { return size() > 256; }
+  at::ScalarType places() const { return wide() ? at::kInt : at::kByte; }
 
   // The number of results along an axis of that size, as ATen's pooling_output_shape has it.
   SymInt results(const SymInt& size, int axis) const {
@@ -45,6 +47,11 @@ struct Window {
     const SymInt n = (room + (ceil_mode ? step - 1 : 0)) / step + 1;
     return ceil_mode && (n - 1) * step >= size + pad ? n - 1 : n;  // no window starts in the padding behind
   }
+  std::vector<SymInt> results(c10::SymIntArrayRef picture) const {
+    std::vector<SymInt> sizes = picture.vec();
+    for (size_t axis : {0, 1}) sizes[sizes.size() - 2 + axis] = results(sizes[sizes.size() - 2 + axis], int(axis));
+    return sizes;
+  }
 
   // Whether it is one that stock computes on such an input; of all others stock says what is wrong.
   bool fits(const Tensor& x) const {
@@ -53,10 +60,9 @@ struct Window {
     if (x.dim() != 3 && x.dim() != 4) return false;
     for (int axis : {0, 1}) {
       const int64_t k = at(kernel, axis), d = at(dilation, axis), pad = at(padding, axis);
-      constexpr int64_t most = std::numeric_limits<int32_t>::max();
       for (int64_t number : {k, at(steps(), axis), d})
-        if (number <= 0 || number > most) return false;
-      if (pad < 0 || pad > k / 2 || size() > most) return false;
+        if (number <= 0 || number > std::numeric_limits<int32_t>::max()) return false;
+      if (pad < 0 || pad > k / 2 || size() > kMost) return false;
       if (results(x.sym_size(axis - 2), axis) <= 0) return false;
       if (pad > 0 && x.sym_size(axis - 2) < d) return false;  // a window may step over all there is
     }
@@ -119,10 +125,9 @@ Both max_pool(const Tensor& input, IntArrayRef kernel, IntArrayRef stride, IntAr
   const Window w = window_of(kernel, stride, padding, dilation, ceil_mode);
   check(input, w);
   const at::MemoryFormat format = format_of(input);
-  auto sizes = input.sym_sizes().vec();
-  for (int axis : {0, 1}) sizes[sizes.size() - 2 + size_t(axis)] = w.results(input.sym_size(axis - 2), axis);
+  const std::vector<SymInt> sizes = w.results(input.sym_sizes());
   Tensor out = at::empty_symint(sizes, input.options(), format);
-  Tensor places = at::empty_symint(sizes, input.options().dtype(w.wide() ? at::kInt : at::kByte), format);
+  Tensor places = at::empty_symint(sizes, input.options().dtype(w.places()), format);
   if (input.is_meta() || out.numel() == 0) return {out, places};
   const Tensor x = input.contiguous(format);
   PoolArgs args = arguments(x, out, places, w, format == at::MemoryFormat::ChannelsLast);
@@ -139,9 +144,10 @@ Tensor max_pool_backward(const Tensor& grad, const Tensor& places, c10::SymIntAr
   const at::MemoryFormat format = format_of(channels_last);
   Tensor out = at::empty_symint(size, grad.options(), format);
   check(out, w);
-  TORCH_CHECK_VALUE(grad.sym_sizes() == places.sym_sizes(), kOp,
-                    ": expected a place for each element of the gradient, got ", places.sym_sizes(), " and ",
-                    grad.sym_sizes());
+  const std::vector<SymInt> sizes = w.results(size);
+  TORCH_CHECK_VALUE(grad.sym_sizes() == sizes && places.sym_sizes() == sizes && places.scalar_type() == w.places(), kOp,
+                    ": expected a gradient of ", c10::SymIntArrayRef(sizes), " and places of that and ", w.places(),
+                    ", got ", grad.sym_sizes(), ", ", places.sym_sizes(), " and ", places.scalar_type());
   if (out.is_meta() || out.numel() == 0) return out;
   const Tensor from = grad.contiguous(format), at = places.contiguous(format);
   PoolArgs args = arguments(out, from, at, w, channels_last);
@@ -218,12 +224,12 @@ bool serves(const Tensor& x, const Window& w) {
          !needs_stock(x) && !torch::jit::tracer::isTracing() && w.fits(x);
 }
 
+// None where Python shall call stock, with the arguments as they came.
 Tensor pool(const Tensor& input, const Sizes& kernel, const Sizes& stride, const Sizes& padding, const Sizes& dilation,
             bool ceil_mode) {
   const Window w{kernel, stride, padding, dilation, ceil_mode};
   const pybind11::gil_scoped_release no_gil;
-  if (serves(input, w)) return std::get<0>(call(input, w));
-  return at::max_pool2d(input, kernel, stride, padding, dilation, ceil_mode);
+  return serves(input, w) ? std::get<0>(call(input, w)) : Tensor();
 }
 
 constexpr char kEntry[] = "max_pool2d";

@@ -23,7 +23,7 @@ Dtype dtype_of() {
   return std::is_same_v<S, Half> ? Dtype::float16 : Dtype::bfloat16;
 }
 
-// Few values, so that windows have several maxima; one in 29 is a NaN.
+// Few values, so that windows have several maxima; one in 29 is a NaN, half of them -infinity.
 template <class S>
 std::vector<S> numbers(int64_t n, bool nan) {
   using T = typename cuda::ComputeType<S>::type;
@@ -31,7 +31,10 @@ std::vector<S> numbers(int64_t n, bool nan) {
   for (S& each : all) {
     const auto drawn = generator();
     S pair[2];
-    cuda::narrow(nan && drawn % 29 == 0 ? std::numeric_limits<T>::quiet_NaN() : T(int(drawn % 17) - 8), T(0), pair);
+    T value = T(int(drawn % 17) - 8);
+    if (nan && drawn % 29 == 0) value = std::numeric_limits<T>::quiet_NaN();
+    if (nan && drawn % 31 < 16) value = -std::numeric_limits<T>::infinity();
+    cuda::narrow(value, T(0), pair);
     each = pair[0];
   }
   return all;
@@ -86,8 +89,8 @@ void test(PoolArgs args) {
 
 template <class S>
 void test_all() {
-  for (const int64_t channels : {1, 3, 130})
-    for (const int64_t columns : {7, 600}) {
+  for (const int64_t channels : {1, 3, 64, 130})
+    for (const int64_t columns : {3, 7, 600}) {
       PoolArgs args;
       args.planes = 2, args.channels = channels;
       for (const int64_t kernel : {1, 2, 3})
@@ -97,6 +100,8 @@ void test_all() {
             args.rows = {5, 0, kernel, stride, kernel / 2, dilation};
             args.columns = {columns, 0, kernel, stride, kernel / 2, 1};
             test<S, uint8_t>(args);
+            args.columns = {columns, 0, kernel, stride, 0, dilation};
+            if (dilation * (kernel - 1) < columns) test<S, uint8_t>(args);
           }
       args.rows = {9, 0, 1, 1, 0, 1};
       args.columns = {columns, 0, 7, 4, 3, 1};
