@@ -84,4 +84,36 @@ MEMKIT_FN Sums<T> sums_of(int64_t n, const Term& term) {
   return {Fold<Lanes, T>::sum(a), Fold<Lanes, T>::sum(b)};
 }
 
+// The first n < kSums elements, then zeros.
+template <class T>
+struct Padded {
+  T values[kSums];
+  MEMKIT_FN Padded(const T* x, int n) {
+    MEMKIT_LOOP
+    for (int k = 0; k < kSums; ++k) {
+      T value = 0;
+      if (k < n) value = x[k];
+      values[k] = value;
+    }
+  }
+};
+
+template <class F, class... T>
+MEMKIT_FN void padded_run(int64_t first, int left, const F& f, const Padded<T>&... x) {
+  MEMKIT_LOOP
+  for (int k = 0; k < kSums; ++k) f(first + k, k, k < left, x.values[k]...);
+}
+
+// f(i, k, here, x[i]...) for i in [0, n) and k = i % kSums, in whole runs, as rows of few elements feel every loop over what
+// is left: past the end, where `here` is false, the elements are zeros.
+template <class F, class... T>
+MEMKIT_FN void in_runs(int64_t n, const F& f, const T*... x) {
+  int64_t i = 0;
+  for (; i + kSums <= n; i += kSums) {
+    MEMKIT_LOOP
+    for (int k = 0; k < kSums; ++k) f(i + k, k, true, x[i + k]...);
+  }
+  if (i < n) padded_run(i, int(n - i), f, Padded<T>(x + i, int(n - i))...);
+}
+
 }  // namespace memkit::cpu

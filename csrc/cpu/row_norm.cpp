@@ -46,7 +46,9 @@ MEMKIT_FN int64_t chunk_at(int64_t first, int64_t columns) { return std::min(kCh
 
 template <class Lanes, class T>
 MEMKIT_FN T squares_of(const T* x, int64_t n) {
-  return sum_of<Lanes, T>(n, [&](int64_t i) MEMKIT_INLINE { return x[i] * x[i]; });
+  T total[kSums] = {};
+  in_runs(n, [&](int64_t, int k, bool, T each) MEMKIT_INLINE { total[k] += each * each; }, x);
+  return Fold<Lanes, T>::sum(total);
 }
 
 template <class T, bool centered>
@@ -113,30 +115,34 @@ template <class T>
 class ParameterSums {
  public:
   MEMKIT_FN ParameterSums(double* sums, int64_t columns)
-      : weight(new T[2 * columns]()), bias(weight.get() + columns), sums_(sums), columns_(columns) {}
+      : pitch((columns + kSums - 1) / kSums * kSums),
+        weight(new T[2 * pitch]()),
+        bias(weight.get() + pitch),
+        sums_(sums),
+        columns_(columns) {}
 
   MEMKIT_FN void next_row() {
     if (++rows_ == kRows) flush();
   }
   MEMKIT_FN void flush() {
     if (flushed_ && rows_ == 0) return;
-    T* const from = weight.get();
-    if (flushed_) {
-      MEMKIT_LOOP
-      for (int64_t i = 0; i < 2 * columns_; ++i) sums_[i] += double(from[i]);
-    } else {
-      MEMKIT_LOOP
-      for (int64_t i = 0; i < 2 * columns_; ++i) sums_[i] = double(from[i]);
-    }
-    std::fill_n(from, 2 * columns_, T(0));
+    add(weight.get(), sums_);
+    add(bias, sums_ + columns_);
+    std::fill_n(weight.get(), 2 * pitch, T(0));
     flushed_ = true;
     rows_ = 0;
   }
 
-  std::unique_ptr<T[]> weight;
-  T* bias;
+  const int64_t pitch;  // the columns, in whole runs
+  const std::unique_ptr<T[]> weight;
+  T* const bias;
 
  private:
+  MEMKIT_FN void add(const T* from, double* to) const {
+    MEMKIT_LOOP
+    for (int64_t i = 0; i < columns_; ++i) to[i] = (flushed_ ? to[i] : 0) + double(from[i]);
+  }
+
   static constexpr int kRows = 8;
   double* sums_;  // may hold anything at first
   int64_t columns_;
@@ -165,26 +171,31 @@ struct Backward {
           saved = read<Lanes>(args.saved, saved_dtype, at + first, n, kept);
           g = read<Lanes>(args.grad, args.out_dtype, at + first, n, grads);
         };
-        const auto x_hat = [&](int64_t i, int64_t column) MEMKIT_INLINE {
+        const auto x_hat = [&](T saved, T inverse, T bias) MEMKIT_INLINE {
           if constexpr (from_output_)
-            return from_output(saved[i], inverse[column], centered ? bias[column] : T(0));
+            return from_output(saved, inverse, centered ? bias : T(0));
           else
-            return normalised(saved[i], mean, rstd);
+            return normalised(saved, mean, rstd);
         };
         Sums<T> total{0, 0};
         for (int64_t first = 0; first < args.columns; first += kChunk) {
           const int64_t n = chunk_at(first, args.columns);
           chunk(first, n);
-          const Sums<T> s = sums_of<Lanes, T>(n, [&](int64_t i, T& a, T& b) MEMKIT_INLINE {
-            const T xh = x_hat(i, first + i), gw = g[i] * weight[first + i];
-            if constexpr (centered) a += gw;
-            b += gw * xh;
-            if constexpr (parameters) {
-              grad_weight[first + i] += g[i] * xh;
-              if constexpr (centered) grad_bias[first + i] += g[i];
-            }
-          });
-          total.a += s.a, total.b += s.b;
+          T a[kSums] = {}, b[kSums] = {};
+          const T *w = weight + first, *v = from_output_ ? inverse + first : w, *c = centered ? bias + first : w;
+          in_runs(
+              n,
+              [&](int64_t i, int k, bool here, T gi, T si, T wi, T vi, T ci) MEMKIT_INLINE {
+                const T xh = select(here, x_hat(si, vi, ci), T(0)), gw = gi * wi;
+                if constexpr (centered) a[k] += gw;
+                b[k] += gw * xh;
+                if constexpr (parameters) {  // which hold whole runs
+                  grad_weight[first + i] += gi * xh;
+                  if constexpr (centered) grad_bias[first + i] += gi;
+                }
+              },
+              g, saved, w, v, c);
+          total.a += Fold<Lanes, T>::sum(a), total.b += Fold<Lanes, T>::sum(b);
         }
         if constexpr (parameters) parameter_sums.next_row();
         if (!args.grad_input) continue;
@@ -193,15 +204,15 @@ struct Backward {
           const int64_t n = chunk_at(first, args.columns);
           if (args.columns > kChunk) chunk(first, n);
           T* dx = place(args.grad_input, args.dtype, at + first, result);
+          const T *w = weight + first, *v = from_output_ ? inverse + first : w, *c = centered ? bias + first : w;
           if (args.grad_sum) {
             const T* more = read<Lanes>(args.grad_sum, args.dtype, at + first, n, other);
             MEMKIT_LOOP
             for (int64_t i = 0; i < n; ++i)
-              dx[i] = norm_gradient(g[i] * weight[first + i], x_hat(i, first + i), rstd, a, b) + more[i];
+              dx[i] = norm_gradient(g[i] * w[i], x_hat(saved[i], v[i], c[i]), rstd, a, b) + more[i];
           } else {
             MEMKIT_LOOP
-            for (int64_t i = 0; i < n; ++i)
-              dx[i] = norm_gradient(g[i] * weight[first + i], x_hat(i, first + i), rstd, a, b);
+            for (int64_t i = 0; i < n; ++i) dx[i] = norm_gradient(g[i] * w[i], x_hat(saved[i], v[i], c[i]), rstd, a, b);
           }
           written<Lanes>(dx, args.grad_input, args.dtype, at + first, n);
         }

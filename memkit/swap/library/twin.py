@@ -114,7 +114,9 @@ def linear_weights(module: Any) -> tuple[Tensor, Tensor | None] | None:
     linear = type(module) is nn.Linear
     transposed = not linear and _is_of(module, "Conv1D", "transformers.pytorch_utils")
     # transformers' layer for Falcon writes a Linear's product out
-    other = not linear and (transposed or _is_of(module, "FalconLinear", "transformers.models.falcon.modeling_falcon"))
+    other = not linear and (
+        transposed or _is_of(module, "FalconLinear", "transformers.models.falcon.modeling_falcon")
+    )
     if not ((linear or other) and is_plain(module)):
         return None
     weight: Any = module.weight
@@ -181,7 +183,9 @@ def _weight_of(layer: Any) -> Any:
     """Past the dictionary's own way to look it up, by which ZeRO 3 gathers what another module asks for."""
     if isinstance(layer, nn.Module):
         held = layer._parameters.get("weight")
-        elsewhere = layer._buffers or layer._modules or "weight" in vars(layer) or hasattr(type(layer), "weight")
+        elsewhere = (
+            layer._buffers or layer._modules or "weight" in vars(layer) or hasattr(type(layer), "weight")
+        )
         if held is not None or not elsewhere:
             return held
     return getattr(layer, "weight", None)
