@@ -77,13 +77,13 @@ def test_derivative_of_the_derivative(case: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1])
-@pytest.mark.parametrize("save", ["input", "output"])
-def test_bias_derivatives(save: str, dim: int) -> None:
+@pytest.mark.parametrize(("act", "save"), [("tanh", "input"), ("tanh", "output"), ("leaky_relu", "bit")])
+def test_bias_derivatives(act: str, save: str, dim: int) -> None:
     bias = torch.randn(X.size(dim), generator=generator(2), dtype=torch.float64).requires_grad_()
     x = X.clone().requires_grad_()
 
     def f(x: Tensor, b: Tensor) -> Tensor:
-        return M.bias_act(x, b, "tanh", dim=dim, save=save)
+        return M.bias_act(x, b, act, dim=dim, save=save)
 
     assert torch.autograd.gradcheck(f, (x, bias), check_forward_ad=True, check_batched_grad=True)
     assert torch.autograd.gradgradcheck(f, (x, bias))
