@@ -125,7 +125,7 @@ void check(const char* name, Act act, const ActParams& params, const Bounds& bou
     const Truth want = truth(act, params, Real(x));
     value = std::max(value, units(op.value(x), want.value, 0.01L));
     slope = std::max(slope, units(op.slope(x), want.slope, 1));
-    if constexpr (has_two_slopes<Op>)
+    if constexpr (memkit::has_two_slopes<Op>)
       CHECK(op.slope_where(op.active(x)) == op.slope(x), "%s: slope at %g from the bit is %g", name, double(x),
             double(op.slope_where(op.active(x))));
     const T y = T(want.value);  // rounded once: what is left is the inverse's own error and the conditioning
@@ -165,9 +165,9 @@ void check_specials(const char* name, const ActParams& params) {
   CHECK(!(op.value(inf) < 1), "%s(inf) is %g", name, double(op.value(inf)));
   for (T x : {largest, -largest, tiny, -tiny, T(0), -T(0), inf, -inf, nan}) {
     (void)op.slope(x);  // the sanitizers look on
-    if constexpr (has_two_slopes<Op>)
+    if constexpr (memkit::has_two_slopes<Op>)
       for (T grad : {T(1), T(0), inf, nan}) {
-        const T got = gradient_where(op, grad, op.active(x)), want = gradient_at_input(op, grad, x);
+        const T got = memkit::gradient_where(op, grad, op.active(x)), want = memkit::gradient_at_input(op, grad, x);
         CHECK(got == want || (std::isnan(got) && std::isnan(want)), "%s: gradient of %g at %g is %g from the bit", name,
               double(grad), double(x), double(got));
       }
