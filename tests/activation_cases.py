@@ -33,7 +33,6 @@ BIT_MODES = ("bit", "bit_inplace")
 BRANCHES = [case for case, (name, _) in CASES.items() if ACTIVATIONS[name].minimum is not None]
 MONOTONE = [case for case in CASES if case not in BRANCHES]
 NEEDS_INPUT = ["softplus(2, 3)"]  # two slopes share an output
-FROM_OUTPUT = [case for case in CASES if case not in NEEDS_INPUT]
 
 
 def modes(case: str) -> tuple[str, ...]:

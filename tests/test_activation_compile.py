@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from activation_cases import BIT_MODES, CASES, FROM_OUTPUT, MODES, generator, keep, modes
+from activation_cases import BIT_MODES, CASES, MODES, generator, keep, modes
 from torch import Tensor, nn
 
 import memkit.functional as M
@@ -99,14 +99,13 @@ def test_layouts(mode: str, dynamic: bool, backend: str) -> None:
 
 @dynamic
 def test_every_function(dynamic: bool) -> None:
-    """One graph with all of them, in place and from the output where that goes."""
-    calls = [(CASES[case], modes(case)[-1 - dynamic]) for case in CASES if case in FROM_OUTPUT or not dynamic]
+    """One graph with all of them, in all modes: in place, or out of place."""
+    calls = [(CASES[case], mode) for case in CASES for mode in modes(case) if ("inplace" in mode) != dynamic]
 
     def ours(x: Tensor) -> tuple[Tensor, ...]:
         outs = []
         for (name, params), mode in calls:
-            keep: dict[str, Any] = {"inplace": True} if mode == "inplace" else {"save": mode}
-            outs.append(getattr(M, name)(x * 1, **params, **keep))
+            outs.append(getattr(M, name)(x * 1, **params, **keep(mode)))
         return tuple(outs)
 
     def stock(x: Tensor) -> tuple[Tensor, ...]:
