@@ -12,6 +12,7 @@ from torch import Tensor
 import memkit.functional as M
 from memkit import _reference
 from memkit._reference import ACTIVATIONS
+from memkit.functional._activation import TWO_SLOPES
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in ACTIVATIONS}
 CASES |= {
@@ -27,15 +28,25 @@ CASES |= {
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 HALVES = [torch.float16, torch.bfloat16]
 MODES = ("input", "output", "inplace")  # what is saved, out of place; in place
+BIT_MODES = ("bit", "bit_inplace")
 
 BRANCHES = [case for case, (name, _) in CASES.items() if ACTIVATIONS[name].minimum is not None]
 MONOTONE = [case for case in CASES if case not in BRANCHES]
 NEEDS_INPUT = ["softplus(2, 3)"]  # two slopes share an output
-FROM_OUTPUT = [case for case in CASES if case not in NEEDS_INPUT]
 
 
 def modes(case: str) -> tuple[str, ...]:
+    if CASES[case][0] in TWO_SLOPES:
+        return MODES + BIT_MODES
     return MODES[:1] if case in NEEDS_INPUT else MODES
+
+
+def keep(mode: str) -> dict[str, Any]:
+    """The arguments that ask for it."""
+    return {
+        "inplace": {"inplace": True},
+        "bit_inplace": {"inplace": True, "save": "bit"},
+    }.get(mode, {"save": mode})
 
 
 def all_cases(*, halves_only: bool = False) -> list[tuple[str, str, torch.dtype]]:
@@ -47,9 +58,9 @@ def ours(case: str, mode: str = "input") -> Callable[[Tensor], Tensor]:
     """memkit's function. In place it works on a copy made by an operation that keeps nothing, as a layer would."""
     name, params = CASES[case]
     function = getattr(M, name)
-    if mode == "inplace":
-        return lambda x: function(x.clone(), **params, inplace=True)
-    return lambda x: function(x, **params, save=mode)
+    if "inplace" in mode:
+        return lambda x: function(x.clone(), **params, **keep(mode))
+    return lambda x: function(x, **params, **keep(mode))
 
 
 def stock(case: str) -> Callable[[Tensor], Tensor]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from activation_cases import BRANCHES, CASES, HALVES, MODES, generator, modes
+from activation_cases import BRANCHES, CASES, HALVES, MODES, generator, keep, modes
 from torch import Tensor
 
 import memkit.functional as M
@@ -22,10 +21,6 @@ def values(*shape: int, seed: int = 0) -> Tensor:
 
 def biases(n: int) -> Tensor:
     return (torch.rand(n, generator=generator(n), dtype=torch.float64) * 0.5 - 0.25).mul(128).round().div(128)
-
-
-def keep(mode: str) -> dict[str, Any]:
-    return {"inplace": True} if mode == "inplace" else {"save": mode}
 
 
 def gradients(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from activation_cases import CASES, FROM_OUTPUT, MODES, generator, modes
+from activation_cases import BIT_MODES, CASES, MODES, generator, keep, modes
 from torch import Tensor, nn
 
 import memkit.functional as M
@@ -75,16 +75,18 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @backends
 @dynamic
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", MODES + BIT_MODES)
 def test_layouts(mode: str, dynamic: bool, backend: str) -> None:
-    """All in one graph: tanh (no bits) and silu (bits)."""
-    keep: dict[str, Any] = {"inplace": True} if mode == "inplace" else {"save": mode}
+    """All in one graph: tanh (no bits) and silu (bits), or what keeps nothing but bits."""
+    arguments = keep(mode)
+    two = ((M.relu6, F.relu6), (M.leaky_relu, F.leaky_relu))
+    functions = two if mode in BIT_MODES else ((M.tanh, torch.tanh), (M.silu, F.silu))
 
     def ours(x: Tensor) -> tuple[Tensor, ...]:
-        return tuple(f(make(x), **keep) * 2 for make in LAYOUTS.values() for f in (M.tanh, M.silu))
+        return tuple(f(make(x), **arguments) * 2 for make in LAYOUTS.values() for f, _ in functions)
 
     def stock(x: Tensor) -> tuple[Tensor, ...]:
-        return tuple(f(make(x)) * 2 for make in LAYOUTS.values() for f in (torch.tanh, F.silu))
+        return tuple(f(make(x)) * 2 for make in LAYOUTS.values() for _, f in functions)
 
     compiled = compile(ours, backend, dynamic)
     check(compiled, stock, values(4, 6, 5, 7), strides=False)
@@ -97,14 +99,13 @@ def test_layouts(mode: str, dynamic: bool, backend: str) -> None:
 
 @dynamic
 def test_every_function(dynamic: bool) -> None:
-    """One graph with all of them, in place and from the output where that goes."""
-    calls = [(CASES[case], modes(case)[-1 - dynamic]) for case in CASES if case in FROM_OUTPUT or not dynamic]
+    """One graph with all of them, in all modes: in place, or out of place."""
+    calls = [(CASES[case], mode) for case in CASES for mode in modes(case) if ("inplace" in mode) != dynamic]
 
     def ours(x: Tensor) -> tuple[Tensor, ...]:
         outs = []
         for (name, params), mode in calls:
-            keep: dict[str, Any] = {"inplace": True} if mode == "inplace" else {"save": mode}
-            outs.append(getattr(M, name)(x * 1, **params, **keep))
+            outs.append(getattr(M, name)(x * 1, **params, **keep(mode)))
         return tuple(outs)
 
     def stock(x: Tensor) -> tuple[Tensor, ...]:
@@ -211,8 +212,8 @@ def test_a_network_trains_as_stock(backend: str, layout: torch.memory_format) ->
 
     net = build(nn)
     want = losses(net, net)
-    for keep in ({"inplace": True}, {"save": "output"}, {}):
-        net = build(memkit.nn, **keep)
+    for arguments in ({"inplace": True}, {"save": "output"}, {}):
+        net = build(memkit.nn, **arguments)
         assert losses(net, compile(net, backend)) == pytest.approx(want, rel=1e-4)
 
 

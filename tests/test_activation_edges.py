@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from activation_cases import DTYPES
+from activation_cases import DTYPES, generator, keep, modes
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 import memkit
 import memkit.functional as M
@@ -21,16 +23,15 @@ BOUNDS = [(-0.1, 0.1), (-0.7, 0.7), (-1e-30, 1e4), (0.3, 0.3), (-2.0, 0.5)]
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("low", "high"), BOUNDS)
-@pytest.mark.parametrize("mode", ["input", "output", "inplace"])
+@pytest.mark.parametrize("mode", modes("hardtanh"))
 def test_hardtanh_bounds_that_round(low: float, high: float, mode: str, dtype: torch.dtype) -> None:
     x = torch.tensor(
         [-5.0, -1.0, low - 0.05 - abs(low) / 2, (low + high) / 2, high + 0.05 + abs(high) / 2, 1.0, 5.0],
         dtype=dtype,
     )
-    if mode == "inplace":
-        got = value_and_gradient(lambda x: M.hardtanh(x.clone(), low, high, inplace=True), x)
-    else:
-        got = value_and_gradient(lambda x: M.hardtanh(x, low, high, save=mode), x)
+    got = value_and_gradient(
+        lambda x: M.hardtanh(x.clone() if "inplace" in mode else x, low, high, **keep(mode)), x
+    )
     want = value_and_gradient(lambda x: F.hardtanh(x, low, high), x)
     torch.testing.assert_close(got, want, rtol=0, atol=0)
 
@@ -62,6 +63,57 @@ def test_the_gradient_of_nan_is_stocks(name: str) -> None:
     x = torch.tensor([torch.nan])
     got, want = (value_and_gradient(getattr(module, name), x)[1] for module in (M, F))
     torch.testing.assert_close(got, want, equal_nan=True)
+
+
+def values(dtype: torch.dtype) -> torch.Tensor:
+    x = torch.randn(2050, generator=generator(), dtype=torch.float64) * 4
+    ends = [0.0, -0.0, 6.0, 3.0, -3.0, 1.0, -1.0, torch.nan, torch.inf, -torch.inf]
+    return torch.cat([x, torch.tensor(ends, dtype=torch.float64)]).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("inplace", [False, True, "auto"])
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [("relu", ()), ("leaky_relu", (0.1,)), ("leaky_relu", (-0.5,)), ("relu6", ()), ("hardtanh", (-1.0, 1.0))],
+)
+def test_from_a_bit_all_is_stocks(
+    name: str, arguments: tuple[float, ...], inplace: bool | str, dtype: torch.dtype
+) -> None:
+    """To the last digit: at the kinks, at NaN and infinities, and with such gradients. A negative slope too."""
+    x, grad = values(dtype), torch.randn(2060, generator=generator(1)).to(dtype)
+    grad[::7], grad[3::7] = torch.inf, torch.nan
+
+    def run(function: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        return value_and_gradient(lambda leaf: function(leaf * 1), x, grad)
+
+    got = run(lambda x: getattr(M, name)(x, *arguments, inplace=inplace, save="bit"))
+    want = run(lambda x: getattr(F, name)(x, *arguments))
+    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_bits_output_may_be_changed() -> None:
+    """Nothing of it is kept, so that what comes behind may work in place."""
+    x = torch.randn(9, generator=generator(), requires_grad=True)
+    for save in ("output", "bit"):
+        y = M.relu(x, save=save)
+        y += 1
+        if save == "output":
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                y.sum().backward()
+    y.sum().backward()
+    assert torch.equal(x.grad, (x > 0).float())
+
+
+def test_views_from_a_bit() -> None:
+    """Of which "auto" makes a new tensor that keeps no output either."""
+    x = torch.randn(4, 6, generator=generator(), requires_grad=True)
+    with saved_tensors_hooks(lambda t: kept.append(t.nbytes) or t, lambda t: t):
+        kept: list[int] = []
+        y = M.relu((x * 1).view(8, 3), inplace="auto", save="bit")
+    y.sum().backward()
+    assert kept == [3]
+    assert torch.equal(x.grad, (x > 0).float())
 
 
 def test_auto_leaves_memory_of_others_alone(tmp_path: Path) -> None:

@@ -159,6 +159,11 @@ ONE_SLOPE = (
             "gelu: expected approximate 'none' or 'tanh', got 'erf'",
         ),
         (lambda x: M.tanh(x, save="both"), "tanh: expected save 'auto', 'input' or 'output', got 'both'"),
+        (lambda x: M.tanh(x, save="bit"), "tanh: expected save 'auto', 'input' or 'output', got 'bit'"),
+        (
+            lambda x: M.relu(x, save="both"),
+            "relu: expected save 'auto', 'input', 'output' or 'bit', got 'both'",
+        ),
         (lambda x: ops.tanh(x, save="both"), "tanh: expected save 'auto', 'input' or 'output', got 'both'"),
         (
             lambda x: M.tanh(x, inplace=True, save=""),
@@ -290,7 +295,7 @@ def test_parameters_that_are_no_numbers() -> None:
     [
         (
             {"bits": None},
-            "expected bits where the gradient comes from the output of a function with a minimum",
+            "expected bits where no tensor is saved, or the output of a function with a minimum",
         ),
         (
             {"bits": torch.zeros(3, dtype=torch.uint8)},
@@ -303,7 +308,14 @@ def test_parameters_that_are_no_numbers() -> None:
         ),
         (
             {"op": "relu"},
-            "expected bits only where the gradient comes from the output of a function with a minimum",
+            "expected bits only where no tensor is saved, or the output of a function with a minimum",
+        ),
+        ({"saved": None}, "expected a saved tensor, got none"),
+        ({"saved": None, "op": "relu", "bias": torch.zeros(8)}, "expected a saved tensor, got none"),
+        ({"saved": None, "op": "relu", "bits": None}, "expected bits where no tensor is saved, .*"),
+        (
+            {"saved": None, "op": "relu", "bits": torch.zeros(3, dtype=torch.uint8)},
+            "expected 4 contiguous bytes of bits on cpu, got .* on cpu",
         ),
         (
             {"saved": X.double()},

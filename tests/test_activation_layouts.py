@@ -8,20 +8,21 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from activation_cases import MODES, generator
+from activation_cases import generator, keep, modes
 from torch import Tensor
 
 import memkit.functional as M
 from memkit._reference import value_and_gradient
 
-# One function whose slope comes from the output alone, and one that needs the bits.
+# One function whose slope comes from the output alone, one that needs bits beside it, and one to which bits are enough.
 FUNCTIONS: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor], Tensor]]] = {
     "tanh": (M.tanh, torch.tanh),
     "silu": (M.silu, F.silu),
+    "relu6": (M.relu6, F.relu6),
 }
 DTYPES = [torch.float32, torch.bfloat16]
-functions = pytest.mark.parametrize("name", FUNCTIONS)
-modes = pytest.mark.parametrize("mode", MODES)
+FUNCTION_MODES = [(name, mode) for name in FUNCTIONS for mode in modes(name)]
+function_modes = pytest.mark.parametrize(("name", "mode"), FUNCTION_MODES)
 
 
 def close(got: Tensor, want: Tensor) -> None:
@@ -41,8 +42,8 @@ def run(name: str, mode: str, x: Tensor, grad: Tensor | None = None, layout: Cal
 
     def ours(leaf: Tensor) -> Tensor:
         h = layout(leaf * 2)
-        out = function(h, inplace=True) if mode == "inplace" else function(h, save=mode)
-        assert out is h or mode != "inplace"
+        out = function(h, **keep(mode))
+        assert out is h or "inplace" not in mode
         return out
 
     value, slope = value_and_gradient(ours, x, grad)
@@ -54,16 +55,14 @@ def run(name: str, mode: str, x: Tensor, grad: Tensor | None = None, layout: Cal
 SIZES = [0, 1, 7, 8, 9, 63, 64, 65, 511, 512, 513, 1023, 1024, 1025, 32_767, 32_769, 100_003]
 
 
-@functions
-@modes
+@function_modes
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", SIZES)
 def test_sizes(name: str, mode: str, dtype: torch.dtype, size: int) -> None:
     run(name, mode, values(size, dtype=dtype), values(size, dtype=dtype))
 
 
-@functions
-@modes
+@function_modes
 @pytest.mark.parametrize("shape", [(), (1,), (0, 5), (3, 0), (2, 3, 4, 5, 6), (1, 1, 1), (7, 1, 3)], ids=str)
 def test_shapes(name: str, mode: str, shape: tuple[int, ...]) -> None:
     x = values(*shape)
@@ -90,23 +89,20 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@functions
-@modes
+@function_modes
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(name: str, mode: str, dtype: torch.dtype, layout: str) -> None:
     run(name, mode, values(4, 6, 10, 11, dtype=dtype), layout=LAYOUTS[layout])
 
 
-@functions
-@pytest.mark.parametrize("mode", MODES[:2])
+@pytest.mark.parametrize(("name", "mode"), [case for case in FUNCTION_MODES if "inplace" not in case[1]])
 def test_expanded_out_of_place(name: str, mode: str) -> None:
     run(name, mode, values(3, 1, 5), layout=lambda x: x.expand(3, 4, 5))
     run(name, mode, values(1), layout=lambda x: x.expand(70))
 
 
-@functions
-@modes
+@function_modes
 def test_in_place_on_a_part_leaves_the_rest_alone(name: str, mode: str) -> None:
     for part in (lambda x: x[::2, 1:], lambda x: x[:, ::3], lambda x: x.t()[2:5], lambda x: x[4]):
         x = values(9, 31)
@@ -140,8 +136,7 @@ GRADIENTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@functions
-@modes
+@function_modes
 @pytest.mark.parametrize("layout", ["as it is", "channels_last", "transposed"])
 @pytest.mark.parametrize("gradient", GRADIENTS)
 def test_gradient_layouts(name: str, mode: str, layout: str, gradient: str) -> None:
@@ -149,19 +144,17 @@ def test_gradient_layouts(name: str, mode: str, layout: str, gradient: str) -> N
     run(name, mode, values(*shape), GRADIENTS[gradient](values(*shape)), LAYOUTS.get(layout, lambda x: x))
 
 
-@functions
-@modes
+@function_modes
 def test_the_gradient_of_a_sum(name: str, mode: str) -> None:
     function, stock = FUNCTIONS[name]
     x = values(33, 65).requires_grad_()
-    out = function(x * 2, inplace=True) if mode == "inplace" else function(x * 2, save=mode)
+    out = function(x * 2, **keep(mode))
     (got,) = torch.autograd.grad(out.sum(), x)
     (want,) = torch.autograd.grad(stock(x * 2).sum(), x)
     close(got, want)
 
 
-@functions
-@modes
+@function_modes
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_threads_change_nothing(name: str, mode: str, dtype: torch.dtype) -> None:
     """Enough for two shares of ATen's grain size, and an odd end."""
@@ -169,8 +162,7 @@ def test_threads_change_nothing(name: str, mode: str, dtype: torch.dtype) -> Non
     x, grad = values(300_007, dtype=dtype), values(300_007, dtype=dtype)
 
     def both() -> tuple[Tensor, Tensor]:
-        keep = {"inplace": True} if mode == "inplace" else {"save": mode}
-        return value_and_gradient(lambda leaf: function(leaf * 1, **keep), x, grad)
+        return value_and_gradient(lambda leaf: function(leaf * 1, **keep(mode)), x, grad)
 
     threads = torch.get_num_threads()
     results = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import io
+import itertools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from torch import nn
 
 import memkit.nn
 from memkit._reference import ACTIVATIONS, stock
+from memkit.functional._activation import TWO_SLOPES
 
 NAMES = {name: a.module.__name__ for name, a in ACTIVATIONS.items() if a.module} | {
     "quick_gelu": "QuickGELU",
@@ -80,9 +82,13 @@ def test_a_twins_keywords(name: str) -> None:
     torch.testing.assert_close(getattr(memkit.nn, NAMES[name])(**defaults)(X), stock(name, X))
 
 
-@pytest.mark.parametrize("name", NAMES)
+KEEP = ({"inplace": True}, {"save": "output"}, {"save": "input"}, {"inplace": "auto"})
+
+
 @pytest.mark.parametrize(
-    "keep", [{"inplace": True}, {"save": "output"}, {"save": "input"}, {"inplace": "auto"}], ids=str
+    ("name", "keep"),
+    [*itertools.product(NAMES, KEEP), *itertools.product(sorted(TWO_SLOPES), [{"save": "bit"}])],
+    ids=str,
 )
 def test_forward_backward_copies_and_pickles(name: str, keep: dict[str, Any]) -> None:
     module = getattr(memkit.nn, NAMES[name])(*ARGUMENTS.get(name, ()), **keep)
@@ -112,6 +118,11 @@ def test_forward_backward_copies_and_pickles(name: str, keep: dict[str, Any]) ->
     ("make", "message"),
     [
         (lambda: memkit.nn.GELU(save="both"), "GELU: expected save 'auto', 'input' or 'output', got 'both'"),
+        (lambda: memkit.nn.GELU(save="bit"), "GELU: expected save 'auto', 'input' or 'output', got 'bit'"),
+        (
+            lambda: memkit.nn.ReLU(save="both"),
+            "ReLU: expected save 'auto', 'input', 'output' or 'bit', got 'both'",
+        ),
         (
             lambda: memkit.nn.LayerNorm(4, inplace="yes"),
             "LayerNorm: expected inplace True, False or 'auto', got 'yes'",

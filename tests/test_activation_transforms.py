@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from activation_cases import BRANCHES, CASES, MODES, MONOTONE, generator, modes, ours, reference, stock
+from activation_cases import BRANCHES, CASES, MONOTONE, generator, keep, modes, ours, reference, stock
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memkit.functional as M
 import memkit.nn
+from memkit.functional._activation import TWO_SLOPES
 
 ops = torch.ops.memkit
 # Away from kinks and minima, on all branches.
@@ -28,17 +29,19 @@ V = torch.randn(X.shape, generator=generator(1), dtype=torch.float64)
 case_modes = pytest.mark.parametrize(
     ("case", "mode"), [(case, mode) for case in CASES for mode in modes(case)], ids=str
 )
-# One function whose slope comes from the output alone, one that needs the bits.
-FEW = {"tanh": (M.tanh, torch.tanh), "gelu": (M.gelu, F.gelu)}
+# One function whose slope comes from the output alone, one that needs bits beside it, one to which bits are enough.
+FEW = {"tanh": (M.tanh, torch.tanh), "gelu": (M.gelu, F.gelu), "relu6": (M.relu6, F.relu6)}
 few = pytest.mark.parametrize("name", FEW)
-few_modes = pytest.mark.parametrize("mode", MODES)
+few_modes = pytest.mark.parametrize(
+    ("name", "mode"), [(name, mode) for name in FEW for mode in modes(name)], ids=str
+)
 
 
 def call(name: str, mode: str) -> Callable[[Tensor], Tensor]:
     function = FEW[name][0]
-    if mode == "inplace":
-        return lambda x: function(x * 1, inplace=True)
-    return lambda x: function(x, save=mode)
+    if "inplace" in mode:
+        return lambda x: function(x * 1, **keep(mode))
+    return lambda x: function(x, **keep(mode))
 
 
 def close(got: Any, want: Any) -> None:
@@ -74,13 +77,13 @@ def test_derivative_of_the_derivative(case: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1])
-@pytest.mark.parametrize("save", ["input", "output"])
-def test_bias_derivatives(save: str, dim: int) -> None:
+@pytest.mark.parametrize(("act", "save"), [("tanh", "input"), ("tanh", "output"), ("leaky_relu", "bit")])
+def test_bias_derivatives(act: str, save: str, dim: int) -> None:
     bias = torch.randn(X.size(dim), generator=generator(2), dtype=torch.float64).requires_grad_()
     x = X.clone().requires_grad_()
 
     def f(x: Tensor, b: Tensor) -> Tensor:
-        return M.bias_act(x, b, "tanh", dim=dim, save=save)
+        return M.bias_act(x, b, act, dim=dim, save=save)
 
     assert torch.autograd.gradcheck(f, (x, bias), check_forward_ad=True, check_batched_grad=True)
     assert torch.autograd.gradgradcheck(f, (x, bias))
@@ -130,7 +133,6 @@ def test_vmap_grad_and_jvp(case: str, mode: str) -> None:
         close(tuple(unpack_dual(f(make_dual(X, V)))), tuple(unpack_dual(want(make_dual(X, V)))))
 
 
-@few
 @few_modes
 def test_other_transforms(name: str, mode: str) -> None:
     f, want = call(name, mode), FEW[name][1]
@@ -191,7 +193,6 @@ class Marked(Tensor):
     pass
 
 
-@few
 @few_modes
 def test_subclasses(name: str, mode: str) -> None:
     x = X.clone().as_subclass(Marked)
@@ -228,7 +229,6 @@ def test_inference_mode(name: str) -> None:
         close(M.bias_act(X, X[0], name), want(X + X[0]))
 
 
-@few
 @few_modes
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
 def test_meta_and_fake_tensors(name: str, mode: str, layout: torch.memory_format) -> None:
@@ -244,7 +244,6 @@ def test_meta_and_fake_tensors(name: str, mode: str, layout: torch.memory_format
         assert x.grad.shape == real.shape
 
 
-@few
 @few_modes
 @pytest.mark.parametrize("tracing", ["real", "fake", "symbolic"])
 def test_make_fx(name: str, mode: str, tracing: str) -> None:
@@ -316,7 +315,8 @@ PRIVATE = ("_activation", "_activation_", "_activation_with_bits", "_activation_
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_opcheck(name: str, requires_grad: bool) -> None:
     x = torch.randn(3, 5, requires_grad=requires_grad)
-    for save in ("input", "output") if requires_grad else ("auto",):
+    saves = ("input", "output", *(["bit"] if name in TWO_SLOPES else []))
+    for save in saves if requires_grad else ("auto",):
         torch.library.opcheck(getattr(ops, name).default, (x,), {"save": save})
     torch.library.opcheck(getattr(ops, name + "_").default, (x.detach() * 1,))
 
@@ -347,8 +347,9 @@ def test_opcheck_bias_act(inplace: bool) -> None:
 @pytest.mark.parametrize("name", PRIVATE)
 def test_opcheck_of_the_parts(name: str) -> None:
     x = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
-    arguments = (x, None, -1, "gelu", []) + (() if "bits" in name else ("auto",))
-    torch.library.opcheck(getattr(ops, name).default, arguments)
+    for act in ("gelu", "hardsigmoid"):
+        arguments = (x, None, -1, act, []) + (() if "bits" in name else ("auto",))
+        torch.library.opcheck(getattr(ops, name).default, arguments)
 
 
 @pytest.mark.parametrize("name", ["_activation_backward", "_activation_backward_"])
@@ -358,6 +359,7 @@ def test_opcheck_of_the_backward(name: str) -> None:
     op = getattr(ops, name).default
     torch.library.opcheck(op, (torch.randn_like(x), y, None, -1, bits, "gelu", [], True))
     torch.library.opcheck(op, (torch.randn_like(x), x, torch.randn(3), 1, None, "gelu", [], False))
+    torch.library.opcheck(op, (torch.randn_like(x), None, None, -1, bits, "leaky_relu", [0.1], False))
 
 
 def test_every_operator_is_registered_with_its_twin_in_place() -> None:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from activation_cases import CASES, DTYPES, HALVES, MODES, NEEDS_INPUT, generator
+from activation_cases import BIT_MODES, CASES, DTYPES, HALVES, MODES, generator, keep
+from activation_cases import modes as all_modes
 from torch import Tensor, nn
 
 import memkit.functional as M
@@ -35,7 +36,6 @@ KINKS = {
     "hardtanh(-2, 0.5)": (-2, 0.5),
 }
 
-HOW = {"input": {"save": "input"}, "output": {"save": "output"}, "inplace": {"inplace": True}}
 SOME = [
     "leaky_relu(0.2)",
     "gelu",
@@ -44,7 +44,7 @@ SOME = [
 cases = pytest.mark.parametrize("case", CASES)
 some_cases = pytest.mark.parametrize("case", SOME)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-modes = pytest.mark.parametrize("mode", MODES)
+modes = pytest.mark.parametrize("mode", MODES + BIT_MODES)
 
 
 def sample(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -74,16 +74,16 @@ def check(
     layout: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> None:
     """Value and gradients on CUDA against float64 on the CPU."""
-    if mode != "input" and case in NEEDS_INPUT:
+    if mode not in all_modes(case):
         return
     name, params = CASES[case]
     dtype = x.dtype
     grad = sample(*x.shape, dtype=dtype, seed=1)
     leaf = layout(x.to(CUDA)).requires_grad_()
     bias_leaf = None if bias is None else bias.to(CUDA).requires_grad_()
-    start = layout(leaf * 1) if mode == "inplace" else leaf
-    result = run(case, start, bias_leaf, dim, **HOW[mode])
-    assert (result is start) == (mode == "inplace")
+    start = layout(leaf * 1) if "inplace" in mode else leaf
+    result = run(case, start, bias_leaf, dim, **keep(mode))
+    assert (result is start) == ("inplace" in mode)
     result.backward(grad.to(CUDA))
 
     exact = x.double().clone().requires_grad_()
@@ -101,7 +101,7 @@ def check(
 
     close(result.detach(), expected.detach(), ATOL[dtype])
     allowed = torch.full_like(slope, ATOL[dtype])
-    if mode != "input":
+    if mode in ("output", "inplace"):
         allowed += FROM_OUTPUT[dtype] if ACTIVATIONS[name].minimum is None else AT_MINIMUM[dtype]
         for kink in KINKS.get(case, ()):
             allowed[(point - kink).abs() <= 4 * RTOL[dtype]] = 1
@@ -186,11 +186,9 @@ def test_special_values(case: str, dtype: torch.dtype) -> None:
     x = torch.cat([positive, -positive]).to(dtype)
     got, wanted = run(case, x.to(CUDA)).cpu(), reference(name, x, **params).to(dtype)
     torch.testing.assert_close(got, wanted, rtol=2 * RTOL[dtype], atol=ATOL[dtype], equal_nan=True)
-    for mode in MODES:
-        if mode != "input" and case in NEEDS_INPUT:
-            continue
+    for mode in all_modes(case):
         leaf = torch.full((9,), torch.nan, dtype=dtype, device=CUDA).requires_grad_()
-        run(case, leaf * 1, **HOW[mode]).sum().backward()
+        run(case, leaf * 1, **keep(mode)).sum().backward()
         # A derivative that is all comparisons has a number for NaN too, as in PyTorch.
         if name not in ("relu", "leaky_relu", "relu6", "hardtanh", "hardsigmoid"):
             assert leaf.grad.isnan().all(), mode

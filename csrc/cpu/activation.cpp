@@ -25,8 +25,17 @@ struct Loops {
     for (int64_t i = 0; i < n; ++i) out[i] = gradient_at_input(op, grad[i], x[i]);
   }
 
-  MEMKIT_FN static void right(const T* x, uint8_t* bits, int64_t n) {
-    if constexpr (Op::branch) Lanes::pack(x, T(Op::x0), bits, n);
+  // The bits that backward needs of these inputs.
+  MEMKIT_FN static void mark([[maybe_unused]] const ActParams& params, const T* x, uint8_t* bits, int64_t n) {
+    if constexpr (Op::branch) {
+      Lanes::pack(x, T(Op::x0), bits, n);
+    } else if constexpr (has_two_slopes<Op>) {
+      const Op op(params);
+      T marks[kBlock];
+      MEMKIT_LOOP
+      for (int64_t i = 0; i < n; ++i) marks[i] = select(op.active(x[i]), T(1), T(0));
+      Lanes::pack(marks, T(1), bits, n);
+    }
   }
 
   MEMKIT_FN static void slope_from_output(const ActParams& params, const T* y, const uint8_t* bits, const T* grad,
@@ -42,6 +51,17 @@ struct Loops {
       for (int64_t i = 0; i < n; ++i) out[i] = gradient_at_output(op, grad[i], y[i]);
     }
   }
+
+  MEMKIT_FN static void slope_from_bits([[maybe_unused]] const ActParams& params, const uint8_t* bits, const T* grad,
+                                        T* out, int64_t n) {
+    if constexpr (has_two_slopes<Op>) {
+      const Op op(params);
+      int32_t sides[kBlock];
+      Lanes::spread(bits, sides, n);
+      MEMKIT_LOOP
+      for (int64_t i = 0; i < n; ++i) out[i] = gradient_where(op, grad[i], sides[i] != 0);
+    }
+  }
 };
 
 // What a call needs, as pointers to loops of the machine's instruction set.
@@ -49,8 +69,9 @@ template <class T>
 struct Table {
   void (*value)(const ActParams&, const T*, T*, int64_t);
   void (*slope)(const ActParams&, const T*, const T*, T*, int64_t);
-  void (*right)(const T*, uint8_t*, int64_t);
+  void (*mark)(const ActParams&, const T*, uint8_t*, int64_t);
   void (*slope_from_output)(const ActParams&, const T*, const uint8_t*, const T*, T*, int64_t);
+  void (*slope_from_bits)(const ActParams&, const uint8_t*, const T*, T*, int64_t);
 };
 
 // Conversions of blocks, sums, and dropout.
@@ -91,12 +112,15 @@ MEMKIT_FN void with_words(const Drop& drop, int64_t first, T* block, int64_t n, 
     using L = Loops<LANES, Op, T>;                                                                                     \
     TARGET static void value(const ActParams& p, const T* x, T* y, int64_t n) { L::value(p, x, y, n); }                \
     TARGET static void slope(const ActParams& p, const T* x, const T* g, T* o, int64_t n) { L::slope(p, x, g, o, n); } \
-    TARGET static void right(const T* x, uint8_t* b, int64_t n) { L::right(x, b, n); }                                 \
+    TARGET static void mark(const ActParams& p, const T* x, uint8_t* b, int64_t n) { L::mark(p, x, b, n); }            \
     TARGET static void slope_from_output(const ActParams& p, const T* y, const uint8_t* b, const T* g, T* o,           \
                                          int64_t n) {                                                                  \
       L::slope_from_output(p, y, b, g, o, n);                                                                          \
     }                                                                                                                  \
-    static constexpr Table<T> table{value, slope, right, slope_from_output};                                           \
+    TARGET static void slope_from_bits(const ActParams& p, const uint8_t* b, const T* g, T* o, int64_t n) {            \
+      L::slope_from_bits(p, b, g, o, n);                                                                               \
+    }                                                                                                                  \
+    static constexpr Table<T> table{value, slope, mark, slope_from_output, slope_from_bits};                           \
   };                                                                                                                   \
   template <class S, class T>                                                                                          \
   struct NAME##Blocks {                                                                                                \
@@ -187,13 +211,13 @@ struct Engine {
   void forward(int64_t first, int64_t n) const {
     if constexpr (direct) {
       if (!args.bias.data && !args.drop.seed && !args.residual) {
-        if (args.bits) loops.right(x(first), bits(first), n);
+        if (args.bits) loops.mark(args.params, x(first), bits(first), n);
         return loops.value(args.params, x(first), out(first), n);
       }
     }
     alignas(64) T block[kBlock], other[kBlock];  // as the loops that are called would align what is theirs
     read(first, block, n);
-    if (args.bits) loops.right(block, bits(first), n);
+    if (args.bits) loops.mark(args.params, block, bits(first), n);
     if (args.act != Act::identity) loops.value(args.params, block, block, n);
     if (args.drop.seed) engine.drop(args.drop, first, block, n);
     if (args.residual) {
@@ -230,6 +254,16 @@ struct Engine {
     engine.narrow(grads, out(first), n);
   }
 
+  void backward_from_bits(int64_t first, int64_t n) const {
+    if constexpr (direct)
+      if (!args.drop.seed) return loops.slope_from_bits(args.params, bits(first), grad(first), out(first), n);
+    alignas(64) T grads[kBlock];
+    engine.widen(grad(first), grads, n);
+    if (args.drop.seed) engine.drop_gradient(args.drop, first, grads, n);
+    loops.slope_from_bits(args.params, bits(first), grads, grads, n);
+    engine.narrow(grads, out(first), n);
+  }
+
  private:
   void read(int64_t first, T* block, int64_t n) const {
     if (args.bias.data) return read_biased(x(first), args.bias, first, block, n);
@@ -253,6 +287,12 @@ struct BackwardFromOutput {
   template <class S>
   static void run(const Engine<S>& engine, int64_t first, int64_t n) {
     engine.backward_from_output(first, n);
+  }
+};
+struct BackwardFromBits {
+  template <class S>
+  static void run(const Engine<S>& engine, int64_t first, int64_t n) {
+    engine.backward_from_bits(first, n);
   }
 };
 
@@ -284,6 +324,10 @@ void activation_backward_from_input(const ActivationArgs& args, int64_t begin, i
 
 void activation_backward_from_output(const ActivationArgs& args, int64_t begin, int64_t end) {
   for_dtype<BackwardFromOutput>(args, begin, end);
+}
+
+void activation_backward_from_bits(const ActivationArgs& args, int64_t begin, int64_t end) {
+  for_dtype<BackwardFromBits>(args, begin, end);
 }
 
 }  // namespace memkit::cpu

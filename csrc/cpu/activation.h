@@ -9,5 +9,6 @@ namespace memkit::cpu {
 void activation_forward(const ActivationArgs& args, int64_t begin, int64_t end);
 void activation_backward_from_input(const ActivationArgs& args, int64_t begin, int64_t end);
 void activation_backward_from_output(const ActivationArgs& args, int64_t begin, int64_t end);
+void activation_backward_from_bits(const ActivationArgs& args, int64_t begin, int64_t end);
 
 }  // namespace memkit::cpu

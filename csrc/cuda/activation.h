@@ -11,5 +11,6 @@ namespace memkit::cuda {
 int activation_forward(const ActivationArgs& args, CUstream_st* stream);
 int activation_backward_from_input(const ActivationArgs& args, CUstream_st* stream);
 int activation_backward_from_output(const ActivationArgs& args, CUstream_st* stream);
+int activation_backward_from_bits(const ActivationArgs& args, CUstream_st* stream);
 
 }  // namespace memkit::cuda

@@ -51,8 +51,8 @@ struct Lane {
   template <template <class, bool> class Formula>
   using Op = Formula<T, sizeof(S) == 2>;
 
-  // Bit k: x[k] lies right of the minimum.
-  struct Right {
+  // Bit k: x[k] lies right of the minimum, or where the function is active.
+  struct Mark {
     template <template <class, bool> class Formula>
     MEMKIT_FN unsigned operator()(const ActParams& params, const T (&x)[n]) const {
       unsigned sides = 0;
@@ -60,6 +60,10 @@ struct Lane {
         const Op<Formula> op(params);
         MEMKIT_UNROLL
         for (int k = 0; k < n; ++k) sides |= unsigned(op.right(x[k])) << k;
+      } else if constexpr (has_two_slopes<Op<Formula>>) {
+        const Op<Formula> op(params);
+        MEMKIT_UNROLL
+        for (int k = 0; k < n; ++k) sides |= unsigned(op.active(x[k])) << k;
       }
       return sides;
     }
@@ -96,6 +100,17 @@ struct Lane {
       }
     }
   };
+
+  struct GradientWhere {
+    template <template <class, bool> class Formula>
+    MEMKIT_FN void operator()(const ActParams& params, unsigned sides, T (&grad)[n]) const {
+      if constexpr (has_two_slopes<Op<Formula>>) {
+        const Op<Formula> op(params);
+        MEMKIT_UNROLL
+        for (int k = 0; k < n; ++k) grad[k] = gradient_where(op, grad[k], bool(sides >> k & 1u));
+      }
+    }
+  };
 };
 
 // Each pass reads a lane's values, all of them before it writes one, so that `out` may be `x` or `grad`.
@@ -111,7 +126,7 @@ struct Forward {
     T x[Tile::values];
     tile.load(call.x, x);
     if (call.bias.data) add_bias(tile, call.bias, x);
-    if (call.bits) tile.store_bits(visit(call.act, typename Lane::Right{}, call.params, x), call.bits, peer);
+    if (call.bits) tile.store_bits(visit(call.act, typename Lane::Mark{}, call.params, x), call.bits, peer);
     visit(call.act, typename Lane::Value{}, call.params, x);
     if (call.drop.seed) drop_values(tile, call.drop, x);
     if (call.residual) {
@@ -159,6 +174,21 @@ struct BackwardFromOutput {
     }
     const unsigned sides = call.bits ? tile.load_bits(call.bits) : 0;
     visit(call.act, typename Lane<S, Tile::values>::GradientAtOutput{}, call.params, y, sides, grad);
+    tile.store(grad, call.out);
+  }
+};
+
+template <class S>
+struct BackwardFromBits {
+  using T = typename ComputeType<S>::type;
+  using Tile = cuda::Tile<S, 1>;
+
+  template <class Peer>
+  MEMKIT_FN static void run(const Call& call, const Tile& tile, Peer&&) {
+    T grad[Tile::values];
+    tile.load(call.grad, grad);
+    if (call.drop.seed) drop_gradients(tile, call.drop, grad);
+    visit(call.act, typename Lane<S, Tile::values>::GradientWhere{}, call.params, tile.load_bits(call.bits), grad);
     tile.store(grad, call.out);
   }
 };

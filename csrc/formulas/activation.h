@@ -68,6 +68,8 @@ struct Relu {
   MEMKIT_FN T value(T x) const { return select(x < T(0), T(0), x); }
   MEMKIT_FN T slope(T x) const { return select(x <= T(0), T(0), T(1)); }
   MEMKIT_FN T slope_from_output(T y) const { return select(y <= T(0), T(0), T(1)); }
+  MEMKIT_FN T slope_where(bool active) const { return select(active, T(1), T(0)); }
+  MEMKIT_FN bool active(T x) const { return !flat(x); }
   MEMKIT_FN bool flat(T x) const { return x <= T(0); }
   MEMKIT_FN bool flat_from_output(T y) const { return y <= T(0); }
 };
@@ -80,6 +82,8 @@ struct LeakyRelu {
   MEMKIT_FN T value(T x) const { return select(x > T(0), x, x * a); }
   MEMKIT_FN T slope(T x) const { return select(x > T(0), T(1), a); }
   MEMKIT_FN T slope_from_output(T y) const { return select(y > T(0), T(1), a); }
+  MEMKIT_FN T slope_where(bool active) const { return select(active, T(1), a); }
+  MEMKIT_FN bool active(T x) const { return x > T(0); }
 };
 
 template <class T, bool coarse = false>
@@ -140,6 +144,8 @@ struct Hardtanh {
   MEMKIT_FN T value(T x) const { return at_most(at_least(x, low), high); }
   MEMKIT_FN T slope(T x) const { return select(flat(x), T(0), T(1)); }
   MEMKIT_FN T slope_from_output(T y) const { return slope(y); }
+  MEMKIT_FN T slope_where(bool active) const { return select(active, T(1), T(0)); }
+  MEMKIT_FN bool active(T x) const { return !flat(x); }
   MEMKIT_FN bool flat(T x) const { return (x <= low) | (x >= high); }
   MEMKIT_FN bool flat_from_output(T y) const { return flat(y); }
 };
@@ -151,6 +157,8 @@ struct Hardsigmoid {
   MEMKIT_FN T value(T x) const { return at_most(at_least(x + T(3), T(0)), T(6)) * (T(1) / T(6)); }
   MEMKIT_FN T slope(T x) const { return select(flat(x), T(0), T(1) / T(6)); }
   MEMKIT_FN T slope_from_output(T y) const { return select(flat_from_output(y), T(0), T(1) / T(6)); }
+  MEMKIT_FN T slope_where(bool active) const { return select(active, T(1) / T(6), T(0)); }
+  MEMKIT_FN bool active(T x) const { return !flat(x); }
   MEMKIT_FN bool flat(T x) const { return !((x > T(-3)) & (x < T(3))); }
   MEMKIT_FN bool flat_from_output(T y) const { return !((y > T(0)) & (y < T(1))); }
 };

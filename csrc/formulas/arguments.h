@@ -30,7 +30,8 @@ struct ActivationArgs {
   const void* x = nullptr;         // forward: the input; backward: the saved input or the saved output
   const void* grad = nullptr;      // backward: the gradient of the output
   void* out = nullptr;             // forward: the output; backward: the gradient of the input
-  uint8_t* bits = nullptr;         // bit i % 8 of byte i / 8: element i lies right of the minimum; null where not kept
+  uint8_t* bits = nullptr;         // bit i % 8 of byte i / 8: element i lies right of the minimum, or where the
+                                   // function is active; null where not kept
 };
 
 // The number of bytes that hold one bit an element.

@@ -48,14 +48,14 @@ at::Tensor activation_with_bits_(at::Tensor& input, const OptionalTensor& bias, 
   return op_handle.call(input, bias, dim, op, params, seed, drop);
 }
 
-at::Tensor activation_backward(const at::Tensor& grad, const at::Tensor& saved, const OptionalTensor& bias, int64_t dim,
-                               const OptionalTensor& bits, std::string_view op, Params params, bool from_output,
-                               const OptionalTensor& seed, Params drop) {
+at::Tensor activation_backward(const at::Tensor& grad, const OptionalTensor& saved, const OptionalTensor& bias,
+                               int64_t dim, const OptionalTensor& bits, std::string_view op, Params params,
+                               bool from_output, const OptionalTensor& seed, Params drop) {
   MEMKIT_OPERATOR(activation_backward);
   return op_handle.call(grad, saved, bias, dim, bits, op, params, from_output, seed, drop);
 }
 
-at::Tensor& activation_backward_(at::Tensor& grad, const at::Tensor& saved, const OptionalTensor& bias, int64_t dim,
+at::Tensor& activation_backward_(at::Tensor& grad, const OptionalTensor& saved, const OptionalTensor& bias, int64_t dim,
                                  const OptionalTensor& bits, std::string_view op, Params params, bool from_output,
                                  const OptionalTensor& seed, Params drop) {
   MEMKIT_OPERATOR(activation_backward_);
@@ -115,10 +115,10 @@ autograd::variable_list ActivationBackward::backward(autograd::variable_list&& g
   if (has_residual) result[2] = grad;
 
   size_t next = 0;
-  const OptionalTensor kept = identity ? std::nullopt : OptionalTensor(unpack(next++));
+  const OptionalTensor kept = identity || saved == Save::bit ? std::nullopt : OptionalTensor(unpack(next++));
   const OptionalTensor kept_bits = has_bits ? OptionalTensor(unpack(next++)) : std::nullopt;
   const OptionalTensor kept_bias =
-      has_bias && !saved_output && !identity ? OptionalTensor(unpack(next++)) : std::nullopt;
+      has_bias && saved == Save::input && !identity ? OptionalTensor(unpack(next++)) : std::nullopt;
   const OptionalTensor seed = has_seed ? OptionalTensor(unpack(next++)) : std::nullopt;
   Tensor& grad_input = result[0];
 
@@ -126,25 +126,51 @@ autograd::variable_list ActivationBackward::backward(autograd::variable_list&& g
     if (seed) grad = restride(std::move(grad), strides);
     const bool sole = is_sole_owner(grad);
     grad_input = seed ? drop_gradient(std::move(grad), *seed, drop, sole) : grad;
-  } else if (at::GradMode::is_enabled()) {  // create_graph: the gradient itself needs a derivative
+  } else if (at::GradMode::is_enabled() || (saved == Save::bit && needs_stock(grad))) {
+    // create_graph: the gradient itself needs a derivative. Bits have no shape that a batch of gradients could follow.
     const ActivationSpec spec(op, params);
     const Tensor below = seed ? drop_gradient(restride(grad, strides), *seed, drop, false) : grad;
-    Tensor at_point = kept_bias ? *kept + along(*kept_bias, *kept, dim) : *kept;
-    if (seed && saved_output) at_point = at_point / drop[1];
-    grad_input = stock_activation_backward(spec, below, at_point, saved_output);
+    if (saved == Save::bit) {
+      grad_input = stock_activation_backward_where(spec, below, active_elements(*kept_bits, below));
+    } else {
+      Tensor at_point = kept_bias ? *kept + along(*kept_bias, *kept, dim) : *kept;
+      if (seed && saved == Save::output) at_point = at_point / drop[1];
+      grad_input = stock_activation_backward(spec, below, at_point, saved == Save::output);
+    }
+  } else if (saved == Save::bit) {
+    grad = restride(std::move(grad), strides);
+    const bool sole = is_sole_owner(grad) && is_plain(grad);
+    const auto run = [&](auto&& backward) {
+      return backward(grad, std::nullopt, std::nullopt, dim, kept_bits, op, params, false, seed, drop);
+    };
+    grad_input = sole ? run(ops::activation_backward_) : run(ops::activation_backward);
   } else {
     const Tensor ordered = has_bits || seed ? restride(*kept, strides) : *kept;
     // The incoming gradient's memory serves for the outgoing one where no one else can see it.
     if (is_sole_owner(grad) && is_plain(ordered)) {
-      grad_input =
-          ops::activation_backward_(grad, ordered, kept_bias, dim, kept_bits, op, params, saved_output, seed, drop);
+      grad_input = ops::activation_backward_(grad, ordered, kept_bias, dim, kept_bits, op, params,
+                                             saved == Save::output, seed, drop);
     } else {
-      grad_input =
-          ops::activation_backward(grad, ordered, kept_bias, dim, kept_bits, op, params, saved_output, seed, drop);
+      grad_input = ops::activation_backward(grad, ordered, kept_bias, dim, kept_bits, op, params, saved == Save::output,
+                                            seed, drop);
     }
   }
   if (has_bias && task_should_compute_output(1)) result[1] = bias_gradient(grad_input, dim);
   return result;
+}
+
+Tensor ActivationBackward::active_elements(const Tensor& bits, const Tensor& grad) {
+  const Tensor ones = at::empty_strided_symint(grad.sym_sizes(), strides, grad.options()).fill_(1);
+  Tensor active = ops::activation_backward(ones, std::nullopt, std::nullopt, -1, bits, "relu", {}, false);
+  if (!at::GradMode::is_enabled()) return active;
+  // Part of the graph as the input would be, so that its derivative is 0 and not missing.
+  if (next_edge(0).is_valid()) autograd::impl::set_gradient_edge(active, next_edge(0));
+  if (has_bias && next_edge(1).is_valid()) {
+    Tensor none = at::zeros_symint({grad.sym_size(dim)}, grad.options());
+    autograd::impl::set_gradient_edge(none, next_edge(1));
+    active = active + along(none, active, dim);
+  }
+  return active;
 }
 
 Tensor ActivationBackward::recompute() {
@@ -212,8 +238,8 @@ auto new_node(const Tensor& x, const Request& r, Save save) {
   node->has_bias = r.bias.has_value();
   node->has_residual = r.residual.has_value();
   node->has_seed = r.seed.has_value();
-  node->saved_output = save == Save::output && !node->identity;
-  node->has_bits = node->saved_output && r.spec.has_branch();
+  node->saved = save;
+  node->has_bits = save == Save::bit || (save == Save::output && r.spec.has_branch());
   if (node->has_bits || node->has_seed) node->strides = walk_strides(x, node->has_bias, r.dim);
   return node;
 }
@@ -241,10 +267,9 @@ Tensor activation_autograd(const Tensor& x, const OptionalTensor& bias, int64_t 
   }
   autograd::set_history(out, node);
   node->watch(out);
-  if (node->saved_output) {
-    node->save(out, /*is_output=*/true);
-    if (node->has_bits) node->save(bits);
-  } else if (!node->identity) {
+  if (!node->identity && save == Save::output) node->save(out, /*is_output=*/true);
+  if (node->has_bits) node->save(bits);
+  if (!node->identity && save == Save::input) {
     node->save(x);
     if (bias) node->save(*bias);
   }
@@ -278,7 +303,7 @@ Tensor& activation_autograd_(Tensor& x, const OptionalTensor& bias, int64_t dim,
   }
   const bool on_view = x.is_view();
   autograd::rebase_history(x, NodePtr(node));
-  if (node->saved_output) node->save(x, /*is_output=*/true, /*is_inplace_on_view=*/on_view);
+  if (!node->identity && save == Save::output) node->save(x, /*is_output=*/true, /*is_inplace_on_view=*/on_view);
   if (node->has_bits) node->save(bits);
   if (seed) node->save(*seed);
   return x;
@@ -311,7 +336,7 @@ Tensor activation_with_bits_bumping(Tensor& x, const OptionalTensor& bias, int64
   return bump_and_run(op, x, [&] { return ops::activation_with_bits_(x, bias, dim, op, params, seed, drop); });
 }
 
-Tensor& activation_backward_bumping(Tensor& grad, const Tensor& saved, const OptionalTensor& bias, int64_t dim,
+Tensor& activation_backward_bumping(Tensor& grad, const OptionalTensor& saved, const OptionalTensor& bias, int64_t dim,
                                     const OptionalTensor& bits, c10::string_view op, Params params, bool from_output,
                                     const OptionalTensor& seed, Params drop) {
   return bump_and_run(op, grad, [&]() -> Tensor& {
@@ -331,16 +356,17 @@ Tensor& activation_batched_(Tensor& x, const OptionalTensor& bias, int64_t dim, 
 }
 
 // Many incoming gradients, one graph: the slope once.
-Tensor activation_backward_batched(const Tensor& grad, const Tensor& saved, const OptionalTensor& bias, int64_t dim,
-                                   const OptionalTensor& bits, c10::string_view op, Params params, bool from_output,
-                                   const OptionalTensor& seed, Params drop) {
+Tensor activation_backward_batched(const Tensor& grad, const OptionalTensor& saved, const OptionalTensor& bias,
+                                   int64_t dim, const OptionalTensor& bits, c10::string_view op, Params params,
+                                   bool from_output, const OptionalTensor& seed, Params drop) {
+  TORCH_CHECK_NOT_IMPLEMENTED(saved, op, ": expected a saved tensor in vmap over a backward");
   if (needs_stock(saved)) {
     TORCH_CHECK_NOT_IMPLEMENTED(!seed, op, ": expected no vmap over a backward with dropout");
-    const Tensor at_point = bias ? saved + along(*bias, saved, dim) : saved;
+    const Tensor at_point = bias ? *saved + along(*bias, *saved, dim) : *saved;
     return stock_activation_backward(ActivationSpec(op, params), grad, at_point, from_output);
   }
   return grad *
-         ops::activation_backward(at::ones_like(saved), saved, bias, dim, bits, op, params, from_output, seed, drop);
+         ops::activation_backward(at::ones_like(*saved), saved, bias, dim, bits, op, params, from_output, seed, drop);
 }
 
 // Functionalization turns a write into a value. PyTorch does it by itself for operators that do not return what they
@@ -351,8 +377,8 @@ Tensor& activation_functional_(Tensor& x, const OptionalTensor& bias, int64_t di
   return x.copy_(ops::activation(x, bias, dim, op, params, save, residual, seed, drop));
 }
 
-Tensor& activation_backward_functional_(Tensor& grad, const Tensor& saved, const OptionalTensor& bias, int64_t dim,
-                                        const OptionalTensor& bits, c10::string_view op, Params params,
+Tensor& activation_backward_functional_(Tensor& grad, const OptionalTensor& saved, const OptionalTensor& bias,
+                                        int64_t dim, const OptionalTensor& bits, c10::string_view op, Params params,
                                         bool from_output, const OptionalTensor& seed, Params drop) {
   return grad.copy_(ops::activation_backward(grad, saved, bias, dim, bits, op, params, from_output, seed, drop));
 }

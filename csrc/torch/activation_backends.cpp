@@ -157,56 +157,68 @@ Tensor activation_with_bits_(Tensor& input, const OptionalTensor& bias, int64_t 
 }
 
 // Saved-tensor hooks may hand back anything.
-void check_saved(const ActivationSpec& spec, const Tensor& grad, const Tensor& saved, const OptionalTensor& bias,
+void check_saved(const ActivationSpec& spec, const Tensor& grad, const OptionalTensor& kept, const OptionalTensor& bias,
                  int64_t dim, const OptionalTensor& bits, bool from_output) {
+  TORCH_CHECK(kept || (spec.has_two_slopes() && !bias), spec.name, ": expected a saved tensor, got none");
+  const Tensor& saved = kept ? *kept : grad;
   check_arguments(spec.name, saved, bias, dim);
   TORCH_CHECK(saved.scalar_type() == grad.scalar_type() && saved.device() == grad.device() &&
                   saved.sym_sizes() == grad.sym_sizes(),
               spec.name, ": expected a saved tensor like the gradient, ", describe(grad), " on ", grad.device(),
               ", got ", describe(saved), " on ", saved.device());
-  TORCH_CHECK(bits.has_value() == (from_output && spec.has_branch()), spec.name, ": expected bits ",
-              bits ? "only " : "", "where the gradient comes from the output of a function with a minimum");
+  TORCH_CHECK(bits.has_value() == (!kept || (from_output && spec.has_branch())), spec.name, ": expected bits ",
+              bits ? "only " : "", "where no tensor is saved, or the output of a function with a minimum");
   TORCH_CHECK(!bits || (bits->scalar_type() == at::kByte && bits->device() == saved.device() && bits->is_contiguous() &&
                         bits->sym_numel() == sym_bit_bytes(saved)),
               spec.name, ": expected ", sym_bit_bytes(saved), " contiguous bytes of bits on ", saved.device(), ", got ",
               describe(*bits), " on ", bits->device());
 }
 
-void backward_into(const Tensor& grad, const Tensor& saved, const OptionalTensor& bias, int64_t dim,
+void backward_into(const Tensor& grad, const OptionalTensor& saved, const OptionalTensor& bias, int64_t dim,
                    const OptionalTensor& bits, const ActivationSpec& spec, bool from_output, const Drop& drop,
                    const Tensor& out) {
-  if (saved.is_meta()) return;
+  if (grad.is_meta()) return;
   const OptionalTensor dense_bias = contiguous(bias);
-  const ActParams params = from_output ? spec.params_of_output(saved.scalar_type()) : spec.params;
-  ActivationArgs args{spec.act, params, dtype_of(saved), saved.numel(), bias_of(saved, dense_bias, dim)};
-  args.x = saved.const_data_ptr();
+  const ActParams params = from_output ? spec.params_of_output(grad.scalar_type()) : spec.params;
+  ActivationArgs args{spec.act, params, dtype_of(grad), grad.numel(), bias_of(grad, dense_bias, dim)};
+  if (saved) args.x = saved->const_data_ptr();
   args.grad = grad.const_data_ptr();
   args.out = out.mutable_data_ptr();
   args.drop = drop;
   if (bits) args.bits = const_cast<uint8_t*>(bits->const_data_ptr<uint8_t>());
-  run_activation(from_output ? Pass::backward_from_output : Pass::backward_from_input, args, saved.device());
+  const Pass pass = !saved        ? Pass::backward_from_bits
+                    : from_output ? Pass::backward_from_output
+                                  : Pass::backward_from_input;
+  run_activation(pass, args, grad.device());
 }
 
-Tensor activation_backward(const Tensor& grad, const Tensor& saved, const OptionalTensor& bias, int64_t dim,
+// What was saved and the gradient, in one memory order: that of the saved tensor, without one the gradient's own.
+std::pair<OptionalTensor, Tensor> in_one_order(const OptionalTensor& saved, const Tensor& grad, bool biased,
+                                               int64_t dim) {
+  if (!saved) return {saved, flat(grad, false, dim)};
+  const Tensor s = flat(*saved, biased, dim);
+  return {s, in_order_of(s, grad)};
+}
+
+Tensor activation_backward(const Tensor& grad, const OptionalTensor& saved, const OptionalTensor& bias, int64_t dim,
                            const OptionalTensor& bits, c10::string_view op, Params params, bool from_output,
                            const OptionalTensor& seed, Params drop) {
   const ActivationSpec spec(op, params);
   check_saved(spec, grad, saved, bias, dim, bits, from_output);
-  const Drop dropout = drop_of(spec, saved, seed, drop);
-  const Tensor s = flat(saved, bias.has_value(), dim);
-  Tensor out = fresh_like(s);
-  backward_into(in_order_of(s, grad), s, bias, dim, bits, spec, from_output, dropout, out);
+  const Drop dropout = drop_of(spec, grad, seed, drop);
+  const auto [s, g] = in_one_order(saved, grad, bias.has_value(), dim);
+  Tensor out = fresh_like(g);
+  backward_into(g, s, bias, dim, bits, spec, from_output, dropout, out);
   return out;
 }
 
-Tensor& activation_backward_(Tensor& grad, const Tensor& saved, const OptionalTensor& bias, int64_t dim,
+Tensor& activation_backward_(Tensor& grad, const OptionalTensor& saved, const OptionalTensor& bias, int64_t dim,
                              const OptionalTensor& bits, c10::string_view op, Params params, bool from_output,
                              const OptionalTensor& seed, Params drop) {
   const ActivationSpec spec(op, params);
   check_saved(spec, grad, saved, bias, dim, bits, from_output);
-  const Drop dropout = drop_of(spec, saved, seed, drop);
-  const Tensor s = flat(saved, bias.has_value(), dim);
-  const Tensor g = in_order_of(s, grad);
+  const Drop dropout = drop_of(spec, grad, seed, drop);
+  const auto [s, g] = in_one_order(saved, grad, bias.has_value(), dim);
   backward_into(g, s, bias, dim, bits, spec, from_output, dropout, g);
   if (!g.is_same(grad)) grad.copy_(g);
   return grad;

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "saved_node.h"
+#include "spec.h"
 
 namespace memkit {
 
@@ -19,20 +20,24 @@ struct ActivationBackward : SavedNode {
   std::vector<double> drop;
   c10::SymDimVector strides;  // of the memory order that bits and dropout follow
 
-  // Saved, each where it is needed: the output or the input, nothing for the identity; the bits or the bias; the seed.
+  // Saved, each where it is needed: the output, the input, or neither; the bits or the bias; the seed.
   bool identity = false;
-  bool saved_output = false;
-  bool has_bits = false;  // which side of the minimum; where the output is saved and not monotone
+  Save saved = Save::input;
+  bool has_bits = false;  // where the output is saved and not monotone, or nothing but them
   bool has_bias = false;  // a bias was added; saved where the input is
   bool has_seed = false;
   bool has_residual = false;
 
-  bool can_rebuild(uint32_t) const override { return !identity && !saved_output && !has_residual; }
+  bool can_rebuild(uint32_t) const override { return !identity && saved == Save::input && !has_residual; }
   std::string name() const override { return "memkit::" + op + "_backward"; }
 
  protected:
   torch::autograd::variable_list backward(torch::autograd::variable_list&& grads) override;
   at::Tensor recompute() override;
+
+ private:
+  // 1 where the bits say that a function of two slopes is active, else 0; like the gradient.
+  at::Tensor active_elements(const at::Tensor& bits, const at::Tensor& grad);
 };
 
 }  // namespace memkit

@@ -24,10 +24,10 @@ std::tuple<at::Tensor, at::Tensor> activation_with_bits(const at::Tensor& input,
                                                         const OptionalTensor& seed = {}, Params drop = {});
 at::Tensor activation_with_bits_(at::Tensor& input, const OptionalTensor& bias, int64_t dim, std::string_view op,
                                  Params params, const OptionalTensor& seed = {}, Params drop = {});
-at::Tensor activation_backward(const at::Tensor& grad, const at::Tensor& saved, const OptionalTensor& bias, int64_t dim,
-                               const OptionalTensor& bits, std::string_view op, Params params, bool from_output,
-                               const OptionalTensor& seed = {}, Params drop = {});
-at::Tensor& activation_backward_(at::Tensor& grad, const at::Tensor& saved, const OptionalTensor& bias, int64_t dim,
+at::Tensor activation_backward(const at::Tensor& grad, const OptionalTensor& saved, const OptionalTensor& bias,
+                               int64_t dim, const OptionalTensor& bits, std::string_view op, Params params,
+                               bool from_output, const OptionalTensor& seed = {}, Params drop = {});
+at::Tensor& activation_backward_(at::Tensor& grad, const OptionalTensor& saved, const OptionalTensor& bias, int64_t dim,
                                  const OptionalTensor& bits, std::string_view op, Params params, bool from_output,
                                  const OptionalTensor& seed = {}, Params drop = {});
 at::Tensor dropout_mask(c10::SymIntArrayRef size, const at::Tensor& seed, Params drop, at::ScalarType dtype);

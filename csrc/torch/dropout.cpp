@@ -108,10 +108,10 @@ struct Dropout {
       const ActivationSpec spec(act, params);
       const bool elementwise = spec.act == Act::identity;
       const bool possible = !does_nothing(input) && !adds_apart(input) &&
-                            (elementwise || (save != "input" && spec.invertible(drops(input))));
+                            (elementwise || save == "bit" || (save != "input" && spec.invertible(drops(input))));
       if (inplace == Inplace::automatic || !does_nothing(input))
         way = eager::resolve_inplace(inplace, name, input, possible);
-      if (way == eager::Way::fresh_keeping_output && !elementwise) save = "output";
+      if (way == eager::Way::fresh_keeping_output && !elementwise && save != "bit") save = "output";
     }
     const pybind11::gil_scoped_release no_gil;
     if (way != eager::Way::overwrite) return run(input);

@@ -72,15 +72,17 @@ Dtype dtype_of(at::ScalarType dtype) {
 void run_activation(Pass pass, const ActivationArgs& args, c10::Device device) {
   if (args.numel == 0) return;
   if (device.is_cpu()) {
-    const auto kernel = pass == Pass::forward               ? cpu::activation_forward
-                        : pass == Pass::backward_from_input ? cpu::activation_backward_from_input
-                                                            : cpu::activation_backward_from_output;
+    const auto kernel = pass == Pass::forward                ? cpu::activation_forward
+                        : pass == Pass::backward_from_input  ? cpu::activation_backward_from_input
+                        : pass == Pass::backward_from_output ? cpu::activation_backward_from_output
+                                                             : cpu::activation_backward_from_bits;
     return on_threads(args.numel, [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
   }
   switch (pass) {
     case Pass::forward: return MEMKIT_ON_STREAM(device, cuda::activation_forward, args);
     case Pass::backward_from_input: return MEMKIT_ON_STREAM(device, cuda::activation_backward_from_input, args);
     case Pass::backward_from_output: return MEMKIT_ON_STREAM(device, cuda::activation_backward_from_output, args);
+    case Pass::backward_from_bits: return MEMKIT_ON_STREAM(device, cuda::activation_backward_from_bits, args);
   }
 }
 

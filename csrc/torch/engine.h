@@ -16,7 +16,7 @@ constexpr int64_t kGrain = 32768;
 Dtype dtype_of(at::ScalarType dtype);
 inline Dtype dtype_of(const at::Tensor& x) { return dtype_of(x.scalar_type()); }
 
-enum class Pass { forward, backward_from_input, backward_from_output };
+enum class Pass { forward, backward_from_input, backward_from_output, backward_from_bits };
 
 // On the CPU: split over torch's intra-op threads. On CUDA: on the current stream of the tensors' device.
 void run_activation(Pass pass, const ActivationArgs& args, c10::Device device);

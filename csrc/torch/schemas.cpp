@@ -4,8 +4,9 @@
 // memkit::_activation, which carries the derivative. The operators after it are the backends' part, below autograd.
 //   op      one of the names below, or "gelu_tanh"
 //   params  leaky_relu [negative_slope]; elu, celu [alpha]; softplus [beta, threshold]; hardtanh [min, max]; else []
-//   save    "auto" | "input" | "output": what backward computes the slope from
-//   bits    one bit an element, packed: the element lies right of the function's minimum
+//   save    "auto" | "input" | "output" | "bit": what backward computes the slope from
+//   bits    one bit an element, packed: the element lies right of the function's minimum; for "bit", where the slope has two
+//           values, where the function is active
 //   seed    int64, one element on the input's device: which elements dropout drops; element i is drawn by its place in memory
 //   drop    [p, scale, kept, dropped]: a kept element becomes x * scale + kept, a dropped one x * 0 + dropped
 #include <torch/library.h>
@@ -92,7 +93,7 @@ TORCH_LIBRARY(memkit, m) {
 #define MEMKIT_INPUT "Tensor? bias, int dim, str op, float[] params"
 #define MEMKIT_DROP "Tensor? seed=None, float[] drop=[]"
 #define MEMKIT_BACKWARD \
-  "Tensor saved, Tensor? bias, int dim, Tensor? bits, str op, float[] params, bool from_output, " MEMKIT_DROP
+  "Tensor? saved, Tensor? bias, int dim, Tensor? bits, str op, float[] params, bool from_output, " MEMKIT_DROP
   m.def("_activation(Tensor input, " MEMKIT_INPUT ", str save, Tensor? residual=None, " MEMKIT_DROP ") -> Tensor");
   m.def("_activation_(Tensor(a!) input, " MEMKIT_INPUT ", str save, Tensor? residual=None, " MEMKIT_DROP
         ") -> Tensor(a!)");

@@ -75,6 +75,10 @@ ActivationSpec::ActivationSpec(std::string_view name_, c10::ArrayRef<double> giv
   params = parameters(known, given);
 }
 
+bool ActivationSpec::has_two_slopes() const {
+  return act == Act::relu || act == Act::leaky_relu || act == Act::hardtanh || act == Act::hardsigmoid;
+}
+
 ActParams ActivationSpec::params_of_output(at::ScalarType dtype) const {
   if (act != Act::hardtanh) return params;
   const auto stored = [&](double bound) -> double {
@@ -107,8 +111,9 @@ std::string_view gelu_name(std::string_view approximate) {
 }
 
 Save resolve_save(const ActivationSpec& spec, std::string_view save, bool inplace, bool dropped) {
-  TORCH_CHECK_VALUE(save == "auto" || save == "input" || save == "output", spec.name,
-                    ": expected save 'auto', 'input' or 'output', got '", save, "'");
+  if (save == "bit" && spec.has_two_slopes()) return Save::bit;
+  TORCH_CHECK_VALUE(save == "auto" || save == "input" || save == "output", spec.name, ": expected save 'auto', 'input'",
+                    spec.has_two_slopes() ? ", 'output' or 'bit'" : " or 'output'", ", got '", save, "'");
   TORCH_CHECK_VALUE(!(inplace && save == "input"), spec.name,
                     ": expected save 'auto' or 'output' in place, got 'input', which is overwritten");
   const bool output =

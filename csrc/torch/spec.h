@@ -19,6 +19,8 @@ struct ActivationSpec {
   ActivationSpec(std::string_view name, c10::ArrayRef<double> params);
 
   bool has_branch() const { return act >= Act::gelu; }
+  // Whether the slope has two values, so that a bit of the input tells which.
+  bool has_two_slopes() const;
   // As an output of this dtype shows them: hardtanh's bounds as they are stored.
   ActParams params_of_output(at::ScalarType dtype) const;
   // Whether the slope is a function of the output (and the branch) at these parameters. `dropped`: of the output that
@@ -29,7 +31,7 @@ struct ActivationSpec {
 // "gelu" or "gelu_tanh".
 std::string_view gelu_name(std::string_view approximate);
 
-enum class Save { input, output };
+enum class Save { input, output, bit };
 
 // What `save` means for this call.
 Save resolve_save(const ActivationSpec& spec, std::string_view save, bool inplace, bool dropped = false);

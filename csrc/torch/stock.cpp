@@ -73,4 +73,10 @@ at::Tensor stock_activation_backward(const ActivationSpec& spec, const Tensor& g
   TORCH_INTERNAL_ASSERT(false);
 }
 
+Tensor stock_activation_backward_where(const ActivationSpec& spec, const Tensor& grad, const Tensor& active) {
+  if (spec.act == Act::leaky_relu) return at::leaky_relu_backward(grad, active, spec.params.a, false);
+  const Tensor passed = at::threshold_backward(grad, active, 0);
+  return spec.act == Act::hardsigmoid ? passed / 6 : passed;
+}
+
 }  // namespace memkit

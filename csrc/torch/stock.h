@@ -15,4 +15,8 @@ at::Tensor stock_activation(const ActivationSpec& spec, const at::Tensor& x);
 at::Tensor stock_activation_backward(const ActivationSpec& spec, const at::Tensor& grad, const at::Tensor& saved,
                                      bool from_output);
 
+// The same where the slope has two values; `active`: 1 or 0, which one.
+at::Tensor stock_activation_backward_where(const ActivationSpec& spec, const at::Tensor& grad,
+                                           const at::Tensor& active);
+
 }  // namespace memkit

@@ -11,7 +11,9 @@ Every function takes the arguments of its ``torch.nn.functional`` twin, in their
 ``save``
     What backward computes the slope from: ``"input"``, or ``"output"`` (free where the next layer keeps its input, as
     Linear and Conv do; one bit an element more where the function has a minimum). ``"auto"``: ``"output"`` in place and
-    for monotone functions, else ``"input"``.
+    for monotone functions, else ``"input"``. ``"bit"``, for relu, leaky_relu, relu6, hardtanh and hardsigmoid, whose
+    slope has two values: one bit an element and no tensor, the least where nothing else keeps the output (``torch.cat``,
+    a sum, :func:`max_pool2d`). Exact for all parameters, and the output may be changed afterwards.
 
 Shapes: any; the result has the input's shape and dtype. Dtypes: float32, float64, float16, bfloat16, computed in float32
 (float64 in float64). Devices: CPU, CUDA. ``TypeError``: another dtype. ``ValueError``: an unknown ``save``,
@@ -58,7 +60,10 @@ __all__ = [
 ]
 
 Inplace = bool | Literal["auto"]
-Save = Literal["auto", "input", "output"]
+Save = Literal["auto", "input", "output", "bit"]
+
+TWO_SLOPES = frozenset({"relu", "leaky_relu", "relu6", "hardtanh", "hardsigmoid"})
+"""Where `save` may be "bit"."""
 
 
 def check_inplace(op: str, inplace: object, save: str = "auto") -> None:

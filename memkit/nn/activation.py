@@ -2,13 +2,13 @@
 
 Each is a subclass of its twin: the same constructor and ``state_dict``, ``isinstance`` checks hold, and
 :func:`memkit.swap` turns one into the other by changing the class alone. Two attributes choose the variant, in the
-constructor or later: ``inplace`` (False, True or "auto") and ``save`` ("auto", "input" or "output"); see
+constructor or later: ``inplace`` (False, True or "auto") and ``save`` ("auto", "input" or "output", for some "bit"); see
 :mod:`memkit.functional`. ``repr`` names them where they are not the default.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -22,12 +22,14 @@ class _Variant:
 
     inplace: Any = False  # Inplace; the twins declare a bool
     save: Save = "auto"
+    _saves: ClassVar[tuple[Save, ...]] = ("auto", "input", "output")
 
     def __init__(self, *args: Any, inplace: Inplace = False, save: Save = "auto", **kwargs: Any) -> None:
         name = type(self).__name__
         check_inplace(name, inplace, save)
-        if save not in ("auto", "input", "output"):
-            raise ValueError(f"{name}: expected save 'auto', 'input' or 'output', got {save!r}")
+        if save not in self._saves:
+            *others, last = map(repr, self._saves)
+            raise ValueError(f"{name}: expected save {', '.join(others)} or {last}, got {save!r}")
         super().__init__(*args, **kwargs)
         self.inplace = inplace
         self.save = save
@@ -43,7 +45,11 @@ class _Variant:
         return ", ".join(filter(None, parts))
 
 
-class ReLU(_Variant, nn.ReLU):
+class _TwoSlopes(_Variant):
+    _saves = (*_Variant._saves, "bit")
+
+
+class ReLU(_TwoSlopes, nn.ReLU):
     def __init__(self, inplace: Inplace = False, *, save: Save = "auto") -> None:
         super().__init__(inplace=inplace, save=save)
 
@@ -51,7 +57,7 @@ class ReLU(_Variant, nn.ReLU):
         return F.relu(input, inplace=self.inplace, save=self.save)
 
 
-class LeakyReLU(_Variant, nn.LeakyReLU):
+class LeakyReLU(_TwoSlopes, nn.LeakyReLU):
     def __init__(
         self, negative_slope: float = 0.01, inplace: Inplace = False, *, save: Save = "auto"
     ) -> None:
@@ -100,7 +106,7 @@ class Softplus(_Variant, nn.Softplus):
         return F.softplus(input, self.beta, self.threshold, inplace=self.inplace, save=self.save)
 
 
-class Hardtanh(_Variant, nn.Hardtanh):
+class Hardtanh(_TwoSlopes, nn.Hardtanh):
     def __init__(
         self,
         min_val: float = -1.0,
@@ -119,7 +125,7 @@ class Hardtanh(_Variant, nn.Hardtanh):
         return F.hardtanh(input, self.min_val, self.max_val, inplace=self.inplace, save=self.save)
 
 
-class ReLU6(_Variant, nn.ReLU6):
+class ReLU6(_TwoSlopes, nn.ReLU6):
     def __init__(self, inplace: Inplace = False, *, save: Save = "auto") -> None:
         super().__init__(inplace=inplace, save=save)
 
@@ -127,7 +133,7 @@ class ReLU6(_Variant, nn.ReLU6):
         return F.relu6(input, inplace=self.inplace, save=self.save)
 
 
-class Hardsigmoid(_Variant, nn.Hardsigmoid):
+class Hardsigmoid(_TwoSlopes, nn.Hardsigmoid):
     def __init__(self, inplace: Inplace = False, *, save: Save = "auto") -> None:
         super().__init__(inplace=inplace, save=save)
 

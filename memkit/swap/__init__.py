@@ -17,6 +17,7 @@ a run on a sample that watch.py looks at):
 - in place, the slope from the output: nothing reads the input afterwards. Each call checks again and goes out of place
   where it must: the proof covers the model as it is called, not what else might be done with it;
 - out of place, the slope from the output: nothing changes the output afterwards, and what follows keeps it anyway;
+- the slope from one bit an element, where it has two values and nothing else keeps the output;
 - unchanged, and the report says why.
 """
 
@@ -38,7 +39,7 @@ from .library import twin_of
 from .prove import prove
 from .report import Row, SwapReport
 from .sites import Decision, Decisions
-from .structure import by_structure
+from .structure import by_structure, check
 from .trial import TOLERANCE, Trial, tensors
 
 __all__ = ["Row", "SwapReport", "swap", "unswap"]
@@ -103,7 +104,8 @@ def swap(
     try:
         found = find(model, names, exact, bool(lean))
         if sample is None:
-            decisions = {site: by_structure(site, exact, bool(lean)) for site in found.sites}
+            pools = {site.module for site in found.layers if site.name == "max_pool2d" and not check(site)}
+            decisions = {site: by_structure(site, exact, bool(lean), pools) for site in found.sites}
             report = SwapReport(_rows(decisions, found))
             _apply(model, decisions, found, lean)
         else:

@@ -12,9 +12,9 @@ import torch
 from ..functional import Save
 from .layers import FUSED, Choice, keeps_output, row_shape
 from .sites import LEAN, AnySite, Decision, Decisions, LayerSite, Site
-from .structure import ALREADY, check
+from .structure import ALREADY, check, takes_bit
 from .trial import Trial
-from .types import FLOATS, INEXACT, KEEPS_OUTPUT, NEEDS_BIT, Proof
+from .types import FLOATS, INEXACT, KEEPS_OUTPUT, NEEDS_BIT, TWO_SLOPES, Proof
 from .watch import Call, Watch, watched
 
 
@@ -28,6 +28,7 @@ def prove(
     # What layers keep in stock, by how many are not decided yet: two norms of one input had better both keep that.
     layers = [site for site in refusals if isinstance(site, LayerSite)]
     undecided = Counter(key for site in layers for key in _kept(site, watch, None))
+    by_norms = {key for site in layers if site.is_norm for key in _kept(site, watch, None)}
     decisions: Decisions = {}
     for site, refusal in refusals.items():
         calls = watch.calls.get(site, [])
@@ -37,24 +38,28 @@ def prove(
             undecided.subtract(_kept(site, watch, None).keys())
             decisions[site] = _decide_layer(site, calls, watch, exact, lean, undecided)
         else:
-            decisions[site] = _decide(site, calls, watch, exact, lean)
+            decisions[site] = _decide(site, calls, watch, exact, lean, by_norms)
         # What several sites keep counts for the first of them.
         watch.saved_elsewhere.update(_kept(site, watch, None))
         watch.kept_elsewhere.update(_kept(site, watch, decisions[site].proof))
     return decisions, {call.dtype for calls in watch.calls.values() for call in calls}
 
 
-def _decide(site: Site, calls: list[Call], watch: Watch, exact: bool, lean: bool) -> Decision:
-    decision = _decide_without_lean(site, calls, watch, exact)
+def _decide(
+    site: Site, calls: list[Call], watch: Watch, exact: bool, lean: bool, by_norms: set[int]
+) -> Decision:
+    decision = _decide_without_lean(site, calls, watch, exact, by_norms)
     before = decision.bytes_before
     if lean and _gains_from_lean(site, decision, calls):
         return Decision(LEAN, decision.reason, before, before)
-    if site.overwrites and check(site) == ALREADY:
+    if site.keeps_output_already and not takes_bit(decision):
         return Decision(None, ALREADY, before, before)
     return decision
 
 
-def _decide_without_lean(site: Site, calls: list[Call], watch: Watch, exact: bool) -> Decision:
+def _decide_without_lean(
+    site: Site, calls: list[Call], watch: Watch, exact: bool, by_norms: set[int]
+) -> Decision:
     if watch.backups:
         return Decision(None, "the forward changes a parameter")
     before, after = _before(site, watch), _after(site, calls, watch, exact)
@@ -69,7 +74,12 @@ def _decide_without_lean(site: Site, calls: list[Call], watch: Watch, exact: boo
     if len(refused) == len(calls):
         return Decision(None, _why_not(site, refused[0]), before, before)
     written = next((call.written for call in calls if call.written), "")
-    if written and site.name not in KEEPS_OUTPUT:
+    bits = _bits(site, calls, exact)
+    # A norm may keep its input.
+    from_bit = site.name in TWO_SLOPES and bits < after and not by_norms.intersection(c.output for c in calls)
+    if from_bit:
+        after = bits
+    elif written and site.name not in KEEPS_OUTPUT:
         return Decision(None, written, before, before)
     read = next((call.read for call in calls if call.read), "")
     if after > before:
@@ -82,6 +92,7 @@ def _decide_without_lean(site: Site, calls: list[Call], watch: Watch, exact: boo
         holders=min(call.references for call in calls),
         hooked=bool(site.module._forward_hooks),
         dtypes=site.dtypes(exact),
+        save="bit" if from_bit else "output",
     )
     reasons = [f"not in place: {read}" if read and not site.overwrites else "", site.restriction(exact)]
     return Decision(proof, "; ".join(filter(None, reasons)), before, after)
@@ -143,9 +154,13 @@ def _kept(site: AnySite, watch: Watch, proof: Any) -> dict[int, int]:
     for call in watch.calls.get(site, ()):
         if proof is None or call.dtype not in (getattr(proof, "dtypes", None) or FLOATS):
             kept |= call.own
-        elif call.own and proof is not FUSED and (isinstance(site, Site) or site.is_norm):
+        elif call.own and proof is not FUSED and _keeps_tensor(site, proof):
             kept[call.output if _from_output(site, call, proof.save) else call.input] = call.nbytes
     return kept
+
+
+def _keeps_tensor(site: AnySite, proof: Any) -> bool:
+    return proof.save != "bit" if isinstance(site, Site) else site.is_norm
 
 
 def _from_output(site: AnySite, call: Call, save: Save) -> bool:
@@ -187,6 +202,11 @@ def _why_not(site: Site, dtype: torch.dtype) -> str:
 def _after(site: Site, calls: list[Call], watch: Watch, exact: bool) -> int:
     """What an activation would keep from its output that nothing else keeps."""
     proof = Proof(False, dtypes=site.dtypes(exact))
-    changed = [call for call in calls if call.own and call.dtype in (proof.dtypes or FLOATS)]
-    bits = sum(-(-call.shape.numel() // 8) for call in changed) if site.name in NEEDS_BIT else 0
+    bits = _bits(site, calls, exact) if site.name in NEEDS_BIT else 0
     return _beyond(_kept(site, watch, proof), watch.kept_elsewhere) + bits
+
+
+def _bits(site: Site, calls: list[Call], exact: bool) -> int:
+    """Bytes of one bit an element."""
+    dtypes = site.dtypes(exact) or FLOATS
+    return sum(-(-call.shape.numel() // 8) for call in calls if call.own and call.dtype in dtypes)

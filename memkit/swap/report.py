@@ -25,7 +25,7 @@ class Row:
     """Where it is in the model; all places, where there are several."""
     before: str
     after: str
-    """"in place" (out of place in calls where that would be unsafe), "output" (out of place) or "unchanged"."""
+    """"in place" (out of place in calls where that would be unsafe), "output" or "bit" (out of place) or "unchanged"."""
     saved: str
     """What backward computes the slope from."""
     bytes_before: int | None

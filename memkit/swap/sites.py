@@ -76,6 +76,11 @@ class Site:
     def overwrites(self) -> bool:
         return bool(getattr(self.module, "inplace", False))
 
+    @property
+    def keeps_output_already(self) -> bool:
+        """Whether stock works in place and keeps no copy of the input, as memkit would."""
+        return self.overwrites and self.name not in COPIES_INPUT and not self.fused
+
     def dtypes(self, exact: bool) -> frozenset[torch.dtype] | None:
         """In which the slope may come from the output; None: in all."""
         if self.name == "softplus":  # which autocast computes in float32
@@ -104,6 +109,8 @@ class Site:
             return "with the norm", "input of the norm"
         if proof is LEAN:
             return "in lean()", "input"
+        if proof.save == "bit":
+            return "in place" if proof.inplace else "bit", "1 bit"
         saved = "output + 1 bit" if self.name in NEEDS_BIT else "output"
         return "in place" if proof.inplace else "output", saved
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from .._hooks import has_hooks
 from .layers import FUSED, Choice
 from .report import UNPROVEN
 from .sites import LEAN, AnySite, Decision, LayerSite, Site
-from .types import COPIES_INPUT, KEEPS_OUTPUT, NEEDS_BIT, Proof
+from .types import KEEPS_OUTPUT, NEEDS_BIT, TWO_SLOPES, Proof
 
 # Modules that keep their input for backward, give a new tensor, and change nothing; with a weight, where it is trained.
 WEIGHTED = {
@@ -39,7 +39,7 @@ def check(site: AnySite, lean: bool = False) -> str:
         return "its forward is replaced"
     if isinstance(site, LayerSite):
         return "it returns its indices" if getattr(module, "return_indices", False) else ""
-    if site.overwrites and site.name not in COPIES_INPUT and not site.fused and not lean:
+    if site.keeps_output_already and site.name not in TWO_SLOPES and not lean:
         return ALREADY
     as_twin = site.twin.__new__(site.twin)
     vars(as_twin).update(vars(module))
@@ -50,8 +50,11 @@ def check(site: AnySite, lean: bool = False) -> str:
     return ""
 
 
-def by_structure(site: AnySite, exact: bool, lean: bool) -> Decision:
-    """What holds whatever the model does elsewhere, as calls from elsewhere are left to stock."""
+def by_structure(site: AnySite, exact: bool, lean: bool, pools: Collection[nn.Module] = ()) -> Decision:
+    """What holds whatever the model does elsewhere, as calls from elsewhere are left to stock.
+
+    ``pools``: the max pooling that becomes memkit's, which keeps no input.
+    """
     if refusal := check(site):
         return Decision(None, refusal)
     if isinstance(site, LayerSite):
@@ -60,28 +63,41 @@ def by_structure(site: AnySite, exact: bool, lean: bool) -> Decision:
         return Decision(Choice(exact=exact), f"keeps its input: {UNPROVEN}" if site.may_keep_output else "")
     if site.fused:
         return Decision(FUSED)
-    decision = _of_activation(site, exact)
+    decision = _of_activation(site, exact, pools)
+    if site.keeps_output_already and not lean and not takes_bit(decision):
+        return Decision(None, ALREADY)
     if lean and decision.proof is None and not site.overwrites:
         return Decision(LEAN, decision.reason)
     return decision
 
 
-def _of_activation(site: Site, exact: bool) -> Decision:
+def takes_bit(decision: Decision) -> bool:
+    return decision.proof is not None and decision.proof.save == "bit"
+
+
+def _of_activation(site: Site, exact: bool, pools: Collection[nn.Module]) -> Decision:
     if has_hooks(site.module):
         return Decision(None, f"it has hooks: {UNPROVEN}")
     if not site.followers:
         return Decision(None, UNPROVEN)
-    for followers in site.followers:
-        kept, reason = _fate_of_output(followers)
+    fates = [_fate_of_output(followers, pools) for followers in site.followers]
+    for kept, reason in fates:
         if reason and site.name not in KEEPS_OUTPUT:
             return Decision(None, f"{reason}: {UNPROVEN}")
         if not kept and site.name in NEEDS_BIT:
             return Decision(None, "what follows does not keep its output: nothing to save")
-    proof = Proof(site.overwrites or "auto", site.variables, callers=True, dtypes=site.dtypes(exact))
+    from_bit = site.name in TWO_SLOPES and not any(kept or reason for kept, reason in fates)
+    proof = Proof(
+        inplace=site.overwrites or "auto",
+        holders=site.variables,
+        callers=True,
+        dtypes=site.dtypes(exact),
+        save="bit" if from_bit else "output",
+    )
     return Decision(proof, site.restriction(exact))
 
 
-def _fate_of_output(followers: Iterable[nn.Module]) -> tuple[bool, str]:
+def _fate_of_output(followers: Iterable[nn.Module], pools: Collection[nn.Module]) -> tuple[bool, str]:
     """Whether what comes next keeps the very tensor for backward; why that, or that nothing changes it, is not known."""
     kept = True
     module: Any
@@ -91,8 +107,8 @@ def _fate_of_output(followers: Iterable[nn.Module]) -> tuple[bool, str]:
             return False, f"the {name} after it has hooks"
         if type(module) in KEEPERS:
             return kept and (type(module) not in WEIGHTED or module.weight.requires_grad), ""
-        if type(module) is nn.MaxPool2d:  # swapped, it keeps no input
-            return False, ""
+        if type(module) is nn.MaxPool2d:
+            return kept and module not in pools, ""
         if type(module) in DROPOUTS and not module.inplace:
             kept = kept and module.p == 0
         elif type(module) not in VIEWS:

@@ -32,6 +32,7 @@ from .. import nn as memkit_nn
 from .._hooks import shows_result
 from .._lean import is_lean
 from .._sharding import is_dtensor
+from ..functional._activation import TWO_SLOPES as TWO_SLOPES
 from ..functional._activation import Inplace, Save, _dispatched
 from .recipes import CALLERS
 
@@ -52,7 +53,8 @@ class Proof(NamedTuple):
     original: Callable[[Tensor], Tensor] | None = None
     """The function whose place the module took."""
     save: Save = "output"
-    """What the slope comes from. "input": as in stock, so that there is nothing to prove; for `memkit.lean`."""
+    """What the slope comes from. "input": as in stock, so that there is nothing to prove; for `memkit.lean`. "bit": where
+    nothing else keeps the output, which may then be changed."""
 
 
 def stock_of(cls: type[nn.Module]) -> type[nn.Module]:
@@ -108,7 +110,7 @@ class Swapped(Changed):
         inplace, holders, callers, hooked, dtypes, _, save = self._swap
         if (dtypes is not None and input.dtype not in dtypes) or (save == "input" and not is_lean()):
             return self._stock_forward(input)
-        if save == "output" and not hooked and shows_result(self):
+        if save != "input" and not hooked and shows_result(self):
             return self._stock_forward(input)
         try:
             if callers and _caller(_getframe(1)) not in CALLERS:

@@ -126,6 +126,12 @@ struct BackwardFromOutput {
   static constexpr auto twin = cpu::activation_backward_from_output;
   static constexpr bool takes_bias = false, takes_grad = true;
 };
+struct BackwardFromBits {
+  template <class S>
+  using Pass = cuda::BackwardFromBits<S>;
+  static constexpr auto twin = cpu::activation_backward_from_bits;
+  static constexpr bool takes_bias = false, takes_grad = true;
+};
 
 // The tiles [begin, end) of a case by both engines; end < 0: all.
 template <class Which, class S, template <class, bool> class Formula>
@@ -143,7 +149,7 @@ void compare(Act act, const Case& c, int64_t begin = 0, int64_t end = -1) {
   args.x = x.data();
   args.grad = Which::takes_grad ? grad.data() : nullptr;
   args.out = result;
-  args.bits = Op::branch ? bits.data() : nullptr;
+  args.bits = Op::branch || has_two_slopes<Op> ? bits.data() : nullptr;
   if (c.bias_size > 0 && Which::takes_bias) args.bias = {bias.data(), c.bias_size, c.bias_inner};
   const int64_t seed = -0x123456789abcdef;
   if (c.drop) {
@@ -193,6 +199,7 @@ void compare_all(const Case& c, int64_t begin = 0, int64_t end = -1) {
   compare<BackwardFromInput, S, Hardswish>(Act::hardswish, c, begin, end);
   compare<BackwardFromOutput, S, LeakyRelu>(Act::leaky_relu, c, begin, end);
   compare<BackwardFromOutput, S, Hardswish>(Act::hardswish, c, begin, end);
+  compare<BackwardFromBits, S, LeakyRelu>(Act::leaky_relu, c, begin, end);
 }
 
 template <class S>

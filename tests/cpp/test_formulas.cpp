@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "check.h"
-#include "formulas/activation.h"
+#include "formulas/gradient.h"
 #include "formulas/random.h"
 
 using memkit::Act;
@@ -125,6 +125,9 @@ void check(const char* name, Act act, const ActParams& params, const Bounds& bou
     const Truth want = truth(act, params, Real(x));
     value = std::max(value, units(op.value(x), want.value, 0.01L));
     slope = std::max(slope, units(op.slope(x), want.slope, 1));
+    if constexpr (memkit::has_two_slopes<Op>)
+      CHECK(op.slope_where(op.active(x)) == op.slope(x), "%s: slope at %g from the bit is %g", name, double(x),
+            double(op.slope_where(op.active(x))));
     const T y = T(want.value);  // rounded once: what is left is the inverse's own error and the conditioning
     output = std::max(output, double(fabsl(Real(from_output(op, y, x)) - want.slope)));
     if constexpr (std::is_same_v<T, float>) {
@@ -162,6 +165,12 @@ void check_specials(const char* name, const ActParams& params) {
   CHECK(!(op.value(inf) < 1), "%s(inf) is %g", name, double(op.value(inf)));
   for (T x : {largest, -largest, tiny, -tiny, T(0), -T(0), inf, -inf, nan}) {
     (void)op.slope(x);  // the sanitizers look on
+    if constexpr (memkit::has_two_slopes<Op>)
+      for (T grad : {T(1), T(0), inf, nan}) {
+        const T got = memkit::gradient_where(op, grad, op.active(x)), want = memkit::gradient_at_input(op, grad, x);
+        CHECK(got == want || (std::isnan(got) && std::isnan(want)), "%s: gradient of %g at %g is %g from the bit", name,
+              double(grad), double(x), double(got));
+      }
     if constexpr (Op::branch) {
       for (bool right : {false, true}) {
         if (x < Op::y0) continue;  // no output

@@ -73,3 +73,29 @@ def test_another_block_is_left(name):
     report = swap(subject.model)
     assert sum("computes something else" in row.reason for row in report) == 8, report
     torch.testing.assert_close(step(subject)[0], expected)
+
+
+# The largest share of stock's bytes, and the fewest activations that take a bit.
+ONE_BIT = {
+    "torchvision squeezenet1_1": (0.35, 17),  # before torch.cat and max pooling
+    "torchvision vgg11": (0.35, 7),  # before max pooling and dropout
+    "torchvision resnet18": (0.85, 1),  # before max pooling
+    "timm ghostnetv3_050": (0.97, 10),  # before torch.cat
+    "timm repvgg_a0": (0.995, 1),  # before the mean over the picture
+    "timm mobileone_s0": (0.999, 1),
+}
+
+
+@pytest.mark.parametrize("name", ONE_BIT)
+def test_one_bit_where_nothing_keeps_the_output(name):
+    library, model = name.split()
+    torch.manual_seed(0)
+    if library == "timm":
+        model = pytest.importorskip("timm").create_model(model)
+    else:
+        model = getattr(pytest.importorskip("torchvision").models, model)()
+    x = torch.randn(2, 3, 64, 64)
+    report = swap(model, sample=x)
+    share, fewest = ONE_BIT[name]
+    assert sum(row.saved == "1 bit" for row in report) >= fewest, report
+    assert report.saved_after <= share * report.saved_before, report
