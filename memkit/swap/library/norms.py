@@ -63,9 +63,7 @@ class LayerNorm(Norm, Twin, kind="layer_norm"):
         module: Any = self
         biased = getattr(module, "bias", None) is not None
         return (
-            biased
-            and module.weight.dtype != input.dtype
-            and not torch.is_autocast_enabled(input.device.type)
+            biased and module.weight.dtype != input.dtype and not torch.is_autocast_enabled(input.device.type)
         )
 
     def _memkit(self, input: Tensor) -> Tensor:
@@ -116,7 +114,8 @@ def _held(module: nn.Module, name: str) -> Tensor | None:
 
 def _looks_on(module: nn.Module) -> bool:
     """Whether a child of a norm, which stood there for nothing, is something else now or has hooks."""
-    return bool(module._modules) and not all(type(child) is nn.Identity and only_read(child) for child in module._modules.values())
+    children = module._modules
+    return bool(children) and not all(type(c) is nn.Identity and only_read(c) for c in children.values())
 
 
 def norm_kinds(module: nn.Module) -> tuple[str, ...]:
