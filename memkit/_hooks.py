@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+_untyped: Any = torch_module
 _ZERO3 = "deepspeed.runtime.zero.parameter_offload"
 READ = {
     *((_ZERO3, "_start_of_forward_hook"), (_ZERO3, "_pre_forward_module_hook")),
@@ -34,7 +35,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def has_global_hooks() -> bool:
-    return bool(torch_module._has_any_global_hook())  # type: ignore[attr-defined]
+    return bool(_untyped._has_any_global_hook())
 
 
 def shows_result(module: nn.Module) -> bool:
