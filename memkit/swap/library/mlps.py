@@ -96,7 +96,7 @@ class FeedForward(Twin, kind="steps"):
     saved = "h"
 
     def forward(self, input: Tensor) -> Tensor:
-        held: Any = self._modules  # looked into first: nn.Module's own way to a child raises on it
+        held: Any = self._modules  # in which nn.Module looks last
         steps = [held.get(n) or (n[1:] if n[0] == "=" else getattr(self, n)) for n in self._swap.names]
         if not computes_in(input, *steps):
             return self._stock_forward(input)
