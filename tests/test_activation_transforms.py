@@ -152,6 +152,17 @@ def test_other_transforms(name: str, mode: str) -> None:
     close(got, rows * slope)
 
 
+@few_modes
+def test_batched_gradients_in_another_memory_order(name: str, mode: str) -> None:
+    """Bits and their gradients follow the memory of the output."""
+    f, want = call(name, mode), FEW[name][1]
+    x = X.t().contiguous().t().requires_grad_()
+    rows = torch.stack([V, 2 * V, -V])
+    (got,) = torch.autograd.grad(f(x), x, rows, is_grads_batched=True)
+    (slope,) = torch.autograd.grad(want(x).sum(), x)
+    close(got, rows * slope)
+
+
 @few
 def test_vmap_in_place_writes_the_input(name: str) -> None:
     function, want = FEW[name]

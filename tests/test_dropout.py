@@ -327,6 +327,13 @@ def test_transforms() -> None:
     torch.testing.assert_close(tangent, value * 3)
 
 
+def test_batched_gradients_in_another_memory_order() -> None:
+    x = torch.ones(50, 6).t().requires_grad_()
+    y, rows = M.dropout(x, 0.5), torch.arange(3 * 300.0).view(3, 6, 50)
+    (got,) = torch.autograd.grad(y, x, rows, is_grads_batched=True)
+    torch.testing.assert_close(got, rows * y.detach())
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile(dynamic: bool) -> None:
     weight = torch.randn(64, 64, requires_grad=True)

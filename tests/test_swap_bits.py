@@ -176,6 +176,22 @@ def test_a_pool_that_stays_stocks_keeps_the_output():
     assert [row.saved for row in swap(model) if row.path == "1"] == ["output"]
 
 
+@pytest.mark.parametrize("later", [False, True])
+def test_bounds_of_a_relu6_that_were_set(later):
+    """It is a Hardtanh in stock."""
+    model, x = VGG["conv, pool"](nn.ReLU6(True)).double(), images()
+    if later:
+        swap(model)
+    model[1].min_val, model[1].max_val = -0.1, 0.1
+    if not later:
+        swap(model)
+    assert model[1]._swap.save == "bit"
+    want = model[3](F.max_pool2d(F.hardtanh(model[0](x), -0.1, 0.1), 2))
+    torch.testing.assert_close(model(x), want)
+    grads = [torch.autograd.grad(y.square().sum(), model[0].weight) for y in (model(x), want)]
+    torch.testing.assert_close(*grads)
+
+
 def test_before_a_layer_that_keeps_its_input_nothing_changes():
     assert only(swap(mlp(nn.ReLU(True)))).reason == "already in place"
     assert only(swap(mlp(nn.ReLU(True)), sample=batch())).reason == "already in place"

@@ -20,6 +20,7 @@ from torch import nn
 from memkit import lean, swap, unswap
 from memkit.memory import measure
 from memkit.swap import types
+from memkit.swap.library.twin import computes_in
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -446,3 +447,22 @@ def test_experts_of_one_product_that_compute_something_else():
     model = nn.Sequential(Capped()).double()
     assert "0" not in [row.path for row in swap(model).changed]
     assert_as_stock(model, batch())
+
+
+def test_a_weight_that_a_wrapper_passes_on_counts():
+    """As an adapter's may be that keeps its layer out of the children's reach."""
+
+    class Wrapper(nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.layers = (layer,)
+
+        def __getattr__(self, name):
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                return getattr(self.layers[0], name)
+
+    x = torch.zeros(2, 4)
+    assert computes_in(x, Wrapper(nn.Linear(4, 4)))
+    assert not computes_in(x, Wrapper(nn.Linear(4, 4, dtype=torch.bfloat16)))

@@ -92,10 +92,11 @@ Tensor bias_gradient(const Tensor& grad, int64_t dim) {
   return others.empty() ? grad : grad.sum(others);
 }
 
-// Saved-tensor hooks may hand back another memory order than the one that bits and dropout follow.
+// Saved-tensor hooks may hand back another memory order than the one that bits and dropout follow. x may be a batch of
+// gradients, which a tensor made from it follows.
 Tensor restride(Tensor x, c10::SymIntArrayRef strides) {
   if (x.sym_strides() == strides) return x;
-  return at::empty_strided_symint(x.sym_sizes(), strides, x.options()).copy_(x);
+  return x.new_empty_strided_symint(x.sym_sizes(), strides).copy_(x);
 }
 
 // Dropout's gradient is dropout without the shifts.

@@ -250,7 +250,15 @@ class Hardtanh(Swapped, memkit_nn.Hardtanh):
 
 
 class ReLU6(Swapped, memkit_nn.ReLU6):
-    _op = "relu6"
+    """Stock's is a Hardtanh, whose bounds are attributes."""
+
+    @property
+    def _op(self) -> str:  # type: ignore[override]
+        return "relu6" if (self.min_val, self.max_val) == (0, 6) else "hardtanh"
+
+    @property
+    def _params(self) -> tuple[float, ...]:  # type: ignore[override]
+        return () if self._op == "relu6" else (self.min_val, self.max_val)
 
 
 class Hardsigmoid(Swapped, memkit_nn.Hardsigmoid):

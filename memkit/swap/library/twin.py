@@ -184,7 +184,11 @@ def _weight_of(layer: Any) -> Any:
     if isinstance(layer, nn.Module):
         held = layer._parameters.get("weight")
         elsewhere = (
-            layer._buffers or layer._modules or "weight" in vars(layer) or hasattr(type(layer), "weight")
+            layer._buffers
+            or layer._modules
+            or "weight" in vars(layer)
+            or hasattr(type(layer), "weight")
+            or type(layer).__getattr__ is not nn.Module.__getattr__
         )
         if held is not None or not elsewhere:
             return held
