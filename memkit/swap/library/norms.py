@@ -37,7 +37,7 @@ class RMSNorm(_RMSNorm, kind="rms_norm"):
         return (weight is not None and weight.dtype != input.dtype) or super()._stays(input)
 
     def _gain(self, input: Tensor) -> Tensor | None:
-        return getattr(self, "weight", None)
+        return _held(self, "weight")
 
 
 class OffsetRMSNorm(_RMSNorm, kind="rms_norm+1"):
