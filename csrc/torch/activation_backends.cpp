@@ -72,7 +72,6 @@ void forward_into(const Tensor& x, const OptionalTensor& bias, int64_t dim, cons
                   const OptionalTensor& residual, const Drop& drop, const Tensor& out, const Tensor* bits) {
   if (x.is_meta()) return;
   if (!bias && !residual && !drop.seed && is_quicker_in_torch(x, spec.act)) {
-    const at::AutoDispatchBelowADInplaceOrView below;
     Tensor result = out;
     at::tanh_out(result, x);
     return;
