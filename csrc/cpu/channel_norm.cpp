@@ -239,10 +239,13 @@ struct GradientSums {
             args, first, n,
             [&](int64_t k, int64_t m, int64_t unit, int64_t set) MEMKIT_INLINE {
               const T center = terms.center[set];
-              const Sums<T> s = sums_of<Lanes, T>(m, [&](int64_t i, T& a, T& b) MEMKIT_INLINE {
-                a += dz[k + i];
-                b += dz[k + i] * (x[k + i] - center);
-              });
+              const Sums<T> s = sums_of<Lanes, T>(
+                  m,
+                  [&](bool here, T dz, T x, T& a, T& b) MEMKIT_INLINE {
+                    a += dz;
+                    b += dz * select(here, x - center, T(0));
+                  },
+                  dz + k, x + k);
               sum[unit] += double(s.a), sum_distance[unit] += double(s.b);
             },
             [&](int64_t k, int64_t m, int64_t channel) MEMKIT_INLINE {

@@ -21,8 +21,10 @@
 // The loop's iterations touch one element each; input and output may be the same memory.
 #if defined(__clang__)
 #define MEMKIT_LOOP _Pragma("clang loop vectorize(assume_safety)")
+#define MEMKIT_ONE_LOOP MEMKIT_LOOP
 #else
 #define MEMKIT_LOOP _Pragma("GCC ivdep")
+#define MEMKIT_ONE_LOOP MEMKIT_LOOP _Pragma("GCC unroll 1")  // or GCC unrolls it before it would vectorise it
 #endif
 
 namespace memkit::cpu {

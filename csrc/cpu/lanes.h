@@ -22,6 +22,8 @@ MEMKIT_FN void prefetch_to_write(void* address) { __builtin_prefetch(address, 1,
 
 // Element by element.
 struct BaseLanes {
+  static constexpr int kBytes = 16;                    // of a vector
+  static constexpr bool masked(int) { return false; }  // whether elements of so many bytes are loaded under a mask
   template <class S, class T>
   MEMKIT_OUTLINE static void widen(const S* x, T* y, int64_t n) {
     load(x, y, n);
@@ -52,6 +54,8 @@ struct BaseLanes {
 // Eight lanes.
 struct V3Lanes {
   static constexpr int64_t kLanes = 8;
+  static constexpr int kBytes = 32;
+  static constexpr bool masked(int bytes) { return bytes >= 4; }
   MEMKIT_TARGET_V3 static __m128i words(const void* x) { return _mm_loadu_si128(static_cast<const __m128i*>(x)); }
   MEMKIT_TARGET_V3 static __m256 lanes(const float* x) { return _mm256_loadu_ps(x); }
   MEMKIT_TARGET_V3 static __m256 lanes(const Half* x) { return _mm256_cvtph_ps(words(x)); }
@@ -118,6 +122,8 @@ struct V3Lanes {
 // Sixteen lanes.
 struct V4Lanes {
   static constexpr int64_t kLanes = 16;
+  static constexpr int kBytes = 64;
+  static constexpr bool masked(int) { return true; }
   MEMKIT_TARGET_V4 static __m256i words(const void* x) { return _mm256_loadu_si256(static_cast<const __m256i*>(x)); }
   MEMKIT_TARGET_V4 static __m512 lanes(const float* x) { return _mm512_loadu_ps(x); }
   MEMKIT_TARGET_V4 static __m512 lanes(const Half* x) { return _mm512_cvtph_ps(words(x)); }

@@ -132,14 +132,16 @@ struct Rows : Reader<Lanes, T> {
       if (args.classes > kBlock) x = this->logits(first + c, block, n);
       for (int64_t r = 0; r < count; ++r) {
         const T *own = x + r * n, most = largest[r];
-        sum[r] += sum_of<Lanes, T>(n, [&](int64_t k) MEMKIT_INLINE { return exp_falling(own[k] - most); });
+        sum[r] += sum_of<Lanes, T>(
+            n, [&](int64_t, bool here, T x) MEMKIT_INLINE { return select(here, exp_falling(x - most), T(0)); }, own);
       }
       if (this->one_class()) continue;
       for (int64_t r = 0; r < count; ++r) {
         const T *own = x + r * n, most = largest[r];
         shares(c, first + r * n + c, b, n);
-        dot[r] += sum_of<Lanes, T>(n, [&](int64_t k) MEMKIT_INLINE { return b[k] * (own[k] - most); });
-        if (args.probabilities) mass[r] += sum_of<Lanes, T>(n, [&](int64_t k) MEMKIT_INLINE { return b[k]; });
+        dot[r] += sum_of<Lanes, T>(
+            n, [&](int64_t, bool here, T b, T x) MEMKIT_INLINE { return b * select(here, x - most, T(0)); }, b, own);
+        if (args.probabilities) mass[r] += sum_of<Lanes, T>(n, [](int64_t, bool, T b) MEMKIT_INLINE { return b; }, b);
       }
     }
     for (int64_t r = 0; r < count; ++r)

@@ -9,18 +9,16 @@ namespace memkit::cpu {
 // In two passes, the second of which makes up for the rounding of the first one's mean: in R, which may hold more than T.
 template <class Lanes, class R, class T>
 MEMKIT_FN Moments<R> moments_of(const T* x, int64_t n) {
-  T total[kSums] = {}, a[kSums] = {}, b[kSums] = {};
-  in_runs(n, [&](int64_t, int k, bool, T each) MEMKIT_INLINE { total[k] += each; }, x);
-  const T about = Fold<Lanes, T>::sum(total) / T(n);
-  in_runs(
+  const T about = sum_of<Lanes, T>(n, [](int64_t, bool, T each) MEMKIT_INLINE { return each; }, x) / T(n);
+  const Sums<T> rest = sums_of<Lanes, T>(
       n,
-      [&](int64_t, int k, bool here, T each) MEMKIT_INLINE {
+      [&](bool here, T each, T& a, T& b) MEMKIT_INLINE {
         const T d = select(here, each - about, T(0));
-        a[k] += d;
-        b[k] += d * d;
+        a += d;
+        b += d * d;
       },
       x);
-  return Moments<R>::from_sums(R(n), R(about), R(Fold<Lanes, T>::sum(a)), R(Fold<Lanes, T>::sum(b)));
+  return Moments<R>::from_sums(R(n), R(about), R(rest.a), R(rest.b));
 }
 
 }  // namespace memkit::cpu

@@ -35,85 +35,86 @@ struct Fold<V4Lanes, float> {
 };
 #endif
 
-template <class Lanes, class T>
-MEMKIT_FN T largest_of(const T* z, int64_t n, T so_far) {
-  T most[kSums];
-  std::fill_n(most, kSums, so_far);
-  int64_t i = 0;
-  for (; i + kSums <= n; i += kSums) {
-    MEMKIT_LOOP
-    for (int k = 0; k < kSums; ++k) most[k] = select(z[i + k] > most[k], z[i + k], most[k]);
-  }
-  for (int k = 0; i + k < n; ++k) most[k] = select(z[i + k] > most[k], z[i + k], most[k]);
-  return Fold<Lanes, T>::most(most);
-}
-
-// The sum of term(i).
-template <class Lanes, class T, class Term>
-MEMKIT_FN T sum_of(int64_t n, const Term& term) {
-  T total[kSums] = {};
-  int64_t i = 0;
-  for (; i + kSums <= n; i += kSums) {
-    MEMKIT_LOOP
-    for (int k = 0; k < kSums; ++k) total[k] += term(i + k);
-  }
-  if (i < n) {
-    MEMKIT_LOOP
-    for (int k = 0; k < int(n - i); ++k) total[k] += term(i + k);
-  }
-  return Fold<Lanes, T>::sum(total);
-}
-
-// Two sums in one go: term(i, a, b) adds what belongs to i.
-template <class T>
-struct Sums {
-  T a, b;
-};
-template <class Lanes, class T, class Term>
-MEMKIT_FN Sums<T> sums_of(int64_t n, const Term& term) {
-  T a[kSums] = {}, b[kSums] = {};
-  int64_t i = 0;
-  for (; i + kSums <= n; i += kSums) {
-    MEMKIT_LOOP
-    for (int k = 0; k < kSums; ++k) term(i + k, a[k], b[k]);
-  }
-  if (i < n) {
-    MEMKIT_LOOP
-    for (int k = 0; k < int(n - i); ++k) term(i + k, a[k], b[k]);
-  }
-  return {Fold<Lanes, T>::sum(a), Fold<Lanes, T>::sum(b)};
-}
-
-// The first n < kSums elements, then zeros.
-template <class T>
+// The first n < size elements, then zeros.
+template <class T, int size>
 struct Padded {
-  T values[kSums];
+  T values[size];
   MEMKIT_FN Padded(const T* x, int n) {
-    MEMKIT_LOOP
-    for (int k = 0; k < kSums; ++k) {
-      T value = 0;
+    MEMKIT_ONE_LOOP
+    for (int k = 0; k < size; ++k) {
+      T value{};
       if (k < n) value = x[k];
       values[k] = value;
     }
   }
 };
 
-template <class F, class... T>
-MEMKIT_FN void padded_run(int64_t first, int left, const F& f, const Padded<T>&... x) {
-  MEMKIT_LOOP
-  for (int k = 0; k < kSums; ++k) f(first + k, k, k < left, x.values[k]...);
+template <int size, class F, class... T>
+MEMKIT_FN void vector_of(int64_t first, const F& f, const T*... x) {
+  const int lane = int(first % kSums);
+  MEMKIT_ONE_LOOP
+  for (int k = 0; k < size; ++k) f(first + k, lane + k, true, x[first + k]...);
+}
+template <int size, class F, class... T>
+MEMKIT_FN void padded_vector(int64_t first, int left, const F& f, const Padded<T, size>&... x) {
+  const int lane = int(first % kSums);
+  MEMKIT_ONE_LOOP
+  for (int k = 0; k < size; ++k) f(first + k, lane + k, k < left, x.values[k]...);
 }
 
-// f(i, k, here, x[i]...) for i in [0, n) and k = i % kSums, in whole runs, as rows of few elements feel every loop over what
-// is left: past the end, where `here` is false, the elements are zeros.
-template <class F, class... T>
+// f(i, k, here, x[i]...) for i in [0, n) and k = i % kSums: whole runs, then whole vectors, as rows of few elements feel every
+// loop over what is left. That is a vector, too, if elements can be loaded under a mask: past the end, where `here` is false,
+// they are zeros.
+template <class Lanes, class F, class... T>
 MEMKIT_FN void in_runs(int64_t n, const F& f, const T*... x) {
+  constexpr int bytes = std::min({int(sizeof(T))...}), size = Lanes::kBytes / bytes;
   int64_t i = 0;
   for (; i + kSums <= n; i += kSums) {
     MEMKIT_LOOP
     for (int k = 0; k < kSums; ++k) f(i + k, k, true, x[i + k]...);
   }
-  if (i < n) padded_run(i, int(n - i), f, Padded<T>(x + i, int(n - i))...);
+  for (; i + size <= n; i += size) vector_of<size>(i, f, x...);
+  if constexpr (Lanes::masked(bytes)) {
+    if (i < n) padded_vector<size>(i, int(n - i), f, Padded<T, size>(x + i, int(n - i))...);
+  } else {
+    for (; i < n; ++i) f(i, int(i % kSums), true, x[i]...);
+  }
+}
+
+// The largest of x, or so_far.
+template <class Lanes, class T>
+MEMKIT_FN T largest_of(const T* x, int64_t n, T so_far) {
+  T most[kSums];
+  std::fill_n(most, kSums, so_far);
+  in_runs<Lanes>(
+      n,
+      [&](int64_t, int k, bool here, T each) MEMKIT_INLINE {
+        const T own = select(here, each, so_far);
+        most[k] = select(own > most[k], own, most[k]);
+      },
+      x);
+  return Fold<Lanes, T>::most(most);
+}
+
+// The sum of term(i, here, x[i]...), which has to be 0 where `here` is false.
+template <class Lanes, class T, class Term, class... X>
+MEMKIT_FN T sum_of(int64_t n, const Term& term, const X*... x) {
+  T total[kSums] = {};
+  in_runs<Lanes>(
+      n, [&](int64_t i, int k, bool here, X... each) MEMKIT_INLINE { total[k] += term(i, here, each...); }, x...);
+  return Fold<Lanes, T>::sum(total);
+}
+
+// Two sums in one go: term(here, x[i]..., a, b) adds what belongs to i, nothing where `here` is false.
+template <class T>
+struct Sums {
+  T a, b;
+};
+template <class Lanes, class T, class Term, class... X>
+MEMKIT_FN Sums<T> sums_of(int64_t n, const Term& term, const X*... x) {
+  T a[kSums] = {}, b[kSums] = {};
+  in_runs<Lanes>(n, [&](int64_t, int k, bool here, X... each) MEMKIT_INLINE { term(here, each..., a[k], b[k]); }, x...);
+  return {Fold<Lanes, T>::sum(a), Fold<Lanes, T>::sum(b)};
 }
 
 }  // namespace memkit::cpu

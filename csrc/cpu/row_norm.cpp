@@ -46,9 +46,7 @@ MEMKIT_FN int64_t chunk_at(int64_t first, int64_t columns) { return std::min(kCh
 
 template <class Lanes, class T>
 MEMKIT_FN T squares_of(const T* x, int64_t n) {
-  T total[kSums] = {};
-  in_runs(n, [&](int64_t, int k, bool, T each) MEMKIT_INLINE { total[k] += each * each; }, x);
-  return Fold<Lanes, T>::sum(total);
+  return sum_of<Lanes, T>(n, [](int64_t, bool, T each) MEMKIT_INLINE { return each * each; }, x);
 }
 
 template <class T, bool centered>
@@ -183,7 +181,7 @@ struct Backward {
           chunk(first, n);
           T a[kSums] = {}, b[kSums] = {};
           const T *w = weight + first, *v = from_output_ ? inverse + first : w, *c = centered ? bias + first : w;
-          in_runs(
+          in_runs<Lanes>(
               n,
               [&](int64_t i, int k, bool here, T gi, T si, T wi, T vi, T ci) MEMKIT_INLINE {
                 const T xh = select(here, x_hat(si, vi, ci), T(0)), gw = gi * wi;

@@ -17,11 +17,15 @@ constexpr int64_t kRow = (128 << 10) / sizeof(T);  // elements of a row that is 
 // The sum of e^(z - pivot); the terms are written to e where there is one.
 template <class Lanes, bool kept, class T>
 MEMKIT_FN T exponentials(const T* z, T* e, int64_t n, T pivot) {
-  return sum_of<Lanes, T>(n, [&](int64_t i) MEMKIT_INLINE {
-    const T term = exp_falling(z[i] - pivot);
-    if constexpr (kept) e[i] = term;
-    return term;
-  });
+  return sum_of<Lanes, T>(
+      n,
+      [&](int64_t i, bool here, T each) MEMKIT_INLINE {
+        const T term = select(here, exp_falling(each - pivot), T(0));
+        if constexpr (kept)
+          if (here) e[i] = term;
+        return term;
+      },
+      z);
 }
 
 template <class T, bool log>
@@ -156,9 +160,10 @@ struct BackwardDirect {
         const S* const g = static_cast<const S*>(args.grad) + row * columns;
         S* const dx = static_cast<S*>(args.grad_input) + row * columns;
         for (int64_t r = 0; r < count; ++r)
-          sum[r] = sum_of<Lanes, T>(columns, [&](int64_t i) MEMKIT_INLINE {
-            return gradient.term(to_compute(g[r * columns + i]), to_compute(y[r * columns + i]));
-          });
+          sum[r] = sum_of<Lanes, T>(
+              columns,
+              [&](int64_t, bool, S gi, S yi) MEMKIT_INLINE { return gradient.term(to_compute(gi), to_compute(yi)); },
+              g + r * columns, y + r * columns);
         for (int64_t r = 0; r < count; ++r) {
           const int64_t first = r * columns;
           const T total = sum[r];
@@ -192,8 +197,9 @@ struct BackwardChunks {
               Lanes::widen(g + at, grads, n);
             }
             if (!writes) {
-              total +=
-                  sum_of<Lanes, float>(n, [&](int64_t i) MEMKIT_INLINE { return gradient.term(grads[i], outputs[i]); });
+              total += sum_of<Lanes, float>(
+                  n, [&](int64_t, bool, float g, float y) MEMKIT_INLINE { return gradient.term(g, y); }, grads,
+                  outputs);
               continue;
             }
             MEMKIT_LOOP
