@@ -110,6 +110,19 @@ class Chain(nn.Module):
         return x
 
 
+@pytest.mark.parametrize("act", ["hardswish", "hardsigmoid", "hardtanh", "silu"])
+def test_an_activation_with_dropout_is_rebuilt(act: str) -> None:
+    """From an input that is rebuilt itself, so that its memory could be taken. Beside dropout the first three need it."""
+
+    class Dropping(Sum):
+        def forward(self, x: Tensor) -> Tensor:
+            torch.manual_seed(1)
+            return self.last(M.act_dropout(M.gelu(self.first(x), save="input"), act, 0.3, save="input"))
+
+    before, after = assert_same(Dropping(), torch.randn(ROWS, WIDTH))
+    assert after <= before - SIZE
+
+
 def test_a_chain_keeps_some() -> None:
     """Each result needs the one before it: what would take more than three operators to rebuild is kept."""
     for length in (1, 2, 3, 8):

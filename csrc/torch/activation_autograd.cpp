@@ -182,7 +182,7 @@ Tensor ActivationBackward::recompute() {
   const OptionalTensor seed = has_seed ? OptionalTensor(unpack(next++)) : std::nullopt;
   Tensor ordered = has_seed ? restride(std::move(input), strides) : std::move(input);
   if (is_own && eager::is_dead(ordered) && is_plain(ordered) && ordered.is_non_overlapping_and_dense() &&
-      ActivationSpec(op, params).invertible()) {
+      ActivationSpec(op, params).save_without_input("auto", has_seed)) {
     const at::AutoDispatchBelowADInplaceOrView below;
     return ops::activation_(ordered, kept_bias, dim, op, params, "auto", std::nullopt, seed, drop);
   }

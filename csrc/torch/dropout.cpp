@@ -105,13 +105,11 @@ struct Dropout {
     eager::Way way = eager::Way::fresh;
     if (inplace != Inplace::never) {
       check(input);
-      const ActivationSpec spec(act, params);
-      const bool elementwise = spec.act == Act::identity;
-      const bool possible = !does_nothing(input) && !adds_apart(input) &&
-                            (elementwise || save == "bit" || (save != "input" && spec.invertible(drops(input))));
+      const auto without_input = ActivationSpec(act, params).save_without_input(save, drops(input));
+      const bool possible = !does_nothing(input) && !adds_apart(input) && without_input;
       if (inplace == Inplace::automatic || !does_nothing(input))
         way = eager::resolve_inplace(inplace, name, input, possible);
-      if (way == eager::Way::fresh_keeping_output && !elementwise && save != "bit") save = "output";
+      if (way == eager::Way::fresh_keeping_output) save = *without_input;
     }
     const pybind11::gil_scoped_release no_gil;
     if (way != eager::Way::overwrite) return run(input);

@@ -34,11 +34,11 @@ PyObject* activation_entry(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Way way = Way::fresh;
   if (inplace != Inplace::never) {
     check_arguments(op, input, bias, dim);  // a sparse tensor has no strides to look at
-    const bool possible = inplace == Inplace::automatic &&
-                          (save == "bit" || (save != "input" && ActivationSpec(op, params).invertible()));
-    way = resolve_inplace(inplace, op, input, possible);
+    const auto without_input =
+        inplace == Inplace::automatic ? ActivationSpec(op, params).save_without_input(save) : std::nullopt;
+    way = resolve_inplace(inplace, op, input, without_input.has_value());
+    if (way == Way::fresh_keeping_output) save = *without_input;
   }
-  if (way == Way::fresh_keeping_output && save != "bit") save = "output";
   if (way == Way::overwrite) {
     Tensor self = input;
     {

@@ -104,6 +104,12 @@ bool ActivationSpec::invertible(bool dropped) const {
   }
 }
 
+std::optional<std::string_view> ActivationSpec::save_without_input(std::string_view save, bool dropped) const {
+  if (save == "bit") return save;
+  if (save == "input" || !invertible(dropped)) return std::nullopt;
+  return "output";
+}
+
 std::string_view gelu_name(std::string_view approximate) {
   TORCH_CHECK_VALUE(approximate == "none" || approximate == "tanh",
                     "gelu: expected approximate 'none' or 'tanh', got '", approximate, "'");

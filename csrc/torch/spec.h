@@ -4,6 +4,7 @@
 #include <c10/core/ScalarType.h>
 #include <c10/util/ArrayRef.h>
 
+#include <optional>
 #include <string_view>
 
 #include "../formulas/activation.h"
@@ -26,6 +27,9 @@ struct ActivationSpec {
   // Whether the slope is a function of the output (and the branch) at these parameters. `dropped`: of the output that
   // dropout scaled, whose rounding blurs where the slope jumps at an output other than 0.
   bool invertible(bool dropped = false) const;
+  // What a call asked to save `save` saves if its input is not to outlive it, as where it is overwritten: "output" or
+  // "bit"; null where it needs the input.
+  std::optional<std::string_view> save_without_input(std::string_view save, bool dropped = false) const;
 };
 
 // "gelu" or "gelu_tanh".
