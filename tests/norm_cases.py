@@ -1,13 +1,24 @@
-"""What the tests of the norms share: inputs of every kind, weights, and how exact a result has to be."""
+"""What the tests of the norms share: inputs of every kind, weights, calls, and how exact a result has to be."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor
+
+import memkit.functional as M
+from memkit._reference_norm import STOCK
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 LOW = [torch.float32, torch.float16, torch.bfloat16]
 KINDS = ("normal", "large mean", "tiny variance", "heavy tails")
+OPS = ("layer_norm", "rms_norm")
+SAVES = ("input", "output")
+ops = pytest.mark.parametrize("op", OPS)
+saves = pytest.mark.parametrize("save", SAVES)
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -57,3 +68,26 @@ def assert_as_good_as_stock(
             assert own <= 2 * other + slack, (
                 f"{name}: {measure} error {own:.2e}, stock's {other:.2e}, slack {slack:.2e}"
             )
+
+
+def weights(op: str, columns: int, dtype: torch.dtype, ratio: float = 0.3) -> list[Tensor]:
+    """|bias| <= ratio |weight|, of both signs."""
+    weight = uniform((columns,), dtype, 1, 0.5, 1.5) * (1 - 2 * (torch.arange(columns) % 3 == 0)).to(dtype)
+    if op.endswith("rms_norm"):
+        return [weight]
+    return [weight, (uniform((columns,), dtype, 2, -ratio, ratio).double() * weight.double().abs()).to(dtype)]
+
+
+def call(function: Callable[..., Any], op: str, columns: int, **keep: Any) -> Callable[..., Any]:
+    """function(input[, residual], weight[, bias]) over the last dimension."""
+    tensors = 2 if op.startswith("add_") else 1
+    eps = 1e-6 if op.endswith("rms_norm") else 1e-5
+    return lambda *t: function(*t[:tensors], (columns,), *t[tensors:], eps, **keep)
+
+
+def ours(op: str, columns: int, **keep: Any) -> Callable[..., Any]:
+    return call(getattr(M, op), op, columns, **keep)
+
+
+def stock(op: str, columns: int) -> Callable[..., Any]:
+    return call(STOCK[op], op, columns)

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm, with a residual and without: exactness, what is kept, in place, and what is refused."""
+"""LayerNorm and RMSNorm, with a residual and without: exactness, layouts, and what is refused."""
 
 from __future__ import annotations
 
@@ -9,44 +9,22 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from norm_cases import DTYPES, KINDS, LOW, assert_as_good_as_stock, inputs, normal, uniform
+from norm_cases import (
+    KINDS,
+    LOW,
+    assert_as_good_as_stock,
+    inputs,
+    normal,
+    ops,
+    ours,
+    saves,
+    stock,
+    weights,
+)
 from torch import Tensor
 
 import memkit.functional as M
-import memkit.nn
-from memkit._reference_norm import STOCK, run
-from memkit.memory import measure
-
-OPS = ("layer_norm", "rms_norm")
-SAVES = ("input", "output")
-ops = pytest.mark.parametrize("op", OPS)
-saves = pytest.mark.parametrize("save", SAVES)
-
-
-def weights(op: str, columns: int, dtype: torch.dtype, ratio: float = 0.3) -> list[Tensor]:
-    """|bias| <= ratio |weight|, of both signs."""
-    weight = uniform((columns,), dtype, 1, 0.5, 1.5) * (1 - 2 * (torch.arange(columns) % 3 == 0)).to(dtype)
-    if op.endswith("rms_norm"):
-        return [weight]
-    return [weight, (uniform((columns,), dtype, 2, -ratio, ratio).double() * weight.double().abs()).to(dtype)]
-
-
-def call(function: Callable[..., Any], op: str, columns: int, **keep: Any) -> Callable[..., Any]:
-    """function(input[, residual], weight[, bias]) over the last dimension."""
-    tensors = 2 if op.startswith("add_") else 1
-    eps = 1e-6 if op.endswith("rms_norm") else 1e-5
-    return lambda *t: function(*t[:tensors], (columns,), *t[tensors:], eps, **keep)
-
-
-def ours(op: str, columns: int, **keep: Any) -> Callable[..., Any]:
-    return call(getattr(M, op), op, columns, **keep)
-
-
-def stock(op: str, columns: int) -> Callable[..., Any]:
-    return call(STOCK[op], op, columns)
-
-
-# -- exactness -------------------------------------------------------------------------------------------------------------
+from memkit._reference_norm import run
 
 
 @pytest.mark.parametrize("columns", [1000, 4100])
@@ -200,254 +178,6 @@ def test_weights_of_another_dtype(op: str) -> None:
         assert M.norm_saves(ours(op, 64)(*leaves)) == "input"  # the output would blur the float32 gradients
 
 
-# -- what is kept ----------------------------------------------------------------------------------------------------------
-
-
-def saved_per_element(module: torch.nn.Module, x: Tensor) -> float:
-    return measure(lambda: module(x)).saved / x.numel()
-
-
-@ops
-def test_bytes_kept_before_a_linear(op: str) -> None:
-    """One tensor of bf16, the Linear's own, and four bytes a row."""
-    columns = 1024
-    norm = memkit.nn.LayerNorm if op == "layer_norm" else memkit.nn.RMSNorm
-    net = torch.nn.Sequential(norm(columns), torch.nn.Linear(columns, 8)).bfloat16()
-    x = normal((64, columns), torch.bfloat16, 0).requires_grad_()
-    assert saved_per_element(net, x) == 2 + 4 / columns
-    net[
-        0
-    ].save = (
-        "input"  # kept beside the Linear's: here the input is from before, so that only the statistics count
-    )
-    assert saved_per_element(net, x) == 2 + (8 if op == "layer_norm" else 4) / columns
-    hidden = torch.nn.Sequential(torch.nn.Linear(columns, columns).bfloat16(), net)
-    assert saved_per_element(hidden, x) == 4 + (8 if op == "layer_norm" else 4) / columns
-    net[0].save = "auto"
-    assert saved_per_element(hidden, x) == 2 + 4 / columns
-
-
-@ops
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_bytes_kept_under_autocast(op: str, dtype: torch.dtype) -> None:
-    columns = 1024
-    norm = memkit.nn.LayerNorm if op == "layer_norm" else memkit.nn.RMSNorm
-    net = torch.nn.Sequential(norm(columns), torch.nn.Linear(columns, 8))
-    x = normal((64, columns), dtype, 0).requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16):
-        assert net[0](x).dtype == torch.bfloat16
-        assert M.norm_saves(net[0](x)) == "output"
-        net(x)
-        casts = 8 * columns * 2 + 8 * 2  # of the Linear's parameters
-        assert measure(lambda: net(x)).saved <= x.numel() * 2 + 4 * 64 + casts
-
-
-@ops
-def test_autocast_is_as_exact_as_stock_with_its_linear(op: str) -> None:
-    """The output blurs the norm's weight gradient no more than the Linear's rounded gradient does."""
-    columns = 512
-    norm = {"layer_norm": memkit.nn.LayerNorm, "rms_norm": memkit.nn.RMSNorm}[op]
-    twin = {"layer_norm": torch.nn.LayerNorm, "rms_norm": torch.nn.RMSNorm}[op]
-
-    def build(cls: type) -> torch.nn.Module:
-        torch.manual_seed(0)
-        net = torch.nn.Sequential(cls(columns), torch.nn.Linear(columns, columns))
-        with torch.no_grad():
-            for parameter, values in zip(
-                net[0].parameters(), weights(op, columns, torch.float32), strict=True
-            ):
-                parameter.copy_(values)
-        return net
-
-    x = normal((256, columns), torch.float32, 0)
-    upstream = normal((256, columns), torch.float32, 1)
-
-    def gradients(net: torch.nn.Module, autocast: bool) -> list[Tensor]:
-        dtype = next(net.parameters()).dtype
-        leaf = x.to(dtype).requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            out = net(leaf)
-        found = torch.autograd.grad(out, [leaf, *net[0].parameters()], upstream.to(out.dtype))
-        return [found[0], *found[1:]]
-
-    want = gradients(build(twin).double(), False)
-    theirs, mine = gradients(build(twin), True), gradients(build(norm), True)
-    names = "input weight bias" if op == "layer_norm" else "input weight"
-    assert_as_good_as_stock(names, mine, theirs, want)
-
-
-def test_the_choice_follows_the_weights() -> None:
-    x = normal((4, 64), torch.float32, 0)
-    norm = memkit.nn.LayerNorm(64)
-    assert M.norm_saves(norm(x)) == "output"
-    with torch.no_grad():
-        norm.weight[3] = 0.01
-        norm.bias[3] = 0.02
-    assert M.norm_saves(norm(x)) == "input"
-    with torch.no_grad():
-        norm.bias[3] = 0.005
-    assert M.norm_saves(norm(x)) == "output"
-    with torch.no_grad():
-        norm.weight[0] = 0
-    assert M.norm_saves(norm(x)) == "input"
-    with pytest.raises(
-        ValueError, match=r"^layer_norm: expected, with save='output', finite weights other than 0"
-    ):
-        M.layer_norm(x, (64,), norm.weight, norm.bias, save="output")
-    with torch.no_grad():
-        norm.weight[0] = math.nan
-    assert M.norm_saves(norm(x)) == "input"
-    assert M.norm_saves(x) is None
-    half = memkit.nn.RMSNorm(64, dtype=torch.float16)
-    with torch.no_grad():
-        half.weight[1] = 1e-5  # outputs would be subnormal
-    assert M.norm_saves(half(x.half())) == "input"
-
-
-def test_weights_written_past_their_version() -> None:
-    """As engines with flat or sharded parameters do. A weight of 0 rebuilds nothing, its own gradient included."""
-    leaves = [normal((4, 8), torch.float32, 0), torch.ones(8), torch.zeros(8)]
-    x, weight, bias = (leaf.requires_grad_() for leaf in leaves)
-    assert M.norm_saves(M.layer_norm(x, (8,), weight, bias)) == "output"
-    version = weight._version
-    weight.data.zero_()
-    assert weight._version == version
-    out = M.layer_norm(x, (8,), weight, bias)
-    assert M.norm_saves(out) == "input"
-    found = torch.autograd.grad(out.sum(), weight)
-    expected = torch.autograd.grad(torch.nn.functional.layer_norm(x, (8,), weight, bias).sum(), weight)
-    torch.testing.assert_close(found, expected)
-    bias.data.fill_(2.0)
-    weight.data.fill_(2.0)
-    assert M.norm_saves(M.layer_norm(x, (8,), weight, bias)) == "output"
-    bias.data.fill_(2.1)
-    assert M.norm_saves(M.layer_norm(x, (8,), weight, bias)) == "input"
-
-
-def test_weights_that_die_leave_no_verdict_behind() -> None:
-    x = normal((2, 8), torch.float32, 0).requires_grad_()
-    for i in range(600):
-        weight = torch.ones(8) if i % 2 else torch.zeros(8)
-        assert M.norm_saves(M.rms_norm(x, (8,), weight)) == ("output" if i % 2 else "input")
-
-
-# -- in place --------------------------------------------------------------------------------------------------------------
-
-
-@ops
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_in_place(op: str, dtype: torch.dtype) -> None:
-    columns = 96
-    tensors = [normal((7, columns), dtype, 0), *weights(op, columns, dtype)]
-    grads = [normal((7, columns), dtype, 3)]
-    function = ours(op, columns, inplace=True)
-
-    def overwrite(x: Tensor, *rest: Tensor) -> Tensor:
-        h = x.clone()
-        out = function(h, *rest)
-        assert out is h
-        return out
-
-    expected = run(ours(op, columns, save="output"), tensors, grads)
-    for a, b in zip(run(overwrite, tensors, grads), expected, strict=True):
-        assert torch.equal(a, b)
-    with torch.no_grad():
-        h = tensors[0].clone()
-        assert function(h, *tensors[1:]) is h
-        assert torch.equal(h, expected[0])
-        part = torch.zeros(7, 2 * columns, dtype=dtype)
-        view = part[:, ::2]
-        view.copy_(tensors[0])
-        function(view, *tensors[1:])
-        assert torch.equal(part[:, ::2], expected[0])
-        assert not part[:, 1::2].any()
-
-
-def test_in_place_auto() -> None:
-    weight = torch.ones(8, requires_grad=True)
-    x = normal((4, 8), torch.float32, 0).requires_grad_()
-    h = x * 1
-    pointer = h.data_ptr()
-    assert M.rms_norm(h, (8,), weight, inplace="auto").data_ptr() == pointer
-    h = x * 1
-    other = h.detach()
-    assert M.rms_norm(h, (8,), weight, inplace="auto").data_ptr() != h.data_ptr()
-    del other
-    h = x.exp()  # keeps its output
-    assert M.rms_norm(h, (8,), weight, inplace="auto").data_ptr() != h.data_ptr()
-    with torch.no_grad():
-        weight[2] = 0
-    h = x * 1
-    assert M.rms_norm(h, (8,), weight, inplace="auto").data_ptr() != h.data_ptr()
-
-
-def test_in_place_is_refused_where_a_gradient_would_suffer() -> None:
-    x = normal((4, 8), torch.float32, 0).requires_grad_()
-    weight, bias = torch.ones(8), torch.zeros(8)
-    with pytest.raises(RuntimeError, match=r"^layer_norm: expected, in place, .*a leaf that requires grad"):
-        M.layer_norm(x, (8,), weight, bias, inplace=True)
-    h = x.exp()
-    with pytest.raises(RuntimeError, match=r"^layer_norm: expected, in place, .*ExpBackward0"):
-        M.layer_norm(h, (8,), weight, bias, inplace=True)
-    h = x * 1
-    before = h.clone()
-    with pytest.raises(ValueError, match=r"^layer_norm: expected, in place, weights at least as large"):
-        M.layer_norm(h, (8,), weight, bias + 2, inplace=True)
-    with pytest.raises(ValueError, match=r"^layer_norm: expected, in place, finite weights other than 0"):
-        M.layer_norm(h, (8,), weight * 0, bias, inplace=True)
-    with pytest.raises(
-        ValueError, match=r"^layer_norm: expected save 'auto' or 'output' in place, got 'input'"
-    ):
-        M.layer_norm(h, (8,), weight, bias, inplace=True, save="input")
-    with (
-        torch.autocast("cpu", torch.bfloat16),
-        pytest.raises(TypeError, match="an input of the output's dtype"),
-    ):
-        M.layer_norm(h, (8,), weight, bias, inplace=True)
-    with pytest.raises(RuntimeError, match="a weight in memory of its own"):
-        M.layer_norm(h, (8,), h[0].detach(), bias, inplace=True)
-    assert torch.equal(h, before)
-    M.layer_norm(h, (8,), weight, bias, inplace=True)
-    with torch.no_grad():
-        h.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        h.sum().backward()
-
-
-@pytest.mark.parametrize("op", ["add_layer_norm", "add_rms_norm"])
-@pytest.mark.parametrize("save", ["auto", "input"])
-def test_the_residual_stream_in_place(op: str, save: str) -> None:
-    """Several layers over one stream: with the output kept it is overwritten again and again."""
-    columns = 32
-    parameters = weights(op, columns, torch.float64)
-    tensors = [normal((5, columns), torch.float64, 0), normal((5, columns), torch.float64, 4), *parameters]
-    inplace: Any = True if save == "auto" else "auto"
-
-    def stream(function: Callable[..., Any]) -> Callable[..., Any]:
-        def run_stream(x: Tensor, residual: Tensor, *rest: Tensor) -> Tensor:
-            residual = residual * 1
-            for _ in range(3):
-                normed, residual = function(x, residual, *rest)
-                x = normed.sin()
-            return normed * residual
-
-        return run_stream
-
-    grads = [normal((5, columns), torch.float64, 3)]
-    mine = run(stream(ours(op, columns, inplace=inplace, save=save)), tensors, grads)
-    for a, b in zip(mine, run(stream(stock(op, columns)), tensors, grads), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
-    x, residual = (t.clone().requires_grad_() for t in tensors[:2])
-    h = residual * 1
-    assert ours(op, columns, inplace=True, save=save)(x, h, *parameters)[1] is h
-    following = ours(op, columns, inplace=True, save=save)
-    if save == "auto":
-        assert following(x, h, *parameters)[1] is h
-    else:
-        with pytest.raises(RuntimeError, match="keeps it for its backward"):
-            following(x, h, *parameters)
-
-
 def test_a_residual_of_another_dtype() -> None:
     x, residual = normal((4, 8), torch.bfloat16, 0), normal((4, 8), torch.float32, 1)
     for inplace in (False, True, "auto"):
@@ -471,9 +201,6 @@ def test_unused_results_get_no_gradient() -> None:
     assert grads[2] is None
     normed, _ = M.add_rms_norm(x, residual, (8,), weight)
     assert torch.autograd.grad(normed.sum(), x)[0].shape == x.shape
-
-
-# -- errors ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
