@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from memkit import swap, unswap
-from memkit.bench.zoo import LAYERS
+from memkit.bench.zoo import LAYERS, Subject, exact_gradients
 from memkit.memory import measure
 from memkit.swap import types
 from memkit.swap.library import Twin
@@ -310,3 +310,30 @@ def test_attention_with_dropout():
     loss, gradients = step(subject)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
     assert apart(gradients, theirs) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("Mamba", {"state_size": 8, "time_step_rank": 4}),
+        ("Mamba2", {"num_heads": 4, "head_dim": 32, "n_groups": 1, "state_size": 8, "chunk_size": 16}),
+    ],
+)
+def test_recurrences_keep_no_states(name, options):
+    import transformers
+
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=64, hidden_size=64, num_hidden_layers=2, use_cache=False, **options
+    )
+    ids = torch.randint(64, (2, 24))
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).train()
+    subject = Subject(model, {"input_ids": ids, "labels": ids})
+    before = measure(subject.loss, device="cpu").saved
+    exact = exact_gradients(subject)
+    expected, theirs = step(copy.deepcopy(subject))
+    swap(subject.model, sample=subject.sample, lean="call")
+    assert measure(subject.loss, device="cpu").saved <= 0.5 * before
+    loss, ours = step(subject)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    assert apart(ours, exact) <= 2 * apart(theirs, exact)

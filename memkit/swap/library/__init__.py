@@ -20,11 +20,12 @@ from .again import made_again
 from .attention import is_attention
 from .gated_norms import GATES, gated_norm_probe, is_gated_norm
 from .losses import has_library_loss, hold, release
-from .mlps import GATINGS, STEPS
+from .mlps import GATINGS, STEPS, Gating, Steps
 from .norm_acts import norm_op
 from .norms import further_probes, norm_kinds, norm_probe
 from .residual import BLOCKS, DENSE, OPTIONAL, is_dense_layer
 from .twin import TOLERANCE, InLean, Twin, numbers, twin_of
+from .written import written
 
 __all__ = [
     "CLASSES",
@@ -80,14 +81,13 @@ def candidates(module: nn.Module, names: frozenset[str], exact: bool) -> list[Ma
         found += [Match("gated_norm", "gated", gate, probe) for gate in GATES]
     children = module._modules.keys()
     held = children | vars(module).keys()
-    for row in (*STEPS, *GATINGS):
-        own = [name for name in row.names if name[0] != "="]
-        if row.op in names and held >= set(own) and children <= set(own) and not _has_act(module):
+    named = (row for row in (*STEPS, *GATINGS) if held >= _own(row) >= children and not _has_act(module))
+    for row in (*named, *written(module)):
+        if row.op in names:
             kind = "gated" if row.op == "gated" else "steps"
             choice = row._replace(dropout="dropout" in names)
-            found.append(
-                Match(kind, row.op, choice, _probe(getattr(module, own[0])), "forward", _acts(module, own))
-            )
+            first, acts = getattr(module, row.names[0]), _acts(module, sorted(_own(row)))
+            found.append(Match(kind, row.op, choice, _probe(first), "forward", acts))
     for block in BLOCKS if "batch_norm_act" in names else ():
         needed = set(block.names) | {"downsample"}
         if children <= needed and held >= needed and children >= needed - OPTIONAL:
@@ -252,6 +252,11 @@ def _probe(layer: Any) -> tuple[Tensor, ...]:
 def _has_act(module: Any) -> bool:
     """Of a batch norm that calls its activation itself: nothing is left for the module around it."""
     return hasattr(module._modules.get("bn"), "act")
+
+
+def _own(row: Steps | Gating) -> set[str]:
+    """What a module holds, without functions."""
+    return {name for name in row.names if name[0] != "="}
 
 
 def _acts(module: nn.Module, names: Iterable[str]) -> tuple[nn.Module, ...]:

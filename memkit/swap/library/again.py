@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..._lean import is_lean
+from .scans import Scan, calls_scan
 from .standardized import StandardizedConv, is_standardized
 from .twin import Twin
 
@@ -38,6 +39,8 @@ def made_again(module: nn.Module, names: frozenset[str]) -> str:
     cls = type(module)
     if "gated" in names and hasattr(cls, "_apply_gate"):
         return GateAgain.kind
+    if "attention" in names and calls_scan(cls):
+        return Scan.kind
     if "conv2d" in names and is_standardized(cls):
         return StandardizedConv.kind
     return ActivationAgain.kind if "act_linear" in names and cls.__name__ in ACTIVATIONS else ""

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from ..._lean import is_lean
 from ..layers import serves
 from .attend import Scores, attend
-from .twin import TOLERANCE, Twin, numbers, with_names
+from .twin import TOLERANCE, Twin, is_tracing, numbers, with_names
 
 TABLE = "ALL_ATTENTION_FUNCTIONS"
 FUSED = "sdpa_attention_forward"
@@ -43,15 +43,10 @@ _same: dict[Any, bool] = {}
 class Attention(Twin, kind="attention"):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         forward = type(self)._stock_forward
-        if is_lean() and torch.is_grad_enabled() and not _is_tracing() and _asks(forward):
+        if is_lean() and torch.is_grad_enabled() and not is_tracing() and _asks(forward):
             # Asked again: of a pickle, the library may be another now.
             forward = with_names(forward, **{TABLE: _Table(forward.__globals__[TABLE])})
         return forward(self, *args, **kwargs)
-
-
-def _is_tracing() -> bool:
-    jit: Any = torch.jit
-    return bool(jit.is_tracing())
 
 
 def is_attention(cls: type[nn.Module]) -> bool:

@@ -9,6 +9,7 @@ time of the call decides: an adapter around it, a hook or a quantised layer is c
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import mode
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ from .twin import Twin, computes_in, is_plain, linear_call, linear_weights
 
 
 class Steps(NamedTuple):
-    """Children in the order of their calls; "=relu" stands for a function."""
+    """Children in the order of their calls; "=relu" stands for a function, an activation's by its name."""
 
     names: tuple[str, ...]
     dropout: bool = True
@@ -36,7 +37,7 @@ class Steps(NamedTuple):
 
     @property
     def op(self) -> str:
-        return "batch_norm_act" if "=relu" in self.names else "act_linear"
+        return "batch_norm_act" if "bn" in self.names else "act_linear"
 
 
 STEPS = (
@@ -61,6 +62,7 @@ class Gating(NamedTuple):
     """None: `gate` gives both in one tensor."""
     down: str
     act: str
+    """As of `Steps`, "=silu" is a function."""
     between: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     packing: Packing = "gate_up"
@@ -81,6 +83,7 @@ GATINGS = (
     Gating("gate_proj", "up_proj", "down_proj", "activation_fn"),  # Llama 4
     Gating("w1", "w3", "w2", "act_fn"),
     Gating("wi_0", "wi_1", "wo", "act", ("dropout",)),  # T5 1.1
+    Gating("Wi", None, "Wo", "act", ("drop",)),  # ModernBERT
     Gating("gate_up_proj", None, "down_proj", "activation_fn"),  # Phi-3, GLM
     Gating("fc1_g", "fc1_x", "fc2", "act", ("drop1", "norm"), ("drop2",)),  # timm
     Gating("fc1", None, "fc2", "act", ("drop1", "norm"), ("drop2",)),
@@ -116,7 +119,7 @@ class GatedFeedForward(Twin, kind="gated"):
     def forward(self, input: Tensor) -> Tensor:
         how = self._swap
         down: Any = getattr(self, how.down)
-        act = activation_of(getattr(self, how.act))
+        act = (how.act[1:], {}) if how.act[0] == "=" else activation_of(getattr(self, how.act))
         if act is None or act[0] not in GATES or not computes_in(input, getattr(self, how.gate), down):
             return self._stock_forward(input)
         gate = getattr(self, how.gate)(input)
@@ -144,8 +147,11 @@ class GatedFeedForward(Twin, kind="gated"):
 
     @staticmethod
     def kept(module: Any, shape: torch.Size, lean: bool) -> int:
-        row = next(row for row in GATINGS if all(hasattr(module, name) for name in row.names))
-        return 2 * _hidden(getattr(module, row.down), shape)
+        rows = (row for row in GATINGS if all(hasattr(module, name) for name in row.names))
+        if (row := next(rows, None)) is not None:
+            return 2 * _hidden(getattr(module, row.down), shape)
+        width: int = mode(layer.out_features for layer in module.children())
+        return 2 * shape.numel() // shape[-1] * width
 
 
 class BertLayer(Twin, kind="bert_layer"):
@@ -231,7 +237,7 @@ def _next(steps: Sequence[Any], at: int, input: Tensor, dropout: bool) -> tuple[
         act = (behind, {}) if isinstance(behind, str) else behind and activation_of(behind)
         if act:
             return batch_norm_of(step, input, *act), after + 1
-    act = None if isinstance(step, str) else activation_of(step)
+    act = (step, {}) if isinstance(step, str) else activation_of(step)
     if act is not None:
         params: Any = act[1]
         after, p = at + 1, 0.0
@@ -247,15 +253,17 @@ def _next(steps: Sequence[Any], at: int, input: Tensor, dropout: bool) -> tuple[
             out = linear(lambda w, b, h: F.dropout_linear(h, w, b, p, act=act[0], **params), input)
             return out, after + 1
         if p or act[0] in KEEPS_OUTPUT:  # which the layer keeps too: making it again would bring nothing
-            return step(input), at + 1
+            return _called(step, input), at + 1
         if linear is not None:
             return linear(lambda w, b, h: F.act_linear(h, w, b, act[0], **params), input), after + 1
         if takes(layer, input):
             how = (layer.stride, layer.padding, layer.dilation, layer.groups)
             return F.act_conv2d(input, layer.weight, layer.bias, *how, act=act[0], **params), after + 1
-    if isinstance(step, str):
-        return getattr(torch, step)(input), at + 1
-    return step(input), at + 1
+    return _called(step, input), at + 1
+
+
+def _called(step: Any, input: Tensor) -> Tensor:
+    return act_alone(input, step, {}) if isinstance(step, str) else step(input)
 
 
 def act_alone(input: Tensor, name: str, params: dict[str, float]) -> Tensor:

@@ -95,6 +95,11 @@ def with_names(forward: Any, **names: Any) -> Callable[..., Any]:
     return made
 
 
+def is_tracing() -> bool:
+    jit: Any = torch.jit
+    return bool(jit.is_tracing())
+
+
 def numbers(shape: Sequence[int], like: Tensor | None) -> Tensor:
     """The same normal numbers each time, without the program's random state, of a parameter's dtype and device."""
     drawn = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
