@@ -105,9 +105,13 @@ $(EXTRAS): $(CORE) pyproject.toml
 	$(PIP) install -q $$($(BIN)/python setup_checks.py extra test bench)
 	@touch $@
 
-# Libraries whose models are tested and measured; torchvision goes with one torch.
+# Libraries whose models are tested and measured. A torchvision goes with one torch, the index's with the index's: where it
+# does not load it would stop transformers, which does without, as its own models' and timm's tests do.
 $(MODELS): $(CORE) pyproject.toml
 	$(PIP) install -q "torch==$(TORCH)" $$($(BIN)/python setup_checks.py extra models)
+	@$(BIN)/python -c 'import torchvision' 2>/dev/null || \
+	  { echo "memkit: torchvision from the index does not load into torch $(TORCH): going on without it and timm" >&2; \
+	    $(PIP) uninstall -q -y torchvision; }
 	@touch $@
 
 $(ENGINES): $(CORE) pyproject.toml
