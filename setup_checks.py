@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TORCH_OLDEST = (2, 11)
-TORCH_NEWEST_TESTED = (2, 14)
+TORCH_NEWEST_TESTED = (2, 15)
 GCC_OLDEST = 11
 CLANG_OLDEST = 14
 DISK_NEEDED = 2 * 1024**3

@@ -56,8 +56,9 @@ def test_transformer_layers(layer_type, activation, by_sample, calls):
     assert row.changed == known, row.reason
     calls.clear()
     assert_as_stock(layer, *args)
-    # In place but for a view that autograd recorded, which Linear makes of more than two dimensions on the CPU.
-    assert [overwritten for _, overwritten in calls] == [False] * known
+    # In place but for a view that autograd recorded, which Linear makes of more than two dimensions up to PyTorch 2.14.
+    recorded = layer.linear1(batch(2, 3, D))._is_view()
+    assert [overwritten for _, overwritten in calls] == [not recorded] * known
     calls.clear()
     with torch.no_grad():
         layer.train()(*args)
