@@ -1,5 +1,6 @@
 """Modules written as model libraries write them: found by their names, verified by their values, safe in every call."""
 
+import copy
 import inspect
 import pickle
 
@@ -295,6 +296,16 @@ def test_verifying_leaves_no_trace():
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
     assert model[2].training
+
+
+def test_a_function_behind_a_norm_that_is_called_by_itself_keeps_its_result_alone():
+    stock = nn.Sequential(BasicConv2d(), nn.Conv2d(D, 2, 3)).train()
+    model = copy.deepcopy(stock)
+    assert swap(model).changed
+    for each in (stock, model):
+        each[0].bn.register_forward_hook(lambda *args: None)
+    x = images().float()
+    assert measure(lambda: model(x)).saved == measure(lambda: stock(x)).saved
 
 
 @pytest.mark.parametrize("replace", ["hook", "subclass", "frozen", "half"])

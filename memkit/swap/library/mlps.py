@@ -263,7 +263,7 @@ def _next(steps: Sequence[Any], at: int, input: Tensor, dropout: bool) -> tuple[
 
 
 def _called(step: Any, input: Tensor) -> Tensor:
-    return act_alone(input, step, {}) if isinstance(step, str) else step(input)
+    return _apply(step, input, (), False, "auto") if isinstance(step, str) else step(input)
 
 
 def act_alone(input: Tensor, name: str, params: dict[str, float]) -> Tensor:
