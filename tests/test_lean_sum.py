@@ -110,9 +110,9 @@ class Chain(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("act", ["hardswish", "hardsigmoid", "hardtanh", "silu"])
+@pytest.mark.parametrize("act", ["hardswish", "hardsigmoid", "hardtanh", "relu6", "silu"])
 def test_an_activation_with_dropout_is_rebuilt(act: str) -> None:
-    """From an input that is rebuilt itself, so that its memory could be taken. Beside dropout the first three need it."""
+    """From an input that is rebuilt itself, so that its memory could be taken. Beside dropout all but silu need it."""
 
     class Dropping(Sum):
         def forward(self, x: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from ..._lean import is_lean
 from ..layers import serves
 from .attend import Scores, attend
-from .twin import TOLERANCE, Twin, is_tracing, numbers, with_names
+from .twin import Twin, is_tracing, itself, near, numbers, with_names
 
 TABLE = "ALL_ATTENTION_FUNCTIONS"
 FUSED = "sdpa_attention_forward"
@@ -167,7 +167,7 @@ def _is_same(function: Any, module: Any, tensors: Any, args: Any, how: Any, kwar
     devices = [tensors[0].device] if tensors[0].is_cuda else []
     with (
         torch.enable_grad(),
-        saved_tensors_hooks(_itself, _itself),
+        saved_tensors_hooks(itself, itself),
         _disable_current_modes(),
         torch.random.fork_rng(devices),
     ):
@@ -196,16 +196,7 @@ def _is_same(function: Any, module: Any, tensors: Any, args: Any, how: Any, kwar
         if any(grad is not None for grad in found[len(leaves) :]):
             return False
         pairs += zip(torch.autograd.grad(pairs[0][0], leaves, weight), found, strict=False)
-        return all(b is not None and _near(a, b) for a, b in pairs)
-
-
-def _itself(x: Tensor) -> Tensor:
-    return x
-
-
-def _near(ours: Tensor, theirs: Tensor) -> bool:
-    tolerance = TOLERANCE[theirs.dtype]
-    return bool((ours.double() - theirs.double()).norm() <= tolerance * theirs.double().norm())
+        return all(b is not None and near(a, b) for a, b in pairs)
 
 
 def _expands(x: Tensor, shape: tuple[int, ...]) -> bool:

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from ..._lean import is_lean
 from ..layers import serves
 from .selective_scan import selective_scan
-from .twin import TOLERANCE, Twin, is_tracing, numbers, with_names
+from .twin import Twin, is_tracing, itself, near, numbers, with_names
 
 SELECTIVE = "mamba_selective_scan"
 NAMES = frozenset(
@@ -136,7 +136,7 @@ def _is_same(function: Any, tensors: tuple[Any, ...], args: Any, kwargs: Any, so
 
     A checkpoint around the model sees nothing of it, since it is not done again when that computes again.
     """
-    with torch.enable_grad(), saved_tensors_hooks(_itself, _itself), _disable_current_modes():
+    with torch.enable_grad(), saved_tensors_hooks(itself, itself), _disable_current_modes():
         tokens = tensors[0].shape[-1]
         some: dict[int, Tensor] = {}
         for at, x in enumerate(tensors):
@@ -154,12 +154,4 @@ def _is_same(function: Any, tensors: tuple[Any, ...], args: Any, kwargs: Any, so
         pairs = [(ours, theirs)]
         found = (torch.autograd.grad(out, leaves, weight, allow_unused=True) for out in (ours, theirs))
         pairs += zip(*found, strict=True)
-        return all(a is not None and b is not None and _near(a, b) for a, b in pairs)
-
-
-def _itself(x: Tensor) -> Tensor:
-    return x
-
-
-def _near(ours: Tensor, theirs: Tensor) -> bool:
-    return bool((ours.double() - theirs.double()).norm() <= TOLERANCE[theirs.dtype] * theirs.double().norm())
+        return all(a is not None and b is not None and near(a, b) for a, b in pairs)
