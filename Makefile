@@ -30,7 +30,7 @@ CODE := -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh'
 SOURCES := setup.py setup_checks.py $(shell find csrc $(CODE))
 BINARY := $(or $(wildcard memkit/_build_info.py),FORCE) $(or $(wildcard memkit/_C.*.so),FORCE)
 
-.PHONY: setup build bench bench-ops bench-models bench-matrix test test-all lint format wheel gpu clean FORCE
+.PHONY: setup build bench bench-ops bench-models bench-matrix test test-all test-simt lint format wheel gpu clean FORCE
 .DELETE_ON_ERROR:
 
 setup: $(CORE) $(EXTRAS)
@@ -58,8 +58,18 @@ endef
 test: build $(MODELS)
 	$(call run_tests,run,-m "not slow")
 
-test-all: build $(MODELS) $(ENGINES)
+test-all: build $(MODELS) $(ENGINES) test-simt
 	$(call run_tests,run long,)
+
+# CUDA's kernels without a GPU: built for the CPU, where threads take turns (tests/simt), and given the tensors there.
+SIMT := $(foreach t,activation activation_bias activation_edges channel_norm dropout dropout_forms glu linear_loss loss norm \
+  norm_inplace optim_8bit optim_operators pooling rotary rotary_inplace softmax,tests/test_$(t).py)
+# Bounds of the CPU's own kernels, which sum in float64.
+SIMT_NOT := tests/test_softmax.py::test_float64_against_long_double tests/test_norm.py::test_as_exact_as_stock
+
+test-simt: $(EXTRAS)
+	MEMKIT_CUDA=simt $(BIN)/python setup.py -q build --build-lib build/simt
+	PYTHONPATH=build/simt $(BIN)/python -P -m pytest -q -n $(JOBS) --dist worksteal -m "not slow" $(SIMT) $(SIMT_NOT:%=--deselect %) $(ARGS)
 
 lint: $(LINTERS)
 	$(BIN)/ruff check .

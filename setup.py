@@ -63,18 +63,25 @@ def use_ccache(toolkit: checks.Toolkit | None) -> None:
         os.environ.setdefault("PYTORCH_NVCC", f"{ccache} {toolkit.root / 'bin' / 'nvcc'}")
 
 
-def sources(suffixes: Container[str]) -> list[str]:
+def sources(suffixes: Container[str], simt: bool) -> list[str]:
     """The files to compile: each unit, written into build/units where it changed, for ninja's sake, and what is in none."""
     csrc, folder = ROOT / "csrc", ROOT / "build" / "units"
     folder.mkdir(parents=True, exist_ok=True)
     alone = {path for path in csrc.rglob("*") if path.suffix in suffixes}
-    units = [folder / name for name in UNITS if Path(name).suffix in suffixes]
-    for unit in units:
-        files = {path for pattern in UNITS[unit.name].split() for path in csrc.glob(pattern + unit.suffix)}
+    units = []
+    for name, patterns in UNITS.items():
+        suffix = Path(name).suffix
+        if suffix not in suffixes:
+            continue
+        files = {path for pattern in patterns.split() for path in csrc.glob(pattern + suffix)}
         alone -= files
         text = "".join(f'#include "{path.relative_to(csrc)}"\n' for path in sorted(files))
+        unit = folder / name
+        if simt and suffix == ".cu":
+            unit, text = unit.with_suffix(".cpp"), "#include <cuda_runtime.h>\n" + text
         if not unit.exists() or unit.read_text() != text:
             unit.write_text(text)
+        units.append(unit)
     return [str(path.relative_to(ROOT)) for path in [*units, *sorted(alone)]]
 
 
@@ -102,6 +109,7 @@ def build_arguments() -> dict[str, Any]:
 
     if not hasattr(cpp_extension, "_wrap_compiler"):
         use_ccache(toolkit)
+    simt = os.environ.get("MEMKIT_CUDA") == "simt"
     macros = [("MEMKIT_TORCH_VERSION", f'"{torch.__version__}"'), ("MEMKIT_CUDA_VERSION", '""')]
     include_dirs, libraries, link = [str(ROOT / "csrc")], [], ["-fopenmp"]
     if toolkit:
@@ -110,16 +118,19 @@ def build_arguments() -> dict[str, Any]:
         include_dirs.append(str(toolkit.include))
         libraries += ["c10_cuda", "torch_cuda"]
         link.append(str(toolkit.cudart))
+    if simt:
+        macros.append(("MEMKIT_SIMT", "1"))
+        include_dirs.append(str(ROOT / "tests" / "simt"))
     extension = cpp_extension.CppExtension(
         "memkit._C",
-        sources([".cpp", ".cu"] if toolkit else [".cpp"]),
+        sources([".cpp", ".cu"] if toolkit or simt else [".cpp"], simt),
         define_macros=macros,
         extra_compile_args={"cxx": CXX_FLAGS, "nvcc": nvcc_flags},
         include_dirs=include_dirs,
         libraries=libraries,
         extra_link_args=link,
     )
-    version = torch.__version__ + ("-cuda" + toolkit.version if toolkit else "")
+    version = torch.__version__ + ("-cuda" + toolkit.version if toolkit else "-simt" if simt else "")
 
     class Build(cpp_extension.BuildExtension):  # type: ignore[misc]
         """Checks first, keeps objects a torch version apart, and writes down what the binary was built for."""

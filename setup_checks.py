@@ -224,10 +224,10 @@ def choose_cuda(
 ) -> tuple[Toolkit | None, str]:
     """The toolkit to build the CUDA half with, or None and the reason. MEMKIT_CUDA=1 turns a reason into an error."""
     wish = env.get("MEMKIT_CUDA", "")
-    if wish not in ("", "0", "1"):
-        raise BuildError(f"memkit: expected MEMKIT_CUDA to be 0, 1 or unset, got {wish!r}")
-    if wish == "0":
-        return None, "MEMKIT_CUDA=0"
+    if wish not in ("", "0", "1", "simt"):
+        raise BuildError(f"memkit: expected MEMKIT_CUDA to be 0, 1, simt or unset, got {wish!r}")
+    if wish in ("0", "simt"):
+        return None, f"MEMKIT_CUDA={wish}"
     if torch_cuda is None:
         if wish == "1":
             raise BuildError(f"memkit: MEMKIT_CUDA=1 needs a CUDA build of torch, got torch {torch_version}")
@@ -262,7 +262,7 @@ def site_folders() -> list[str]:
 
 def missing_wheels(env: Mapping[str, str], torch_cuda: str | None) -> list[str]:
     """The wheels this machine needs to compile the CUDA half; none where it has an nvcc or wants no CUDA."""
-    if torch_cuda is None or env.get("MEMKIT_CUDA") == "0":
+    if torch_cuda is None or env.get("MEMKIT_CUDA") in ("0", "simt"):
         return []
     toolkit, _ = find_toolkit(torch_cuda, nvcc_candidates(env, site_folders()))
     return [] if toolkit else cuda_wheels(torch_cuda)

@@ -29,6 +29,8 @@ def without_cuda() -> str | None:
 
 def pytest_report_header() -> list[str]:
     cuda = without_cuda() or f"{torch.cuda.get_device_name()}, built for {_build_info.CUDA_ARCHS}"
+    if _build_info.WITHOUT_CUDA == "MEMKIT_CUDA=simt":
+        cuda = "its kernels, played on the CPU, serve the tensors there"
     return [f"torch {torch.__version__}, {torch.get_num_threads()} threads, CUDA: {cuda}"]
 
 

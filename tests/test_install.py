@@ -356,8 +356,12 @@ def test_memkit_cuda_0_asks_no_nvcc():
     def find(torch_cuda: str) -> tuple[None, list[str]]:
         raise AssertionError("nvcc was looked for")
 
-    assert checks.choose_cuda({"MEMKIT_CUDA": "0"}, "2.14.0+cu130", "13.0", find) == (None, "MEMKIT_CUDA=0")
-    with pytest.raises(checks.BuildError, match="expected MEMKIT_CUDA to be 0, 1 or unset, got 'yes'"):
+    for wish in ("0", "simt"):
+        assert checks.choose_cuda({"MEMKIT_CUDA": wish}, "2.14.0+cu130", "13.0", find) == (
+            None,
+            f"MEMKIT_CUDA={wish}",
+        )
+    with pytest.raises(checks.BuildError, match="expected MEMKIT_CUDA to be 0, 1, simt or unset, got 'yes'"):
         checks.choose_cuda({"MEMKIT_CUDA": "yes"}, "2.14.0+cu130", "13.0", find)
 
 
@@ -407,7 +411,7 @@ def build_command(env: dict[str, str], *arguments: str) -> subprocess.CompletedP
     ("env", "message"),
     [
         ({"CXX": "/no/such/g++"}, "error: memkit: needs a C++ compiler, and '/no/such/g++' does not run"),
-        ({"MEMKIT_CUDA": "maybe"}, "memkit: expected MEMKIT_CUDA to be 0, 1 or unset, got 'maybe'"),
+        ({"MEMKIT_CUDA": "maybe"}, "memkit: expected MEMKIT_CUDA to be 0, 1, simt or unset, got 'maybe'"),
         ({"MAX_JOBS": "0"}, "error: memkit: expected MAX_JOBS to be a number from 1, got '0'"),
     ],
 )

@@ -42,8 +42,6 @@ struct Reader {
     std::memset(static_cast<char*>(args.out) + i * size_of(args.dtype), 0, n * size_of(args.dtype));
   }
 
-  // Whether all of b lies on the target's class.
-  MEMKIT_FN bool one_class() const { return !args.probabilities && args.smoothing == 0; }
   // What of the gradient lies on an index target alone.
   MEMKIT_FN T hot(int64_t index) const { return op.kept * weight(index); }
   MEMKIT_FN bool ignored(int64_t row) const { return args.index && args.index[row] == args.ignore_index; }
@@ -135,7 +133,7 @@ struct Rows : Reader<Lanes, T> {
         sum[r] += sum_of<Lanes, T>(
             n, [&](int64_t, bool here, T x) MEMKIT_INLINE { return select(here, exp_falling(x - most), T(0)); }, own);
       }
-      if (this->one_class()) continue;
+      if (args.one_class()) continue;
       for (int64_t r = 0; r < count; ++r) {
         const T *own = x + r * n, most = largest[r];
         shares(c, first + r * n + c, b, n);
@@ -162,7 +160,7 @@ struct Rows : Reader<Lanes, T> {
         const T grad = this->grad(row + r), product = factor * grad;
         const T* const from = x + r * n;
         T* const to = y + r * n;
-        if (this->one_class() && args.cap == 0) {
+        if (args.one_class() && args.cap == 0) {
           MEMKIT_LOOP
           for (int64_t k = 0; k < n; ++k) to[k] = exp_falling(from[k] - largest) * product;
         } else {
@@ -243,7 +241,7 @@ struct Columns : Reader<Lanes, T> {
       const T* x = this->logits(i, block, n);
       MEMKIT_LOOP
       for (int64_t k = 0; k < n; ++k) sum[k] += exp_falling(x[k] - largest[k]);
-      if (this->one_class()) continue;
+      if (args.one_class()) continue;
       shares(i, c, b, n);
       MEMKIT_LOOP
       for (int64_t k = 0; k < n; ++k) {
@@ -270,7 +268,7 @@ struct Columns : Reader<Lanes, T> {
       const int64_t i = first + c * args.inner;
       const T* x = this->logits(i, block, n);
       T* const y = place(args.out, args.dtype, i, wide);
-      if (this->one_class() && !capped) {
+      if (args.one_class() && !capped) {
         MEMKIT_LOOP
         for (int64_t k = 0; k < n; ++k) y[k] = exp_falling(x[k] - largest[k]) * product[k];
       } else {

@@ -1,12 +1,10 @@
 // From an activation call to the launch of its kernel. Each .cu file instantiates one pass, so that they build in parallel.
 #pragma once
 
-#include <cuda_runtime.h>
-
 #include <algorithm>
-#include <atomic>
 
 #include "activation_pass.cuh"
+#include "launch.cuh"
 
 namespace memkit::cuda {
 
@@ -31,18 +29,6 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks) activation_kernel(c
     Pass::run(call, typename Pass::Tile(tile, lane, call.numel, call.aligned), FromPeer{});
 }
 
-// Multiprocessors of the current device, asked once.
-inline cudaError_t processor_count(int& count) {
-  static std::atomic<int> known[64];
-  int device = 0;
-  if (const cudaError_t error = cudaGetDevice(&device)) return error;
-  std::atomic<int>& slot = known[device % 64];
-  if (device < 64 && (count = slot.load(std::memory_order_relaxed)) != 0) return cudaSuccess;
-  if (const cudaError_t error = cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device)) return error;
-  if (device < 64) slot.store(count, std::memory_order_relaxed);
-  return cudaSuccess;
-}
-
 template <class Pass>
 cudaError_t launch_pass(const ActivationArgs& args, cudaStream_t stream) {
   if (args.numel == 0) return cudaSuccess;
@@ -51,7 +37,7 @@ cudaError_t launch_pass(const ActivationArgs& args, cudaStream_t stream) {
   const Call call = Call::of<typename Pass::Tile>(args);
   const int64_t blocks =
       std::min<int64_t>((call.tiles + kWarps - 1) / kWarps, int64_t(processors) * kBlocksPerProcessor);
-  activation_kernel<Pass><<<unsigned(blocks), kThreads, 0, stream>>>(call);
+  launch_kernel(activation_kernel<Pass>, unsigned(blocks), kThreads, stream, call);
   return cudaGetLastError();
 }
 

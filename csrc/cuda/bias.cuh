@@ -23,7 +23,7 @@ struct Divisor {
 
   MEMKIT_FN int64_t divide(int64_t n) const {
     if (value == 1) return n;
-#if defined(__CUDA_ARCH__)
+#if defined(MEMKIT_DEVICE)
     return int64_t(__umul64hi(uint64_t(n), multiplier) >> shift);
 #else
     return int64_t(uint64_t(static_cast<unsigned __int128>(n) * multiplier >> 64) >> shift);

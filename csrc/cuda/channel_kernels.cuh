@@ -171,7 +171,7 @@ inline bool channel_aligned(const ChannelArgs& args) {
 
 inline cudaError_t element_blocks(const ChannelArgs& args, unsigned& blocks) {
   int count = 0;
-  if (const cudaError_t error = processors(count)) return error;
+  if (const cudaError_t error = processor_count(count)) return error;
   const int64_t each = int64_t(kChannelThreads) * kWidth;
   blocks = unsigned(std::min<int64_t>((args.numel() + each - 1) / each, int64_t(count) * 64));
   return cudaSuccess;
@@ -182,7 +182,7 @@ inline int launch_elements(void (*kernel)(ChannelArgs, SetFinder, bool), const C
   unsigned blocks = 0;
   if (const cudaError_t error = element_blocks(args, blocks)) return error;
   const bool wide = channel_aligned(args);
-  kernel<<<blocks, kChannelThreads, 0, stream>>>(args, SetFinder(args, wide), wide);
+  launch_kernel(kernel, blocks, kChannelThreads, stream, args, SetFinder(args, wide), wide);
   return cudaGetLastError();
 }
 

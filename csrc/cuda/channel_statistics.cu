@@ -5,6 +5,12 @@
 namespace memkit::cuda {
 namespace {
 
+// From the sums of x - about and of its square: in double, as `about` is only near the mean.
+template <class T>
+__device__ Moments<double> moments_about(double count, T about, Pair<T> distance) {
+  return Moments<double>::from_sums(count, double(about), double(distance.a), double(distance.b));
+}
+
 // A block for each plane, which it reads twice; the second time mostly from a cache.
 template <class T>
 __global__ void plane_moments_kernel(const ChannelArgs args, const bool wide, double* means, double* m2) {
@@ -24,8 +30,7 @@ __global__ void plane_moments_kernel(const ChannelArgs args, const bool wide, do
     over([&](T x) { distance.a += x - about, distance.b += (x - about) * (x - about); });
     distance = block_sum(distance);
     if (threadIdx.x != 0) continue;
-    const Moments<double> moments =
-        Moments<double>::from_sums(double(args.inner), double(about), double(distance.a), double(distance.b));
+    const Moments<double> moments = moments_about(double(args.inner), about, distance);
     means[plane] = moments.mean, m2[plane] = moments.m2;
   }
 }
@@ -52,14 +57,18 @@ __global__ void column_moments_kernel(const ChannelArgs args, const bool wide, d
       }
       MEMKIT_UNROLL
       for (int k = 0; k < kWidth; ++k) {
-        T sum = 0, own = 0;
+        T about = 0;
         MEMKIT_UNROLL
-        for (int r = 0; r < kRows; ++r) sum += r < rows ? x[r].x[k] : T(0);
-        sum /= rows;
+        for (int r = 0; r < kRows; ++r) about += r < rows ? x[r].x[k] : T(0);
+        about /= rows;
+        Pair<T> distance{0, 0};
         MEMKIT_UNROLL
-        for (int r = 0; r < kRows; ++r) own += r < rows ? (x[r].x[k] - sum) * (x[r].x[k] - sum) : T(0);
+        for (int r = 0; r < kRows; ++r) {
+          const T d = r < rows ? x[r].x[k] - about : T(0);
+          distance.a += d, distance.b += d * d;
+        }
         Moments<double> all{count, mean.x[k], squares.x[k]};
-        all.add({double(rows), double(sum), double(own)});
+        all.add(moments_about(double(rows), about, distance));
         mean.x[k] = all.mean, squares.x[k] = all.m2;
       }
       count += double(rows);
@@ -88,7 +97,7 @@ __global__ void each_kernel(const int64_t n, const F f) {
 
 template <class F>
 int for_each(int64_t n, cudaStream_t stream, const F& f) {
-  each_kernel<<<unsigned((n + 127) / 128), 128, 0, stream>>>(n, f);
+  launch_kernel(each_kernel<F>, unsigned((n + 127) / 128), 128, stream, n, f);
   return cudaGetLastError();
 }
 
@@ -124,9 +133,9 @@ template <class T>
 int moments(const ChannelArgs& args, int64_t parts, double* means, double* m2, cudaStream_t stream) {
   const bool wide = wide_units(args);
   if (args.columns()) {
-    column_moments_kernel<T><<<column_grid(args, parts), column_threads(), 0, stream>>>(args, wide, means, m2);
+    launch_kernel(column_moments_kernel<T>, column_grid(args, parts), column_threads(), stream, args, wide, means, m2);
   } else {
-    plane_moments_kernel<T><<<plane_blocks(args), plane_threads(args), 0, stream>>>(args, wide, means, m2);
+    launch_kernel(plane_moments_kernel<T>, plane_blocks(args), plane_threads(args), stream, args, wide, means, m2);
   }
   return cudaGetLastError();
 }
@@ -139,7 +148,7 @@ int channel_parts(const ChannelArgs& args, int64_t& parts) {
     return cudaSuccess;
   }
   int count = 0;
-  if (const cudaError_t error = processors(count)) return error;
+  if (const cudaError_t error = processor_count(count)) return error;
   // Enough blocks to fill the device, each with a few rows a thread at least.
   const int64_t tiles = column_grid(args, args.channels).x;
   const int64_t ways = std::min<int64_t>(std::max<int64_t>(1, int64_t(count) * 8 / tiles), args.outer / 64 + 1);

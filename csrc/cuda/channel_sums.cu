@@ -8,9 +8,10 @@ template <class T>
 int launch(const ChannelArgs& args, int64_t parts, double* dz, double* dz_distance, cudaStream_t stream) {
   const bool wide = wide_units(args);
   if (args.columns())
-    column_sums_kernel<T><<<column_grid(args, parts), column_threads(), 0, stream>>>(args, wide, dz, dz_distance);
+    launch_kernel(column_sums_kernel<T>, column_grid(args, parts), column_threads(), stream, args, wide, dz,
+                  dz_distance);
   else
-    plane_sums_kernel<T><<<plane_blocks(args), plane_threads(args), 0, stream>>>(args, wide, dz, dz_distance);
+    launch_kernel(plane_sums_kernel<T>, plane_blocks(args), plane_threads(args), stream, args, wide, dz, dz_distance);
   return cudaGetLastError();
 }
 

@@ -1,5 +1,3 @@
-#include <cuda_runtime.h>
-
 #include "activation_launch.cuh"
 #include "glu.h"
 #include "glu_pass.cuh"
@@ -25,9 +23,9 @@ cudaError_t launch_pass(const GluArgs& args, cudaStream_t stream) {
   const unsigned blocks = unsigned(
       std::min<int64_t>((call.items + kGluThreads - 1) / kGluThreads, int64_t(processors) * kBlocksPerProcessor));
   if (call.wide)
-    glu_kernel<Pass, sizeof(Word) / sizeof(S)><<<blocks, kGluThreads, 0, stream>>>(call);
+    launch_kernel(glu_kernel<Pass, sizeof(Word) / sizeof(S)>, blocks, kGluThreads, stream, call);
   else
-    glu_kernel<Pass, 1><<<blocks, kGluThreads, 0, stream>>>(call);
+    launch_kernel(glu_kernel<Pass, 1>, blocks, kGluThreads, stream, call);
   return cudaGetLastError();
 }
 

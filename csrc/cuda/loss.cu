@@ -1,6 +1,7 @@
 // Cross entropy: a warp or a block a row where its classes are neighbours, else a thread a row.
 #include <algorithm>
 
+#include "launch.cuh"
 #include "loss.h"
 #include "loss_row.cuh"
 
@@ -94,7 +95,7 @@ __global__ void __launch_bounds__(kBlock) columns_kernel(const LossRows<S> rows)
         const int64_t at = first + c * args.inner;
         const T x = rows.value(*rows.x(at));
         state.raise(x);
-        state.add(x, rows.share(c, at));
+        rows.add(state, x, c, at);
       }
       rows.finish(row, first, state);
     }
@@ -115,12 +116,12 @@ cudaError_t launch(const LossArgs& args, cudaStream_t stream) {
   constexpr int64_t most = (int64_t(1) << 31) - 1;
   if (args.inner > 1) {
     const int64_t blocks = std::min((args.rows + kBlock - 1) / kBlock, most);
-    columns_kernel<S, forward, backward><<<unsigned(blocks), kBlock, 0, stream>>>(rows);
+    launch_kernel(columns_kernel<S, forward, backward>, unsigned(blocks), kBlock, stream, rows);
   } else {
     const bool warps = args.classes <= kWarpClasses;
     const dim3 block = warps ? dim3(kLanes, kRowsABlock) : dim3(kBlock);
     const int64_t blocks = std::min((args.rows + block.y - 1) / block.y, most);
-    rows_kernel<S, forward, backward><<<unsigned(blocks), block, 0, stream>>>(rows);
+    launch_kernel(rows_kernel<S, forward, backward>, unsigned(blocks), block, stream, rows);
   }
   return cudaGetLastError();
 }

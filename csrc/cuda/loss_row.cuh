@@ -59,6 +59,13 @@ struct LossRows {
     }
     return args.smoothing != 0 ? op.smooth * weight(c) : T(0);
   }
+  // Adds an element not above the row's largest.
+  MEMKIT_FN void add(LossState<T>& state, T x, int64_t c, int64_t at) const {
+    if (args.one_class())
+      state.add(x);
+    else
+      state.add(x, share(c, at));
+  }
   MEMKIT_FN T hot(int64_t index) const { return op.kept * weight(index); }
 
   MEMKIT_FN void finish(int64_t row, int64_t first, const LossState<T>& state) const {
@@ -105,7 +112,7 @@ struct LossForward {
   MEMKIT_FN void one(int64_t c) {
     const auto x = rows.value(*rows.x(first + c));
     state.raise(x);
-    state.add(x, rows.share(c, first + c));
+    rows.add(state, x, c, first + c);
   }
   MEMKIT_FN void word(int64_t c) {
     constexpr int width = RowWalk<S>::width;
@@ -120,7 +127,7 @@ struct LossForward {
     }
     state.raise(most);
     MEMKIT_UNROLL
-    for (int k = 0; k < width; ++k) state.add(x[k], rows.share(c + k, first + c + k));
+    for (int k = 0; k < width; ++k) rows.add(state, x[k], c + k, first + c + k);
   }
 };
 

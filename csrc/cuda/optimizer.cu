@@ -176,13 +176,13 @@ void launch(const Table& table, unsigned units, cudaStream_t stream) {
   const StepTensor& t = table.tensors[0];
   if (table.args.rule == StepRule::sgd) {
     if (t.first)
-      step_kernel<SgdStep<T, true>><<<units, kThreads, 0, stream>>>(table);
+      launch_kernel(step_kernel<SgdStep<T, true>>, units, kThreads, stream, table);
     else
-      step_kernel<SgdStep<T, false>><<<units, kThreads, 0, stream>>>(table);
+      launch_kernel(step_kernel<SgdStep<T, false>>, units, kThreads, stream, table);
   } else if (t.largest) {
-    step_kernel<AdamwStep<T, true>><<<units, kThreads, 0, stream>>>(table);
+    launch_kernel(step_kernel<AdamwStep<T, true>>, units, kThreads, stream, table);
   } else {
-    step_kernel<AdamwStep<T, false>><<<units, kThreads, 0, stream>>>(table);
+    launch_kernel(step_kernel<AdamwStep<T, false>>, units, kThreads, stream, table);
   }
 }
 
@@ -196,7 +196,7 @@ int optimizer_step(const StepArgs& args, const StepTensor* tensors, int64_t coun
     table.numbers = numbers + first;
     table.count = int(std::min<int64_t>(Table::most, count - first));
     std::copy_n(tensors + first, table.count, table.tensors);
-    count_kernel<<<1, 64, 0, stream>>>(table);
+    launch_kernel(count_kernel, 1, 64, stream, table);
     const StepTensor& last = table.tensors[table.count - 1];
     const int64_t units = (last.offset - table.tensors[0].offset + last.numel + kStepUnit - 1) / kStepUnit;
     if (units >= int64_t(1) << 31) return cudaErrorInvalidValue;

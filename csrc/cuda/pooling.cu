@@ -1,7 +1,6 @@
-#include <cuda_runtime.h>
-
 #include <algorithm>
 
+#include "launch.cuh"
 #include "pooling.h"
 #include "pooling_pass.cuh"
 
@@ -22,7 +21,7 @@ cudaError_t launch_pool(const PoolArgs& args, cudaStream_t stream) {
   const int64_t items = Pass::items(args);
   if (items == 0) return cudaSuccess;
   const auto blocks = unsigned(std::min((items + kPoolThreads - 1) / kPoolThreads, most));
-  max_pool_kernel<Pass><<<blocks, kPoolThreads, 0, stream>>>(args, items);
+  launch_kernel(max_pool_kernel<Pass>, blocks, kPoolThreads, stream, args, items);
   return cudaGetLastError();
 }
 

@@ -1,7 +1,6 @@
-#include <cuda_runtime.h>
-
 #include <algorithm>
 
+#include "launch.cuh"
 #include "rotary.h"
 #include "rotary_pass.cuh"
 
@@ -26,9 +25,9 @@ void launch(const RotaryCall& call, cudaStream_t stream) {
   constexpr int64_t most = (int64_t(1) << 31) - 1;
   const auto blocks = unsigned(std::min((call.items + kRotaryThreads - 1) / kRotaryThreads, most));
   if (call.args.back)
-    rotary_kernel<RotaryPass<S, interleaved, wide, true>><<<blocks, kRotaryThreads, 0, stream>>>(call);
+    launch_kernel(rotary_kernel<RotaryPass<S, interleaved, wide, true>>, blocks, kRotaryThreads, stream, call);
   else
-    rotary_kernel<RotaryPass<S, interleaved, wide, false>><<<blocks, kRotaryThreads, 0, stream>>>(call);
+    launch_kernel(rotary_kernel<RotaryPass<S, interleaved, wide, false>>, blocks, kRotaryThreads, stream, call);
 }
 
 template <class S>

@@ -29,7 +29,7 @@ bool fits(const RowNormArgs& args) { return args.columns <= int64_t(held_by(args
 
 cudaError_t blocks_for(const RowNormArgs& args, int64_t& blocks) {
   int count = 0;
-  if (const cudaError_t error = processors(count)) return error;
+  if (const cudaError_t error = processor_count(count)) return error;
   blocks = std::min<int64_t>(args.rows, int64_t(count) * (kThreadsPerProcessor / threads_for(args)));
   return cudaSuccess;
 }
@@ -317,9 +317,9 @@ int row_norm_forward(const RowNormArgs& args, CUstream_st* stream) {
   return with_computed(args, [&](auto computed) {
     using T = decltype(computed);
     if (args.centered) {
-      forward_kernel<T, true><<<grid, threads, 0, stream>>>(args, wide);
+      launch_kernel(forward_kernel<T, true>, grid, threads, stream, args, wide);
     } else {
-      forward_kernel<T, false><<<grid, threads, 0, stream>>>(args, wide);
+      launch_kernel(forward_kernel<T, false>, grid, threads, stream, args, wide);
     }
     return int(cudaGetLastError());
   });
@@ -335,18 +335,18 @@ int row_norm_backward(const RowNormArgs& args, int64_t parts, CUstream_st* strea
     using T = decltype(computed);
     if (fits(args)) {
       if (args.partial) {
-        backward_kernel<T, true, true><<<grid, threads, 0, stream>>>(args, wide);
+        launch_kernel(backward_kernel<T, true, true>, grid, threads, stream, args, wide);
       } else {
-        backward_kernel<T, true, false><<<grid, threads, 0, stream>>>(args, wide);
+        launch_kernel(backward_kernel<T, true, false>, grid, threads, stream, args, wide);
       }
       return int(cudaGetLastError());
     }
     if (args.partial) {
       const unsigned tiles = unsigned((args.columns + 128 * kWidth - 1) / (128 * kWidth));
-      parameters_kernel<T><<<dim3(grid, tiles), 128, 0, stream>>>(args, wide);
+      launch_kernel(parameters_kernel<T>, dim3(grid, tiles), 128, stream, args, wide);
       if (const cudaError_t error = cudaGetLastError()) return int(error);
     }
-    backward_kernel<T, false, false><<<grid, threads, 0, stream>>>(args, wide);
+    launch_kernel(backward_kernel<T, false, false>, grid, threads, stream, args, wide);
     return int(cudaGetLastError());
   });
 }
@@ -355,7 +355,7 @@ int row_norm_reduce(const RowNormArgs& args, int64_t parts, void* grad_weight, v
   const dim3 grid(unsigned((args.columns + kReduceColumns - 1) / kReduceColumns), 2);
   const dim3 threads(kReduceColumns, kReduceRows);
   return with_computed(args, [&](auto computed) {
-    reduce_kernel<decltype(computed)><<<grid, threads, 0, stream>>>(args, parts, grad_weight, grad_bias);
+    launch_kernel(reduce_kernel<decltype(computed)>, grid, threads, stream, args, parts, grad_weight, grad_bias);
     return int(cudaGetLastError());
   });
 }
@@ -363,7 +363,7 @@ int row_norm_reduce(const RowNormArgs& args, int64_t parts, void* grad_weight, v
 int row_norm_flaws(const RowNormArgs& args, int* flaws, CUstream_st* stream) {
   return with_computed(args, [&](auto computed) {
     using T = decltype(computed);
-    flaws_kernel<T><<<1, 256, 0, stream>>>(args, weight_check<T>(args.out_dtype, args.columns), flaws);
+    launch_kernel(flaws_kernel<T>, 1, 256, stream, args, weight_check<T>(args.out_dtype, args.columns), flaws);
     return int(cudaGetLastError());
   });
 }

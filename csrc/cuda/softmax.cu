@@ -106,7 +106,7 @@ cudaError_t launch(const SoftmaxArgs& args, bool backward, cudaStream_t stream) 
   const auto blocks = unsigned(std::min((args.rows + rows_a_block - 1) / rows_a_block, most));
   const auto kernel = beside ? (backward ? backward_beside<S, log> : forward_beside<S, log>)
                              : (backward ? backward_rows<S, log> : forward_rows<S, log>);
-  kernel<<<blocks, block, 0, stream>>>(args);
+  launch_kernel(kernel, blocks, block, stream, args);
   return cudaGetLastError();
 }
 

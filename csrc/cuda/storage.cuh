@@ -39,6 +39,8 @@ MEMKIT_FN void narrow(double a, double b, double* to) { to[0] = a, to[1] = b; }
 #if defined(__CUDACC__)
 MEMKIT_FN float widen(Half x) { return __half2float(x); }
 MEMKIT_FN float widen(Bfloat x) { return __bfloat162float(x); }
+MEMKIT_FN void narrow(float x, Half* to) { *to = __float2half_rn(x); }
+MEMKIT_FN void narrow(float x, Bfloat* to) { *to = __float2bfloat16_rn(x); }
 
 MEMKIT_FN void narrow(float a, float b, Half* to) {
   const __half2 pair = __floats2half2_rn(a, b);
@@ -51,6 +53,8 @@ MEMKIT_FN void narrow(float a, float b, Bfloat* to) {
 #else
 MEMKIT_FN float widen(Half x) { return cpu::to_compute(x); }
 MEMKIT_FN float widen(Bfloat x) { return cpu::to_compute(x); }
+MEMKIT_FN void narrow(float x, Half* to) { cpu::from_compute(x, *to); }
+MEMKIT_FN void narrow(float x, Bfloat* to) { cpu::from_compute(x, *to); }
 MEMKIT_FN void narrow(float a, float b, Half* to) { cpu::from_compute(a, to[0]), cpu::from_compute(b, to[1]); }
 MEMKIT_FN void narrow(float a, float b, Bfloat* to) { cpu::from_compute(a, to[0]), cpu::from_compute(b, to[1]); }
 #endif

@@ -3,9 +3,8 @@
 // Loads are kept apart from conversions, so that a thread has several of them under way.
 #pragma once
 
-#include <cuda_runtime.h>
-
 #include "../formulas/arguments.h"
+#include "launch.cuh"
 #include "tile.cuh"
 
 namespace memkit::cuda {
@@ -78,9 +77,9 @@ __device__ void store_one(T x, void* array, Dtype dtype, int64_t i) {
   } else if (dtype == Dtype::float32) {
     static_cast<float*>(array)[i] = x;
   } else if (dtype == Dtype::float16) {
-    static_cast<Half*>(array)[i] = __float2half_rn(x);
+    narrow(x, static_cast<Half*>(array) + i);
   } else {
-    static_cast<Bfloat*>(array)[i] = __float2bfloat16_rn(x);
+    narrow(x, static_cast<Bfloat*>(array) + i);
   }
 }
 
@@ -105,7 +104,7 @@ __device__ void store_words(const Vector<T>& v, void* array, int64_t i) {
   MEMKIT_UNROLL
   for (int k = 0; k < kWidth; k += 2) narrow(v.x[k], v.x[k + 1], parts + k);
   MEMKIT_UNROLL
-  for (int k = 0; k < int(sizeof(parts) / sizeof(Word)); ++k) {
+  for (int k = 0; k < int(sizeof(parts) / (sizeof(Word))); ++k) {
     Word word;
     memcpy(&word, reinterpret_cast<const char*>(parts) + k * sizeof(Word), sizeof(Word));
     store_word(word, static_cast<S*>(array) + i + k * (sizeof(Word) / sizeof(S)));
@@ -152,13 +151,6 @@ __device__ Pair<T> block_sum(Pair<T> own) {
   Pair<T> all{0, 0};
   for (int w = 0; w < int(blockDim.x) / kLanes; ++w) all.a += warps[w].a, all.b += warps[w].b;
   return all;
-}
-
-// Multiprocessors of the current device.
-inline cudaError_t processors(int& count) {
-  int device = 0;
-  if (const cudaError_t error = cudaGetDevice(&device)) return error;
-  return cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
 }
 
 }  // namespace memkit::cuda

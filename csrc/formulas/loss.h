@@ -41,6 +41,9 @@ struct LossArgs {
   bool grad_a_row = false;
   const void* total = nullptr;  // null: 1
   void* out = nullptr;          // the logits' gradient; may be x
+
+  // All of b lies on the target's class: -infinity elsewhere has no part in the loss.
+  MEMKIT_FN bool one_class() const { return index && smoothing == 0; }
 };
 
 enum class LossPass { forward, backward, both };
@@ -92,12 +95,12 @@ struct LossState {
     dot += mass * (from - to);
     largest = next;
   }
-  // An element not above the largest.
+  // An element not above the largest; its b, where there is one.
+  MEMKIT_FN void add(T x) { sum += memkit::exp_falling(x - Loss<T>::pivot(largest)); }
   MEMKIT_FN void add(T x, T b) {
-    T below = x - Loss<T>::pivot(largest);
-    sum += memkit::exp_falling(below);
+    add(x);
     mass += b;
-    dot += b * below;
+    dot += b * (x - Loss<T>::pivot(largest));
   }
   MEMKIT_FN void merge(const LossState& other) {
     raise(other.largest);

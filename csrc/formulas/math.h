@@ -15,6 +15,11 @@
 #define MEMKIT_FN inline __attribute__((always_inline))
 #endif
 
+// What is compiled runs on a GPU, or stands for one in a test.
+#if defined(__CUDA_ARCH__) || defined(MEMKIT_SIMT_DEVICE)
+#define MEMKIT_DEVICE 1
+#endif
+
 namespace memkit {
 
 // Both arms are values already: a plain data select, which the vectoriser accepts where it refuses `c ? f() : g()`.
@@ -125,7 +130,7 @@ MEMKIT_FN T power_of_two(T shifted, int k) {
 // a / b; on the device in float without the slow path for extreme b (2 ulp).
 template <class T>
 MEMKIT_FN T divide(T a, T b) {
-#if defined(__CUDA_ARCH__)
+#if defined(MEMKIT_DEVICE)
   if constexpr (std::is_same<T, float>::value) return __fdividef(a, b);
 #endif
   return a / b;
@@ -151,7 +156,7 @@ MEMKIT_FN T copy_sign(T magnitude, T sign) {  // of a magnitude >= 0
 // e^x for x below 70: 1 ulp, exact rounding through the subnormals to 0.
 template <class T>
 MEMKIT_FN T exp_falling(T x) {
-#if defined(__CUDA_ARCH__)
+#if defined(MEMKIT_DEVICE)
   return ::exp(x);
 #else
   // A multiplication by 2^-lift rounds into the subnormals.
@@ -166,7 +171,7 @@ MEMKIT_FN T exp_falling(T x) {
 // e^x / 2 for every x: 1 ulp, infinite only where e^x is after doubling, and 0 below the normal numbers.
 template <class T>
 MEMKIT_FN T half_exp(T x) {
-#if defined(__CUDA_ARCH__)
+#if defined(MEMKIT_DEVICE)
   return T(0.5) * ::exp(x);
 #else
   constexpr T low = std::is_same<T, float>::value ? T(-87) : T(-708);
@@ -179,7 +184,7 @@ MEMKIT_FN T half_exp(T x) {
 // e^x: 1 ulp over the whole range.
 template <class T>
 MEMKIT_FN T exp(T x) {
-#if defined(__CUDA_ARCH__)
+#if defined(MEMKIT_DEVICE)
   return ::exp(x);
 #else
   constexpr int lift = int(detail::Format<T>::subnormal_lift);
@@ -194,7 +199,7 @@ MEMKIT_FN T exp(T x) {
 // e^x - 1: 2 ulp, also near 0.
 template <class T>
 MEMKIT_FN T expm1(T x) {
-#if defined(__CUDA_ARCH__)
+#if defined(MEMKIT_DEVICE)
   return ::expm1(x);
 #else
   detail::Reduced<T> v = detail::reduce(at_least(at_most(x, detail::Format<T>::highest), T(-40)));
@@ -239,7 +244,7 @@ MEMKIT_FN T log1p_unit(T e) {
 // log(x) for normal x > 0, given x - 1 as exactly as the caller has it: relative error 1e-4, or 7e-8 where `fine`.
 template <bool fine, class T>
 MEMKIT_FN T log_near_one(T x, T x_minus_1) {
-#if defined(__CUDA_ARCH__)
+#if defined(MEMKIT_DEVICE)
   // The logarithm instruction is absolute near 1; there the series takes over.
   float f = float(x_minus_1);
   return T(select(f > -0.5f, ::log1pf(f), __logf(float(x))));
@@ -302,7 +307,7 @@ constexpr T normal_end = std::is_same<T, float>::value ? T(13.1) : T(39);  // e^
 // the reduction is one multiplication and the scale one addition of integers.
 template <bool coarse, class T>
 MEMKIT_FN T bell(T t) {
-#if !defined(__CUDA_ARCH__)
+#if !defined(MEMKIT_DEVICE)
   if constexpr (std::is_same<T, float>::value) {
     using F = detail::Format<float>;
     constexpr float half_log2_e = 0.72134752044448170368f;

@@ -1,9 +1,5 @@
 #include "channel_engine.h"
 
-#ifdef MEMKIT_WITH_CUDA
-#include <c10/cuda/CUDAGuard.h>
-#endif
-
 #include "channel_blocks.h"
 #include "channel_steps.h"
 #include "engine.h"
@@ -36,16 +32,6 @@ void for_elements(const ChannelArgs& args, const F& f) {
                    [&](int64_t begin, int64_t end) { f(begin * kUnit, std::min(end * kUnit, numel)); });
 }
 
-#ifdef MEMKIT_WITH_CUDA
-void check(int error) { C10_CUDA_CHECK(static_cast<cudaError_t>(error)); }
-CUstream_st* stream() { return c10::cuda::getCurrentCUDAStream().stream(); }
-#endif
-
-[[maybe_unused]] void without_cuda(const ChannelCall& call) {
-  TORCH_CHECK(false, "memkit: expected a CPU tensor, got one on ", call.device,
-              "; this memkit was built without CUDA: rebuild with MEMKIT_CUDA=1");
-}
-
 }  // namespace
 
 void run_channel_moments(const ChannelCall& whole) {
@@ -56,7 +42,7 @@ void run_channel_moments(const ChannelCall& whole) {
     const Tensor room = scratch(call, parts.count);
     double *means = room.mutable_data_ptr<double>(), *m2 = means + parts.count;
     const ChannelStatistics<T> s = statistics_of<T>(call, parts);
-    if (call.device.is_cpu()) {
+    if (runs_on_threads(call.device)) {
       for_units(call.args, parts, [&](int64_t begin, int64_t end, int64_t part) {
         cpu::channel_moments(call.args, begin, end, means + part, m2 + part);
       });
@@ -64,31 +50,23 @@ void run_channel_moments(const ChannelCall& whole) {
       for (int64_t i = 0; i < s.statistics; ++i) s.finish_moments(i, means, m2);
       return;
     }
-#ifdef MEMKIT_WITH_CUDA
-    const c10::cuda::CUDAGuard guard(call.device);
-    check(cuda::channel_moments(call.args, parts.count, means, m2, stream()));
-    check(cuda::channel_finish_moments<T>(s, means, m2, stream()));
-#else
-    without_cuda(call);
-#endif
+    on_stream(call.device, [&](auto stream) {
+      const int error = cuda::channel_moments(call.args, parts.count, means, m2, stream);
+      return error ? error : cuda::channel_finish_moments<T>(s, means, m2, stream);
+    });
   });
 }
 
 void run_channel_forward(const ChannelCall& whole) {
   ChannelCall call = by_long_rows(by_columns(whole, kSmallPlane));
   with_computed(call, [&](auto computed) {
-    if (call.device.is_cpu()) {
+    if (runs_on_threads(call.device)) {
       const Tensor terms = make_terms<decltype(computed)>(call, nullptr, nullptr);
       for_elements(call.args, [&](int64_t begin, int64_t end) { cpu::channel_forward(call.args, begin, end); });
       return;
     }
-#ifdef MEMKIT_WITH_CUDA
-    const c10::cuda::CUDAGuard guard(call.device);
     const Tensor terms = make_terms<decltype(computed)>(call, nullptr, nullptr);
-    check(cuda::channel_forward(call.args, stream()));
-#else
-    without_cuda(call);
-#endif
+    on_stream(call.device, [&](auto stream) { return cuda::channel_forward(call.args, stream); });
   });
 }
 
@@ -100,7 +78,7 @@ void run_channel_sums(const ChannelCall& whole, double* dz, double* dz_x_hat, do
     const Tensor room = scratch(call, parts.count);
     double *sums = room.mutable_data_ptr<double>(), *distances = sums + parts.count;
     ChannelStatistics<T> s = statistics_of<T>(call, parts);
-    if (call.device.is_cpu()) {
+    if (runs_on_threads(call.device)) {
       const Tensor terms = make_terms<T>(call, nullptr, nullptr), roots = make_roots(call, s);
       for_units(call.args, parts, [&](int64_t begin, int64_t end, int64_t part) {
         cpu::channel_sums(call.args, begin, end, sums + part, distances + part, call.dz);
@@ -112,32 +90,25 @@ void run_channel_sums(const ChannelCall& whole, double* dz, double* dz_x_hat, do
       for (int64_t i = 0; i < s.statistics; ++i) s.finish_sums(i, sums, distances, c1, c2);
       return finish_group_parameters(s, sums, distances, dz, dz_x_hat);
     }
-#ifdef MEMKIT_WITH_CUDA
-    const c10::cuda::CUDAGuard guard(call.device);
     const Tensor terms = make_terms<T>(call, nullptr, nullptr);
-    check(cuda::channel_sums(call.args, parts.count, sums, distances, stream()));
-    check(cuda::channel_finish_sums<T>(s, parts.count, sums, distances, dz, dz_x_hat, c1, c2, stream()));
-#else
-    without_cuda(call);
-#endif
+    on_stream(call.device, [&](auto stream) {
+      const int error = cuda::channel_sums(call.args, parts.count, sums, distances, stream);
+      if (error) return error;
+      return cuda::channel_finish_sums<T>(s, parts.count, sums, distances, dz, dz_x_hat, c1, c2, stream);
+    });
   });
 }
 
 void run_channel_backward(const ChannelCall& whole, const double* c1, const double* c2) {
   ChannelCall call = by_long_rows(by_columns(whole, kSmallPlane));
   with_computed(call, [&](auto computed) {
-    if (call.device.is_cpu()) {
+    if (runs_on_threads(call.device)) {
       const Tensor terms = make_terms<decltype(computed)>(call, c1, c2);
       for_elements(call.args, [&](int64_t begin, int64_t end) { cpu::channel_backward(call.args, begin, end); });
       return;
     }
-#ifdef MEMKIT_WITH_CUDA
-    const c10::cuda::CUDAGuard guard(call.device);
     const Tensor terms = make_terms<decltype(computed)>(call, c1, c2);
-    check(cuda::channel_backward(call.args, stream()));
-#else
-    without_cuda(call);
-#endif
+    on_stream(call.device, [&](auto stream) { return cuda::channel_backward(call.args, stream); });
   });
 }
 
@@ -153,7 +124,7 @@ void run_channel_gradients(const ChannelCall& whole, double* dz, double* dz_x_ha
   ChannelArgs& args = call.args;
   // Sums leave dz where the input's gradient will be, if that holds it, so that the slope is computed once.
   const bool holds_dz = args.out_dtype == args.dtype && args.dtype == dtype_of(call.computed);
-  if (call.device.is_cpu() && args.has_act && holds_dz) call.dz = args.grad_input;
+  if (runs_on_threads(call.device) && args.has_act && holds_dz) call.dz = args.grad_input;
   ChannelCall last = call;
   if (call.dz) last.args.has_act = false, last.args.grad = call.dz;
   const int64_t statistics = call.groups ? args.outer * call.groups : args.channels;

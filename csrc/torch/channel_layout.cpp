@@ -4,11 +4,8 @@
 
 #include <algorithm>
 
-#ifdef MEMKIT_WITH_CUDA
-#include <c10/cuda/CUDAException.h>
-
 #include "../cuda/channel_norm.h"
-#endif
+#include "stream.h"
 
 namespace memkit {
 namespace {
@@ -29,7 +26,7 @@ ChannelCall by_groups(ChannelCall call) {
 
 ChannelCall by_columns(ChannelCall call, int64_t small) {
   ChannelArgs& args = call.args;
-  if (call.device.is_cpu() && call.groups == 0 && args.inner < small &&
+  if (runs_on_threads(call.device) && call.groups == 0 && args.inner < small &&
       args.outer >= std::max(kRowsOfColumns, args.inner)) {
     call.together = args.inner;
     args.channels = args.sets = args.channels * args.inner;
@@ -40,7 +37,7 @@ ChannelCall by_columns(ChannelCall call, int64_t small) {
 
 ChannelCall by_long_rows(ChannelCall call) {
   ChannelArgs& args = call.args;
-  if (!call.device.is_cpu() || !args.columns()) return call;
+  if (!runs_on_threads(call.device) || !args.columns()) return call;
   while (2 * args.channels <= kShortRow && args.outer % 2 == 0 && args.outer >= 2 * kRowsOfColumns)
     args.outer /= 2, args.channels *= 2, args.sets *= 2, call.repeat *= 2;
   return call;
@@ -49,13 +46,11 @@ ChannelCall by_long_rows(ChannelCall call) {
 ChannelParts parts_of(const ChannelCall& call) {
   const ChannelArgs& args = call.args;
   if (!args.columns()) return {1, args.planes()};
-#ifdef MEMKIT_WITH_CUDA
-  if (call.device.is_cuda()) {
+  if (!runs_on_threads(call.device)) {
     int64_t count = 0;
-    C10_CUDA_CHECK(static_cast<cudaError_t>(cuda::channel_parts(args, count)));
+    on_stream(call.device, [&](auto) { return cuda::channel_parts(args, count); });
     return {count / args.channels, count};
   }
-#endif
   const int64_t most = std::max<int64_t>(1, args.numel() / kChannelGrain);
   const int64_t ways = std::max<int64_t>(1, std::min<int64_t>({at::get_num_threads(), most, args.outer}));
   return {ways, ways * args.channels};

@@ -9,14 +9,9 @@
 #include <algorithm>
 
 #include "../cpu/channel_norm.h"
-#include "channel_layout.h"
-
-#ifdef MEMKIT_WITH_CUDA
-#include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAStream.h>
-
 #include "../cuda/channel_norm.h"
-#endif
+#include "channel_layout.h"
+#include "stream.h"
 
 namespace memkit {
 
@@ -149,7 +144,7 @@ at::Tensor make_terms(ChannelCall& call, const double* c1, const double* c2) {
   T* data = static_cast<T*>(made.mutable_data_ptr());
   call.args.terms = data;
   ChannelStatistics<T> s = statistics_of<T>(call, {1, call.args.planes()});
-  if (call.device.is_cpu()) {
+  if (runs_on_threads(call.device)) {
     const TermArrays<T> arrays{data, call.args.sets};
     const at::Tensor roots = make_roots(call, s);
     const int64_t row = call.args.sets / call.repeat;
@@ -162,10 +157,7 @@ at::Tensor make_terms(ChannelCall& call, const double* c1, const double* c2) {
     });
     return made;
   }
-#ifdef MEMKIT_WITH_CUDA
-  C10_CUDA_CHECK(static_cast<cudaError_t>(
-      cuda::channel_terms<T>(s, call.args.sets, c1, c2, data, c10::cuda::getCurrentCUDAStream().stream())));
-#endif
+  on_stream(call.device, [&](auto stream) { return cuda::channel_terms<T>(s, call.args.sets, c1, c2, data, stream); });
   return made;
 }
 

@@ -9,18 +9,12 @@
 #include "../cpu/pooling.h"
 #include "../cpu/rotary.h"
 #include "../cpu/softmax.h"
-
-#ifdef MEMKIT_WITH_CUDA
-#include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
-
 #include "../cuda/activation.h"
 #include "../cuda/glu.h"
 #include "../cuda/pooling.h"
 #include "../cuda/rotary.h"
 #include "../cuda/softmax.h"
-#endif
+#include "stream.h"
 
 namespace memkit {
 namespace {
@@ -36,27 +30,6 @@ void on_threads(int64_t numel, const Kernel& kernel) {
                    [&](int64_t begin, int64_t end) { kernel(begin * kUnit, std::min(end * kUnit, numel)); });
 }
 
-#ifdef MEMKIT_WITH_CUDA
-// kernel(stream) on the device's current stream.
-template <class Kernel>
-void on_stream(c10::Device device, const Kernel& kernel) {
-  const c10::cuda::CUDAGuard guard(device);
-  C10_CUDA_CHECK(static_cast<cudaError_t>(kernel(c10::cuda::getCurrentCUDAStream().stream())));
-}
-#else
-template <class Kernel>
-void on_stream(c10::Device device, const Kernel&) {
-  TORCH_CHECK(false, "memkit: expected a CPU tensor, got one on ", device,
-              "; this memkit was built without CUDA: rebuild with MEMKIT_CUDA=1");
-}
-#endif
-
-#ifdef MEMKIT_WITH_CUDA
-#define MEMKIT_ON_STREAM(DEVICE, KERNEL, ARGS) on_stream(DEVICE, [&](auto stream) { return KERNEL(ARGS, stream); })
-#else
-#define MEMKIT_ON_STREAM(DEVICE, KERNEL, ARGS) on_stream(DEVICE, 0)
-#endif
-
 }  // namespace
 
 Dtype dtype_of(at::ScalarType dtype) {
@@ -71,35 +44,38 @@ Dtype dtype_of(at::ScalarType dtype) {
 
 void run_activation(Pass pass, const ActivationArgs& args, c10::Device device) {
   if (args.numel == 0) return;
-  if (device.is_cpu()) {
+  if (runs_on_threads(device)) {
     const auto kernel = pass == Pass::forward                ? cpu::activation_forward
                         : pass == Pass::backward_from_input  ? cpu::activation_backward_from_input
                         : pass == Pass::backward_from_output ? cpu::activation_backward_from_output
                                                              : cpu::activation_backward_from_bits;
     return on_threads(args.numel, [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
   }
-  switch (pass) {
-    case Pass::forward: return MEMKIT_ON_STREAM(device, cuda::activation_forward, args);
-    case Pass::backward_from_input: return MEMKIT_ON_STREAM(device, cuda::activation_backward_from_input, args);
-    case Pass::backward_from_output: return MEMKIT_ON_STREAM(device, cuda::activation_backward_from_output, args);
-    case Pass::backward_from_bits: return MEMKIT_ON_STREAM(device, cuda::activation_backward_from_bits, args);
-  }
+  on_stream(device, [&](auto stream) {
+    switch (pass) {
+      case Pass::forward: return cuda::activation_forward(args, stream);
+      case Pass::backward_from_input: return cuda::activation_backward_from_input(args, stream);
+      case Pass::backward_from_output: return cuda::activation_backward_from_output(args, stream);
+      default: return cuda::activation_backward_from_bits(args, stream);
+    }
+  });
 }
 
 void run_glu(const GluArgs& args, bool backward, c10::Device device) {
   if (args.rows * args.width == 0) return;
-  if (device.is_cpu()) {
+  if (runs_on_threads(device)) {
     const auto kernel = backward ? cpu::glu_backward : cpu::glu_forward;
     return on_threads(args.rows * args.width, [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
   }
-  if (backward) return MEMKIT_ON_STREAM(device, cuda::glu_backward, args);
-  MEMKIT_ON_STREAM(device, cuda::glu_forward, args);
+  on_stream(device,
+            [&](auto stream) { return backward ? cuda::glu_backward(args, stream) : cuda::glu_forward(args, stream); });
 }
 
 void run_max_pool(const PoolArgs& args, bool backward, c10::Device device) {
-  if (!device.is_cpu()) {
-    if (backward) return MEMKIT_ON_STREAM(device, cuda::max_pool_backward, args);
-    return MEMKIT_ON_STREAM(device, cuda::max_pool_forward, args);
+  if (!runs_on_threads(device)) {
+    return on_stream(device, [&](auto stream) {
+      return backward ? cuda::max_pool_backward(args, stream) : cuda::max_pool_forward(args, stream);
+    });
   }
   const int64_t units = backward ? cpu::max_pool_units(args) : args.planes * args.rows.results;
   const auto kernel = backward ? cpu::max_pool_backward : cpu::max_pool_forward;
@@ -111,20 +87,21 @@ void run_max_pool(const PoolArgs& args, bool backward, c10::Device device) {
 
 void run_rotary(const RotaryArgs& args, c10::Device device) {
   if (args.rows() == 0) return;
-  if (!device.is_cpu()) return MEMKIT_ON_STREAM(device, cuda::rotary, args);
+  if (!runs_on_threads(device)) return on_stream(device, [&](auto stream) { return cuda::rotary(args, stream); });
   const int64_t grain = std::max<int64_t>(1, kGrain / args.width);
   at::parallel_for(0, args.rows(), grain, [&](int64_t begin, int64_t end) { cpu::rotary(args, begin, end); });
 }
 
 void run_softmax(const SoftmaxArgs& args, bool backward, c10::Device device) {
   if (args.rows == 0 || args.columns == 0) return;
-  if (device.is_cpu()) {
+  if (runs_on_threads(device)) {
     const auto kernel = backward ? cpu::softmax_backward : cpu::softmax_forward;
     const int64_t grain = std::max<int64_t>(1, kGrain / args.columns);
     return at::parallel_for(0, args.rows, grain, [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
   }
-  if (backward) return MEMKIT_ON_STREAM(device, cuda::softmax_backward, args);
-  MEMKIT_ON_STREAM(device, cuda::softmax_forward, args);
+  on_stream(device, [&](auto stream) {
+    return backward ? cuda::softmax_backward(args, stream) : cuda::softmax_forward(args, stream);
+  });
 }
 
 }  // namespace memkit

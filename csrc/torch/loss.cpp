@@ -7,17 +7,11 @@
 #include <numeric>
 
 #include "../cpu/loss.h"
+#include "../cuda/loss.h"
 #include "autocast.h"
 #include "checks.h"
 #include "engine.h"
-
-#ifdef MEMKIT_WITH_CUDA
-#include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
-
-#include "../cuda/loss.h"
-#endif
+#include "stream.h"
 
 namespace memkit {
 
@@ -137,7 +131,7 @@ Tensor LossCall::total() const {
 
 // The sum of the class weights of the rows that are not ignored.
 Tensor LossCall::count_weights() const {
-  if (!target_.is_cpu()) {
+  if (!runs_on_threads(target_.device())) {
     const Tensor counted = target_.ne(args_.ignore_index);
     if (!weight_.defined()) return counted.sum(wide_);
     return weight_.take(target_.masked_fill(counted.logical_not(), 0)).mul_(counted).sum();
@@ -183,19 +177,13 @@ void LossCall::set_grad(const Tensor& grad, const Tensor& total) {
 
 void run_loss(LossPass pass, const LossArgs& args, c10::Device device) {
   if (args.rows == 0 || args.classes == 0) return;
-  if (device.is_cpu()) {
+  if (runs_on_threads(device)) {
     const int64_t grain = std::max<int64_t>(1, kLossGrain / args.classes);
     at::parallel_for(0, args.rows, grain,
                      [&](int64_t begin, int64_t end) { cpu::cross_entropy(pass, args, begin, end); });
     return;
   }
-#ifdef MEMKIT_WITH_CUDA
-  const c10::cuda::CUDAGuard guard(device);
-  C10_CUDA_CHECK(static_cast<cudaError_t>(cuda::cross_entropy(pass, args, c10::cuda::getCurrentCUDAStream().stream())));
-#else
-  TORCH_CHECK(false, "memkit: expected a CPU tensor, got one on ", device,
-              "; this memkit was built without CUDA: rebuild with MEMKIT_CUDA=1");
-#endif
+  on_stream(device, [&](auto stream) { return cuda::cross_entropy(pass, args, stream); });
 }
 
 Tensor reduce_loss(const Tensor& losses, const Tensor& total, int64_t reduction, at::ScalarType dtype) {

@@ -7,16 +7,13 @@
 #include <algorithm>
 
 #include "../cpu/row_norm.h"
+#include "../cuda/row_norm.h"
 #include "engine.h"
+#include "stream.h"
 
 #ifdef MEMKIT_WITH_CUDA
 #include <c10/core/Event.h>
-#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
-
-#include "../cuda/row_norm.h"
 #endif
 
 namespace memkit {
@@ -26,11 +23,6 @@ using at::Tensor;
 
 int64_t grain_rows(const RowNormArgs& args) {
   return std::max<int64_t>(1, kGrain / std::max<int64_t>(1, args.columns));
-}
-
-[[noreturn]] [[maybe_unused]] void without_cuda(c10::Device device) {
-  TORCH_CHECK(false, "memkit: expected a CPU tensor, got one on ", device,
-              "; this memkit was built without CUDA: rebuild with MEMKIT_CUDA=1");
 }
 
 // Each thread sums over its rows; the sums are added up in the threads' order.
@@ -63,17 +55,12 @@ void backward_on_cpu(RowNormArgs args, Tensor& grad_weight, Tensor& grad_bias) {
 
 void run_row_norm_forward(const RowNormArgs& args, c10::Device device) {
   if (args.rows == 0 || args.columns == 0) return;
-  if (device.is_cpu()) {
+  if (runs_on_threads(device)) {
     at::parallel_for(0, args.rows, grain_rows(args),
                      [&](int64_t begin, int64_t end) { cpu::row_norm_forward(args, begin, end); });
     return;
   }
-#ifdef MEMKIT_WITH_CUDA
-  const c10::cuda::CUDAGuard guard(device);
-  C10_CUDA_CHECK(static_cast<cudaError_t>(cuda::row_norm_forward(args, c10::cuda::getCurrentCUDAStream().stream())));
-#else
-  without_cuda(device);
-#endif
+  on_stream(device, [&](auto stream) { return cuda::row_norm_forward(args, stream); });
 }
 
 void run_row_norm_backward(RowNormArgs args, const Tensor& grad, Tensor& grad_weight, Tensor& grad_bias) {
@@ -82,27 +69,21 @@ void run_row_norm_backward(RowNormArgs args, const Tensor& grad, Tensor& grad_we
     if (grad_bias.defined()) grad_bias.zero_();
     return;
   }
-  if (grad.device().is_cpu()) return backward_on_cpu(args, grad_weight, grad_bias);
-#ifdef MEMKIT_WITH_CUDA
-  const c10::cuda::CUDAGuard guard(grad.device());
-  CUstream_st* stream = c10::cuda::getCurrentCUDAStream().stream();
-  Tensor partials;
-  int64_t parts = 0;
-  C10_CUDA_CHECK(static_cast<cudaError_t>(cuda::row_norm_parts(args, parts)));
-  const bool parameters = grad_weight.defined() || grad_bias.defined();
-  if (parameters) {
-    partials = at::empty({parts, 2, args.columns},
-                         grad.options().dtype(args.dtype == Dtype::float64 ? at::kDouble : at::kFloat));
-    args.partial = partials.mutable_data_ptr();
-  }
-  C10_CUDA_CHECK(static_cast<cudaError_t>(cuda::row_norm_backward(args, parts, stream)));
-  if (!parameters) return;
-  C10_CUDA_CHECK(static_cast<cudaError_t>(
-      cuda::row_norm_reduce(args, parts, grad_weight.defined() ? grad_weight.mutable_data_ptr() : nullptr,
-                            grad_bias.defined() ? grad_bias.mutable_data_ptr() : nullptr, stream)));
-#else
-  without_cuda(grad.device());
-#endif
+  if (runs_on_threads(grad.device())) return backward_on_cpu(args, grad_weight, grad_bias);
+  void* weight = grad_weight.defined() ? grad_weight.mutable_data_ptr() : nullptr;
+  void* bias = grad_bias.defined() ? grad_bias.mutable_data_ptr() : nullptr;
+  on_stream(grad.device(), [&](auto stream) {
+    int64_t parts = 0;
+    if (const int error = cuda::row_norm_parts(args, parts)) return error;
+    Tensor partials;
+    if (weight || bias) {
+      partials = at::empty({parts, 2, args.columns},
+                           grad.options().dtype(args.dtype == Dtype::float64 ? at::kDouble : at::kFloat));
+      args.partial = partials.mutable_data_ptr();
+    }
+    const int error = cuda::row_norm_backward(args, parts, stream);
+    return error || !args.partial ? error : cuda::row_norm_reduce(args, parts, weight, bias, stream);
+  });
 }
 
 #ifdef MEMKIT_WITH_CUDA
@@ -133,27 +114,27 @@ void WeightMeasurement::start(const RowNorm& norm, const Tensor& weight, const O
   args.out_dtype = dtype_of(norm.dtype);
   args.weight = dense_weight.const_data_ptr();
   args.bias = dense_bias ? dense_bias->const_data_ptr() : nullptr;
-  if (weight.is_cpu()) {
+  if (runs_on_threads(weight.device())) {
     flaws_ = cpu::row_norm_flaws(args);
     return;
   }
 #ifdef MEMKIT_WITH_CUDA
   if (capturing()) return;
-  const c10::cuda::CUDAGuard guard(weight.device());
   if (!pending_) {
     pending_ = std::make_shared<Pending>();
     pending_->host = at::zeros({1}, at::TensorOptions(at::kInt).pinned_memory(true));
     pending_->device = at::empty({1}, weight.options().dtype(at::kInt).requires_grad(false));
   }
-  const auto stream = c10::cuda::getCurrentCUDAStream();
-  pending_->device.zero_();
-  C10_CUDA_CHECK(
-      static_cast<cudaError_t>(cuda::row_norm_flaws(args, pending_->device.mutable_data_ptr<int>(), stream.stream())));
-  pending_->host.copy_(pending_->device, /*non_blocking=*/true);
-  pending_->event.record(stream.unwrap());
+  on_stream(weight.device(), [&](auto stream) {
+    pending_->device.zero_();
+    const int error = cuda::row_norm_flaws(args, pending_->device.mutable_data_ptr<int>(), stream);
+    pending_->host.copy_(pending_->device, /*non_blocking=*/true);
+    pending_->event.record(c10::cuda::getCurrentCUDAStream().unwrap());
+    return error;
+  });
   pending_->running = true;
 #else
-  without_cuda(weight.device());
+  on_stream(weight.device(), [&](auto stream) { return cuda::row_norm_flaws(args, &flaws_, stream); });
 #endif
 }
 

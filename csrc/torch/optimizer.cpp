@@ -5,17 +5,11 @@
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 
+#include "../cuda/optimizer.h"
 #include "checks.h"
 #include "engine.h"
 #include "optional.h"
-
-#ifdef MEMKIT_WITH_CUDA
-#include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
-
-#include "../cuda/optimizer.h"
-#endif
+#include "stream.h"
 
 namespace memkit {
 namespace {
@@ -141,7 +135,7 @@ void run(const Lists& lists, StepArgs args, const OptionalTensor& lr_tensor, con
   args.seed = pointer<int64_t>(key);
   OptionalTensor lr;
   if (lr_tensor && lr_tensor->defined()) {
-    if (device.is_cpu() || lr_tensor->is_cpu()) {
+    if (runs_on_threads(device) || runs_on_threads(lr_tensor->device())) {
       args.lr = lr_tensor->item<double>();
     } else {
       lr = there(lr_tensor, device, at::kDouble);
@@ -182,7 +176,7 @@ void run(const Lists& lists, StepArgs args, const OptionalTensor& lr_tensor, con
     tensors.push_back(t);
   }
 
-  if (device.is_cpu()) {
+  if (runs_on_threads(device)) {
     if (args.found_inf && *args.found_inf != 0) return;
     std::vector<StepNumbers> numbers;
     numbers.reserve(tensors.size());
@@ -196,17 +190,12 @@ void run(const Lists& lists, StepArgs args, const OptionalTensor& lr_tensor, con
       cpu::optimizer_step(args, args.lr, tensors.data(), numbers.data(), int64_t(tensors.size()), begin, end);
     });
   } else {
-#ifdef MEMKIT_WITH_CUDA
-    const c10::cuda::CUDAGuard guard(device);
-    const Tensor numbers =
-        at::empty({int64_t(tensors.size() * sizeof(StepNumbers))}, lists.params[0].options().dtype(at::kByte));
-    C10_CUDA_CHECK(static_cast<cudaError_t>(cuda::optimizer_step(args, tensors.data(), int64_t(tensors.size()),
-                                                                 static_cast<StepNumbers*>(numbers.mutable_data_ptr()),
-                                                                 c10::cuda::getCurrentCUDAStream().stream())));
-#else
-    TORCH_CHECK(false, lists.op, ": expected CPU tensors, got some on ", device,
-                "; this memkit was built without CUDA: rebuild with MEMKIT_CUDA=1");
-#endif
+    on_stream(device, [&](auto stream) {
+      const Tensor numbers =
+          at::empty({int64_t(tensors.size() * sizeof(StepNumbers))}, lists.params[0].options().dtype(at::kByte));
+      return cuda::optimizer_step(args, tensors.data(), int64_t(tensors.size()),
+                                  static_cast<StepNumbers*>(numbers.mutable_data_ptr()), stream);
+    });
   }
   for (const Copy& each : params) each.original.copy_(each.copy);
   if (args.grad_scale)
