@@ -262,6 +262,26 @@ def test_parameters_that_deepspeed_has_sharded():
     assert only(swap(model)).changed
 
 
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use")
+def test_parameters_that_fsdp_has_sharded(version):
+    import torch.distributed as dist
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        part, x = mlp(nn.GELU()), batch()
+        if version == 2:
+            model = nn.Sequential(fully_shard(part))
+        else:
+            model = nn.Sequential(FullyShardedDataParallel(part, device_id=torch.device("cpu")))
+        with pytest.raises(ValueError, match=r"^swap: expected parameters that are whole, got .* FSDP has"):
+            swap(model, sample=x)
+        assert only(swap(model)).changed
+    finally:
+        dist.destroy_process_group()
+
+
 def test_a_kink_that_rounding_crosses_is_not_an_error(monkeypatch):
     """Stock computes exactly 0 before the ReLU, and has no gradient; any rounding moves half of it to the other side."""
     x = batch()

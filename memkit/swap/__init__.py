@@ -248,6 +248,14 @@ def _check_sample(model: nn.Module, sample: Any) -> None:
             "swap: expected parameters that are whole, got some that DeepSpeed's ZeRO 3 has sharded; swap before "
             "deepspeed.initialize, or give no sample"
         )
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None:
+        kinds = fsdp.FullyShardedDataParallel, fsdp.FSDPModule
+        if any(isinstance(module, kinds) for module in model.modules()):
+            raise ValueError(
+                "swap: expected parameters that are whole, got some that FSDP has sharded; swap before fully_shard or "
+                "FullyShardedDataParallel, or give no sample"
+            )
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(
             "swap: expected parameters that are there, got some on the meta device; load them first, or give no sample"
