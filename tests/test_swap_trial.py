@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import gc
+import math
 import random
 from collections import UserDict
 
@@ -122,7 +123,8 @@ def test_an_error_on_the_sample():
     before = fingerprint(model[1])
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
         swap(model, sample=wrong)
-    assert any("on the sample" in note for note in getattr(caught.value, "__notes__", ["on the sample"]))
+    told = "swap: the model raised this on the sample (stock, watched); it is as it was before"
+    assert getattr(caught.value, "__notes__", [told]) == [told]
     assert [type(m) for m in model.modules()] == classes
     assert_untouched(before, model[1])
 
@@ -214,6 +216,14 @@ def test_a_model_that_never_repeats_itself():
     report = swap(Block(lambda self, x: plain(self, x * next(ticks))), sample=batch())
     assert only(report).changed
     assert "not compared" in report.note
+
+
+def test_a_sample_whose_results_are_not_finite():
+    """Uninitialised memory, or a model that overflows: the report says that it proves less."""
+    x = batch()
+    x[0, 0] = math.nan
+    note = swap(mlp(nn.GELU()), sample=x).note
+    assert note == "each output on the sample holds NaN or infinity, so outputs were not compared"
 
 
 def test_values_that_differ_are_refused(monkeypatch):

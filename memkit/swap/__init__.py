@@ -144,6 +144,8 @@ def _swap_by_sample(trial: Trial, found: Found, exact: bool, lean: bool | str) -
     dtypes = dtypes or {parameter.dtype for parameter in trial.model.parameters()}
     tolerance = max((TOLERANCE.get(dtype, 0.0) for dtype in dtypes), default=0.0)
     note = "" if torch.is_grad_enabled() else "autograd was off, so gradients were not compared"
+    if not stock.has_finite_output:
+        note = "each output on the sample holds NaN or infinity, so outputs were not compared"
     if not swapped.agrees_with(stock, tolerance):
         # Rounding may be what a model with kinks, or a norm over few values, makes much of. Then stock does it too.
         change.undo(trial.model)
