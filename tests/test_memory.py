@@ -5,6 +5,7 @@ import os
 import threading
 import time
 import warnings
+from dataclasses import replace
 
 import numpy
 import pytest
@@ -423,6 +424,9 @@ def test_a_measurement_prints_itself(x):
     assert text.startswith("peak 4.004 MiB, live 4.004 MiB, saved 0 B, 2 allocations, ")
     assert text.endswith(" ms on cpu")
     got = measure(x.clone)
+    assert str(replace(got, seconds=0.0123)).endswith(" 12.3 ms on cpu")
+    assert str(replace(got, seconds=0.9999)).endswith(" 1.00 s on cpu")
+    assert str(replace(got, seconds=1234.5)).endswith(" 1234.50 s on cpu")
     assert "tensor" not in repr(got)
     with pytest.raises(AttributeError):
         got.peak = 0

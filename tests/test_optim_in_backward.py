@@ -235,6 +235,41 @@ def test_bad_arguments() -> None:
         step_in_backward(optimizer)
 
 
+def test_one_optimizer_a_parameter() -> None:
+    """A second one would find no gradient."""
+    layer, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    first, second = optim.SGD(layer.parameters()), optim.AdamW([*other.parameters(), layer.bias])
+    handle = step_in_backward(first)
+    expected = (
+        r"step_in_backward: expected parameters that no other optimizer steps in backward, got one of \[2\]"
+    )
+    with pytest.raises(RuntimeError, match=expected):
+        step_in_backward(second)
+    assert not other.weight._post_accumulate_grad_hooks
+    third = optim.SGD(other.parameters())
+    added = step_in_backward(third)
+    with pytest.raises(RuntimeError, match=expected):
+        third.add_param_group({"params": [layer.bias]})
+    assert len(third.param_groups) == 1
+    handle.remove()
+    added.remove()
+    step_in_backward(second)
+
+
+def test_gradient_that_a_hook_has_freed() -> None:
+    layer = nn.Linear(2, 2, bias=False)
+    before = layer.weight.detach().clone()
+
+    def free(param: Tensor) -> None:
+        param.grad = None
+
+    layer.weight.register_post_accumulate_grad_hook(free)
+    optimizer = optim.SGD(layer.parameters())
+    step_in_backward(optimizer, max_norm=1.0)
+    layer(torch.ones(1, 2)).sum().backward()
+    assert torch.equal(layer.weight, before)
+
+
 def test_sparse_gradient_raises_and_goes() -> None:
     table = nn.Embedding(10, 4, sparse=True)
     optimizer = optim.AdamW(table.parameters())

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import gc
+import math
 import random
 from collections import UserDict
 
@@ -122,7 +123,8 @@ def test_an_error_on_the_sample():
     before = fingerprint(model[1])
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
         swap(model, sample=wrong)
-    assert any("on the sample" in note for note in getattr(caught.value, "__notes__", ["on the sample"]))
+    told = "swap: the model raised this on the sample (stock, watched); it is as it was before"
+    assert getattr(caught.value, "__notes__", [told]) == [told]
     assert [type(m) for m in model.modules()] == classes
     assert_untouched(before, model[1])
 
@@ -216,6 +218,14 @@ def test_a_model_that_never_repeats_itself():
     assert "not compared" in report.note
 
 
+def test_a_sample_whose_results_are_not_finite():
+    """Uninitialised memory, or a model that overflows: the report says that it proves less."""
+    x = batch()
+    x[0, 0] = math.nan
+    note = swap(mlp(nn.GELU()), sample=x).note
+    assert note == "each output on the sample holds NaN or infinity, so outputs were not compared"
+
+
 def test_values_that_differ_are_refused(monkeypatch):
     """What no watch sees, the comparison does: here, memkit's formula itself is wrong."""
     model = Block(plain)
@@ -260,6 +270,26 @@ def test_parameters_that_deepspeed_has_sharded():
         swap(model, sample=x)
     assert type(model[1]) is nn.GELU
     assert only(swap(model)).changed
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use")
+def test_parameters_that_fsdp_has_sharded(version):
+    import torch.distributed as dist
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        part, x = mlp(nn.GELU()), batch()
+        if version == 2:
+            model = nn.Sequential(fully_shard(part))
+        else:
+            model = nn.Sequential(FullyShardedDataParallel(part, device_id=torch.device("cpu")))
+        with pytest.raises(ValueError, match=r"^swap: expected parameters that are whole, got .* FSDP has"):
+            swap(model, sample=x)
+        assert only(swap(model)).changed
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_kink_that_rounding_crosses_is_not_an_error(monkeypatch):

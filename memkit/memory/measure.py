@@ -39,9 +39,10 @@ class Measurement(Generic[R]):
     device: torch.device
 
     def __str__(self) -> str:
+        time = f"{self.seconds * 1e3:.3g} ms" if self.seconds < 0.9995 else f"{self.seconds:.2f} s"
         return (
             f"peak {_size(self.peak)}, live {_size(self.live)}, saved {_size(self.saved)}, "
-            f"{self.allocations} allocations, {self.seconds * 1e3:.3g} ms on {self.device}"
+            f"{self.allocations} allocations, {time} on {self.device}"
         )
 
 

@@ -1,7 +1,8 @@
 """Optimizers whose step is one call for all parameters, in place, with moments in as few as 8 bits.
 
-``AdamW`` and ``SGD`` are ``torch.optim.Optimizer``s with the arguments and the mathematics of their twins in ``torch.optim``
-(``fused=True``): learning-rate schedulers, ``GradScaler``, closures, hooks and state dicts work as there. Beside those:
+``AdamW`` and ``SGD`` are ``torch.optim.Optimizer``s with the mathematics of their twins in ``torch.optim`` (``fused=True``)
+and their arguments, but for ``foreach``, ``fused``, ``capturable`` and ``differentiable``: learning-rate schedulers,
+``GradScaler``, closures, hooks and state dicts work as there. Beside those:
 
 ``state_dtype``
     Of the moments. ``None``: the parameter's, as in torch. ``torch.float32``, ``torch.bfloat16``. ``"8bit"``: 8 bits and a

@@ -90,11 +90,11 @@ class FusedOptimizer(Optimizer):
         try:
             for param in self.param_groups[-1]["params"]:
                 self._check_param(param)
+            if self._in_backward is not None:
+                self._in_backward.watch(self.param_groups[-1]["params"])
         except BaseException:
             self.param_groups[:] = before
             raise
-        if self._in_backward is not None:
-            self._in_backward.watch(self.param_groups[-1]["params"])
 
     def _check_param(self, param: Tensor) -> None:
         if is_dtensor(param):

@@ -29,12 +29,17 @@ class StepInBackward:
         optimizer._in_backward = self
 
     def watch(self, params: Iterable[Tensor]) -> None:
-        for param in params:
-            if param.requires_grad:
-                self._handles.append(param.register_post_accumulate_grad_hook(self._take))
+        watched = [param for param in params if param.requires_grad]
+        for param in watched:
+            if any(map(_steps, (param._post_accumulate_grad_hooks or {}).values())):
+                raise RuntimeError(
+                    "step_in_backward: expected parameters that no other optimizer steps in backward, got one of "
+                    f"{list(param.shape)}: remove() that optimizer's handle first"
+                )
+        self._handles += [param.register_post_accumulate_grad_hook(self._take) for param in watched]
 
     def _take(self, param: Tensor) -> None:
-        if self._deferred:
+        if self._deferred or param.grad is None:  # a hook before this one may have used and freed it
             return
         try:
             if is_dtensor(param):
@@ -66,6 +71,10 @@ class StepInBackward:
             self._optimizer._in_backward = None
 
 
+def _steps(hook: Any) -> bool:
+    return isinstance(getattr(hook, "__self__", None), StepInBackward)
+
+
 def step_in_backward(
     optimizer: FusedOptimizer, *, max_norm: float | None = None, clip_value: float | None = None
 ) -> StepInBackward:
@@ -75,7 +84,7 @@ def step_in_backward(
     gradients and does nothing (but steps what was accumulated), and schedulers see their step. Step hooks are not called.
 
     Args:
-        optimizer: of `memkit.optim`.
+        optimizer: of `memkit.optim`. Several may step in backward, each parameters of its own.
         max_norm: clips each gradient by itself, to this norm. The norm of all gradients is known only when the last
             has arrived.
         clip_value: clips each element to this magnitude, before the norm.

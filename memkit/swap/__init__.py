@@ -144,6 +144,8 @@ def _swap_by_sample(trial: Trial, found: Found, exact: bool, lean: bool | str) -
     dtypes = dtypes or {parameter.dtype for parameter in trial.model.parameters()}
     tolerance = max((TOLERANCE.get(dtype, 0.0) for dtype in dtypes), default=0.0)
     note = "" if torch.is_grad_enabled() else "autograd was off, so gradients were not compared"
+    if not stock.has_finite_output:
+        note = "each output on the sample holds NaN or infinity, so outputs were not compared"
     if not swapped.agrees_with(stock, tolerance):
         # Rounding may be what a model with kinks, or a norm over few values, makes much of. Then stock does it too.
         change.undo(trial.model)
@@ -248,6 +250,14 @@ def _check_sample(model: nn.Module, sample: Any) -> None:
             "swap: expected parameters that are whole, got some that DeepSpeed's ZeRO 3 has sharded; swap before "
             "deepspeed.initialize, or give no sample"
         )
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None:
+        kinds = fsdp.FullyShardedDataParallel, fsdp.FSDPModule
+        if any(isinstance(module, kinds) for module in model.modules()):
+            raise ValueError(
+                "swap: expected parameters that are whole, got some that FSDP has sharded; swap before fully_shard or "
+                "FullyShardedDataParallel, or give no sample"
+            )
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(
             "swap: expected parameters that are there, got some on the meta device; load them first, or give no sample"

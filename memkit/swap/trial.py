@@ -29,6 +29,11 @@ class Outcome:
     gradients: list[tuple[float, Tensor]]
     saved: int | None = None
 
+    @property
+    def has_finite_output(self) -> bool:
+        """Whether there is one without NaN and infinity to compare, or no output at all."""
+        return not self.outputs or any(math.isfinite(norm) for norm, _ in self.outputs)
+
     def agrees_with(self, other: Outcome, tolerance: float) -> bool:
         return _agree(self.outputs, other.outputs, tolerance) and _agree(
             self.gradients, other.gradients, tolerance
@@ -110,7 +115,7 @@ def explained(phase: str) -> Iterator[None]:
         yield
     except Exception as error:
         if hasattr(error, "add_note"):  # Python 3.11
-            error.add_note(f"swap: raised on the sample, {phase}; the model is as it was before")
+            error.add_note(f"swap: the model raised this on the sample ({phase}); it is as it was before")
         raise
 
 

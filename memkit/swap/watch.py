@@ -156,7 +156,7 @@ class Saves(SavedStorages):
 
 def watched(trial: Trial, sites: Sequence[AnySite]) -> Watch:
     """Runs the stock model once, which afterwards is as it was."""
-    with untouched(trial.model), explained("watched"):
+    with untouched(trial.model), explained("stock, watched"):
         inputs = trial.fresh()
         watch = Watch(trial.model, inputs)
         try:

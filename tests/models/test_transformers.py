@@ -41,6 +41,16 @@ def test_what_is_changed():
     assert all(row.changed for row in rows.values()), rows
 
 
+def test_the_loss_of_a_class_that_names_none():
+    """transformers takes its loss for causal language models then."""
+    model = make("gpt2").model
+    assert model.loss_type is None
+    assert by_path(swap(model))["loss_function"].changed
+    unswap(model)
+    assert model.transformer.loss_type is None  # and computes no loss
+    assert "loss_function" not in by_path(swap(model.transformer))
+
+
 def test_the_report_counts_what_is_saved():
     subject = make("gpt2")
     report = swap(subject.model, sample=subject.sample)

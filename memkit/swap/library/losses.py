@@ -5,6 +5,7 @@ A model holds its loss as a function, in `_loss_function` if it is not the libra
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -48,7 +49,12 @@ def causal_lm_loss(
 
 def has_library_loss(module: Any) -> bool:
     """Whether a model's loss is transformers' for causal language models, and computes what ours does."""
-    if getattr(module, "loss_type", None) != "ForCausalLM" or _HOLDER in vars(module):
+    kind = getattr(module, "loss_type", "")
+    if kind not in ("ForCausalLM", None) or _HOLDER in vars(module):
+        return False
+    # None by the name of the class (GPT2LMHeadModel): the library takes that loss then, where the model has one at all.
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    if kind is None and "loss_function" not in getattr(code, "co_names", ()):
         return False
     theirs: Any = getattr(module, "loss_function", None)
     return getattr(theirs, "__module__", "") == "transformers.loss.loss_utils" and _same(
