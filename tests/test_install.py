@@ -456,7 +456,7 @@ def test_make_test_runs_pytest_though_a_cpp_test_fails(target, tmp_path):
         "-s",
         *(
             word
-            for name in ("build", f"{tmp_path}/.memkit/models", f"{tmp_path}/.memkit/engines")
+            for name in ("build", "test-simt", f"{tmp_path}/.memkit/models", f"{tmp_path}/.memkit/engines")
             for word in ("-o", name)
         ),
         target,
