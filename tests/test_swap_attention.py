@@ -412,3 +412,17 @@ def test_attend(kind):
         how = {"retain_graph": True, "allow_unused": True}
         a, b = (torch.autograd.grad(x[part], leaves, grads[part], **how) for x in (found, theirs))
         torch.testing.assert_close(a, b)
+
+
+def test_attend_differentiated_twice_where_one_is_made_from_the_other():
+    """Each is taken by itself: the way from one to the other is autograd's."""
+    scores, found = Scores(0.4), []
+    for attention in (
+        lambda *qkv: attend(*qkv, None, None, scores)[0],
+        lambda query, key, value: torch.matmul((torch.matmul(query, key.mT) * 0.4).softmax(-1), value),
+    ):
+        x = torch.linspace(-1, 1, 24, dtype=torch.float64).view(1, 2, 4, 3).requires_grad_()
+        key = x.sin()
+        (grad,) = torch.autograd.grad(attention(key.cos(), key, key).square().sum(), x, create_graph=True)
+        found.append((grad, *torch.autograd.grad(grad.square().sum(), x)))
+    torch.testing.assert_close(*found)
