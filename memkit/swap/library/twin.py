@@ -6,7 +6,9 @@ they are, and a pickle or a copy says: this mixin before that class.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
+from functools import wraps
 from threading import RLock, get_ident
 from types import FunctionType
 from typing import Any, ClassVar, cast
@@ -19,7 +21,7 @@ from ..._hooks import has_global_hooks, has_hooks, only_read
 from ..._lean import lean
 from ..._sharding import is_dtensor
 from ..layers import serves
-from ..types import Changed
+from ..types import Changed, Swapped
 
 MIXINS: dict[str, type[Twin]] = {}
 """By the names that pickles hold."""
@@ -59,10 +61,37 @@ def twin_of(kind: str, stock: type[nn.Module]) -> type[Any]:
 
 
 def _new(kind: str, stock: type[nn.Module]) -> type[Any]:
-    names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
+    names: dict[str, Any] = {
+        "__module__": stock.__module__,
+        "__qualname__": stock.__qualname__,
+        "__doc__": stock.__doc__,
+    }
     mixin: Any = MIXINS[kind]
+    if _takes_one(mixin.forward) and not issubclass(mixin, Swapped):
+        names["forward"] = _as_called(mixin.forward, stock.forward)
     made: type[Any] = type(mixin)(stock.__name__, (mixin, stock), names, stock=stock)
     return made
+
+
+def _takes_one(forward: Any) -> bool:
+    code = getattr(forward, "__code__", None)
+    return code is not None and code.co_argcount == 2 and not code.co_flags & inspect.CO_VARARGS
+
+
+def _as_called(ours: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Ours where there is one argument, also by the name that it has in stock's, to which all other calls go."""
+    _, *names = inspect.signature(stock).parameters
+
+    @wraps(stock)
+    def forward(self: nn.Module, given: Any = None, /, *others: Any, **named: Any) -> Any:
+        if not (others or named):
+            return ours(self, given)
+        args = (given, *others) if others or given is not None else ()
+        if not args and [*named] == names[:1]:
+            return ours(self, *named.values())
+        return stock(self, *args, **named)
+
+    return forward
 
 
 def _make(kinds: tuple[str, ...], cls: Any) -> Any:
