@@ -426,3 +426,23 @@ def test_attend_differentiated_twice_where_one_is_made_from_the_other():
         (grad,) = torch.autograd.grad(attention(key.cos(), key, key).square().sum(), x, create_graph=True)
         found.append((grad, *torch.autograd.grad(grad.square().sum(), x)))
     torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("what", ["bias", "gain"])
+def test_a_change_before_backward_is_refused(what, written_out_as):
+    """Of what the function is given by name, or takes from its module: it would be called again with another value."""
+    plain = written_out
+
+    def gained(module, *args, **kwargs):
+        out, weights = plain(module, *args, **kwargs)
+        return module.gain * out, weights
+
+    if what == "gain":
+        written_out_as(gained)
+    model, x = Model(bias=True, dropout=0.3), torch.randn(2, TOKENS, HEADS * WIDTH)
+    swap(model, ops=["attention"], lean="call")
+    out = model(x)
+    with torch.no_grad():
+        getattr(model.attention, what).mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()

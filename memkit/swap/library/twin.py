@@ -7,7 +7,7 @@ they are, and a pickle or a copy says: this mixin before that class.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from threading import RLock, get_ident
 from types import FunctionType
@@ -16,6 +16,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
+from torch.utils.checkpoint import checkpoint
 
 from ..._hooks import has_global_hooks, has_hooks, only_read
 from ..._lean import lean
@@ -127,6 +128,29 @@ def with_names(forward: Any, **names: Any) -> Callable[..., Any]:
 def is_tracing() -> bool:
     jit: Any = torch.jit
     return bool(jit.is_tracing())
+
+
+def checkpointed(
+    function: Callable[..., Any], *given: Any, reads: Iterable[Tensor] = (), rng: bool = True, **named: Any
+) -> Any:
+    """A call that backward makes again. Its tensors and those that it ``reads`` besides are a checkpoint's arguments by
+    position, of which alone it keeps the version: changed in between, they raise as they do where autograd saved them."""
+    tensors = {name: held for name, held in named.items() if isinstance(held, Tensor)}
+
+    def call(*args: Any, **others: Any) -> Any:
+        by_name = dict(zip(tensors, args[len(given) :], strict=False))
+        return function(*args[: len(given)], **by_name, **others)
+
+    others = {name: held for name, held in named.items() if name not in tensors}
+    how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": rng, "determinism_check": "none"}
+    return checkpoint(call, *given, *tensors.values(), *reads, **how, **others)
+
+
+def own_tensors(module: nn.Module, function: Any) -> list[Tensor]:
+    """Those of the module that the function's code names."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    held = {**module._parameters, **module._buffers}
+    return [x for name in getattr(code, "co_names", ()) if (x := held.get(name)) is not None]
 
 
 def numbers(shape: Sequence[int], like: Tensor | None) -> Tensor:
