@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from memkit import lean, swap, unswap
@@ -446,3 +447,14 @@ def test_a_change_before_backward_is_refused(what, written_out_as):
         getattr(model.attention, what).mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+def test_forward_mode():
+    model, x = make("plain")
+    stock, found = copy.deepcopy(model), []
+    swap(model, ops=["attention"], lean="call")
+    for each in (model, stock):
+        with forward_ad.dual_level():
+            out = each(forward_ad.make_dual(x, torch.linspace(-1, 1, x.numel()).view(x.shape)))
+            found.append(forward_ad.unpack_dual(out).tangent)
+    torch.testing.assert_close(*found)

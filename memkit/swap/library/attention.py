@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -134,6 +135,7 @@ def _as_written(
         and query.shape[1] % key.shape[1] == 0
         and key.shape[:3] == value.shape[:3]
         and not torch.is_autocast_enabled(query.device.type)
+        and forward_ad._current_level < 0  # which `attend` has no rule for
     )
     if not plain:
         return None
