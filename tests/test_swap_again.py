@@ -114,3 +114,28 @@ def test_a_gate_of_two_tensors_is_stock():
     stock = copy.deepcopy(model)
     swap(model, lean="call")
     torch.testing.assert_close(step(model, x), step(stock, x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("what", ["input", "parameter"])
+def test_a_change_before_backward_is_refused(what):
+    """As by stock, which saved them."""
+    model, x = XIELUActivation(), torch.randn(2, D, requires_grad=True)
+    swap(model, lean=True)
+    h = x * 1
+    with lean():
+        out = model(h)
+    with torch.no_grad():
+        (h if what == "input" else model.alpha_p).add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_parameters_that_a_gate_does_not_read_may_change():
+    """As they do where an optimizer steps inside of backward."""
+    model, x = LimitedExperts(), torch.randn(2, D)
+    swap(model, lean=True)
+    with lean():
+        gated = model._apply_gate(x @ model.gate_up_proj)
+    with torch.no_grad():
+        model.down_proj.zero_()
+    gated.sum().backward()

@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from memkit import lean, swap, unswap
@@ -412,3 +413,48 @@ def test_attend(kind):
         how = {"retain_graph": True, "allow_unused": True}
         a, b = (torch.autograd.grad(x[part], leaves, grads[part], **how) for x in (found, theirs))
         torch.testing.assert_close(a, b)
+
+
+def test_attend_differentiated_twice_where_one_is_made_from_the_other():
+    """Each is taken by itself: the way from one to the other is autograd's."""
+    scores, found = Scores(0.4), []
+    for attention in (
+        lambda *qkv: attend(*qkv, None, None, scores)[0],
+        lambda query, key, value: torch.matmul((torch.matmul(query, key.mT) * 0.4).softmax(-1), value),
+    ):
+        x = torch.linspace(-1, 1, 24, dtype=torch.float64).view(1, 2, 4, 3).requires_grad_()
+        key = x.sin()
+        (grad,) = torch.autograd.grad(attention(key.cos(), key, key).square().sum(), x, create_graph=True)
+        found.append((grad, *torch.autograd.grad(grad.square().sum(), x)))
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("what", ["bias", "gain"])
+def test_a_change_before_backward_is_refused(what, written_out_as):
+    """Of what the function is given by name, or takes from its module: it would be called again with another value."""
+    plain = written_out
+
+    def gained(module, *args, **kwargs):
+        out, weights = plain(module, *args, **kwargs)
+        return module.gain * out, weights
+
+    if what == "gain":
+        written_out_as(gained)
+    model, x = Model(bias=True, dropout=0.3), torch.randn(2, TOKENS, HEADS * WIDTH)
+    swap(model, ops=["attention"], lean="call")
+    out = model(x)
+    with torch.no_grad():
+        getattr(model.attention, what).mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_forward_mode():
+    model, x = make("plain")
+    stock, found = copy.deepcopy(model), []
+    swap(model, ops=["attention"], lean="call")
+    for each in (model, stock):
+        with forward_ad.dual_level():
+            out = each(forward_ad.make_dual(x, torch.linspace(-1, 1, x.numel()).view(x.shape)))
+            found.append(forward_ad.unpack_dual(out).tangent)
+    torch.testing.assert_close(*found)

@@ -30,6 +30,17 @@ class GroupNormAct(WithAct, nn.GroupNorm):
     pass
 
 
+class BitGroupNormActivation(nn.GroupNorm):
+    """transformers'."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.activation = nn.ReLU()
+
+    def forward(self, x):
+        return self.activation(super().forward(x))
+
+
 class LayerNormAct(WithAct, nn.LayerNorm):
     pass
 
@@ -55,6 +66,7 @@ class GroupNorm1(nn.GroupNorm):
 
 NORMS = {
     "group": lambda: GroupNormAct(2, C),
+    "group, transformers": lambda: BitGroupNormActivation(2, C),
     "group silu": lambda: GroupNormAct(2, C, act=nn.SiLU()),
     "group, no act": lambda: GroupNormAct(2, C, act=nn.Identity()),
     "group, no weight": lambda: GroupNormAct(2, C, affine=False),

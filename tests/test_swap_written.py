@@ -151,3 +151,35 @@ def test_compiled(cls):
     swap(model, sample=x)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(step(compiled, x), expected)
+
+
+class Mixer(nn.Module):
+    """As a library's feed-forward network, with something more that it may be given."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.act, self.fc2 = nn.Linear(D, 3 * D), nn.GELU(), nn.Linear(3 * D, D)
+
+    def forward(self, hidden_states, scale=None):
+        out = self.fc2(self.act(self.fc1(hidden_states)))
+        return out if scale is None else out * scale
+
+
+@pytest.mark.parametrize("sampled", [True, False])
+def test_calls_by_name(sampled):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gated, self.mixer = Gated(), Mixer()
+
+        def forward(self, x):
+            return self.gated(x=x) + self.mixer(hidden_states=x) + self.mixer(x, 2) + self.mixer(x, scale=3)
+
+    model, x = Model(), torch.randn(4, D)
+    stock, before = copy.deepcopy(model), measure(lambda: model(x)).saved
+    report = swap(model, sample=x if sampled else None, lean="call")
+    assert {row.after for row in report if row.path in ("gated", "mixer")} == {"memkit"}, report
+    torch.testing.assert_close(model(x), stock(x))
+    assert measure(lambda: model(x)).saved < before
+    with pytest.raises(TypeError, match="hidden"):
+        model.mixer(hidden=x)

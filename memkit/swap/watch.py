@@ -176,13 +176,15 @@ def _observe(site: AnySite, watch: Watch) -> None:
     stock: Any = getattr(type(site.module), site.method)
 
     @functools.wraps(stock)  # transformers' apply_chunking_to_forward counts a method's parameters
-    def forward(self: nn.Module, input: Any, *others: Any, **named: Any) -> Tensor:
-        references = getrefcount(input) - ALONE  # as in Swapped.forward
+    def forward(self: nn.Module, input: Any = None, *others: Any, **named: Any) -> Tensor:
+        # As in Swapped.forward. A block may be given its input by another name.
+        references = 0 if input is None else getrefcount(input) - ALONE
+        given = () if input is None else (input, *others)
         outer = watch.current
-        first: Tensor = tensors(input)[0]  # a block may be given several
+        first: Tensor = tensors((given, named))[0]  # a block may be given several
         call = watch.begin(site, first, references)
         try:
-            output: Tensor = stock(self, input, *others, **named)
+            output: Tensor = stock(self, *given, **named)
         finally:
             watch.current = outer
         watch.end(call, first, output)

@@ -73,7 +73,8 @@ def candidates(module: nn.Module, names: frozenset[str], exact: bool) -> list[Ma
     for kind in norm_kinds(module):
         op = norm_op(kind)
         if op in names:
-            acts = _acts(module, ("act",)) if op == "batch_norm_act" else ()
+            behind = module._modules.keys() & {"act", "activation"}
+            acts = _acts(module, behind) if op == "batch_norm_act" else ()
             probe, further = norm_probe(module, kind), further_probes(module, kind)
             found.append(Match(kind, op, Choice(exact=exact), probe, "forward", acts, further))
     if {"rms_norm", "gated"} <= names and is_gated_norm(module):

@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from ..._lean import is_lean
 from .scans import Scan, calls_scan
 from .standardized import StandardizedConv, is_standardized
-from .twin import Twin
+from .twin import Twin, checkpointed, own_tensors
 
 ACTIVATIONS = frozenset({"XIELUActivation"})
 """Names of classes that call no other modules, which might work in place."""
@@ -25,13 +24,13 @@ ACTIVATIONS = frozenset({"XIELUActivation"})
 
 class ActivationAgain(Twin, kind="activation_again"):
     def forward(self, *given: Any, **named: Any) -> Any:
-        return _again(self._stock_forward, given, named)
+        return _again(self._stock_forward, given, named, [*self.parameters(), *self.buffers()])
 
 
 class GateAgain(Twin, kind="gate_again"):
     def _apply_gate(self, *given: Any, **named: Any) -> Any:
         stock: Any = super()
-        return _again(stock._apply_gate, given, named)
+        return _again(stock._apply_gate, given, named, own_tensors(self, stock._apply_gate))
 
 
 def made_again(module: nn.Module, names: frozenset[str]) -> str:
@@ -46,8 +45,10 @@ def made_again(module: nn.Module, names: frozenset[str]) -> str:
     return ActivationAgain.kind if "act_linear" in names and cls.__name__ in ACTIVATIONS else ""
 
 
-def _again(function: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+def _again(
+    function: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any], reads: list[Tensor]
+) -> Any:
     alone = len(given) == 1 and not named and isinstance(given[0], Tensor)
     if not (alone and is_lean() and torch.is_grad_enabled() and given[0].requires_grad):
         return function(*given, **named)
-    return checkpoint(function, *given, use_reentrant=False, determinism_check="none")
+    return checkpointed(function, *given, reads=reads)

@@ -90,7 +90,8 @@ class _Attend(torch.autograd.Function):
 
 
 def _gradients(given: Any, scores: Scores, wanted: Any, grads: tuple[Any, Any]) -> list[Any]:
-    """Of the inputs wanted, by operators that have derivatives."""
+    """Of the inputs wanted, by operators that have derivatives; of each by itself, be one the other or made from it."""
+    given = [x if x is None else x.view_as(x) for x in given]
     query, key, value, mask, bias = given
     leaves = [x for x, each in zip(given, wanted, strict=False) if each]
     groups = query.shape[1] // key.shape[1]

@@ -21,14 +21,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.checkpoint import checkpoint
 
 from ..._lean import is_lean
 from ..layers import serves
 from .attend import Scores, attend
-from .twin import Twin, is_tracing, itself, near, numbers, with_names
+from .twin import Twin, checkpointed, is_tracing, itself, near, numbers, own_tensors, with_names
 
 TABLE = "ALL_ATTENTION_FUNCTIONS"
 FUSED = "sdpa_attention_forward"
@@ -95,12 +95,11 @@ def _attend(
     if (how := _as_written(function, module, query, key, value, args, kwargs)) is not None:
         out, weights = attend(query, key, value, *how)
         return out.transpose(1, 2).contiguous(), None if _is_fused(function) else weights
-    return checkpoint(
+    return checkpointed(
         partial(_as_it_was, function, [(part, part.training) for part in module.modules()]),
         *(query, key, value, *args),
-        use_reentrant=False,
-        preserve_rng_state=dropout > 0 or module.training,  # a function may take dropout from its module
-        determinism_check="none",
+        reads=own_tensors(module, function),
+        rng=dropout > 0 or module.training,  # a function may take dropout from its module
         **kwargs,
     )
 
@@ -136,6 +135,7 @@ def _as_written(
         and query.shape[1] % key.shape[1] == 0
         and key.shape[:3] == value.shape[:3]
         and not torch.is_autocast_enabled(query.device.type)
+        and forward_ad._current_level < 0  # which `attend` has no rule for
     )
     if not plain:
         return None

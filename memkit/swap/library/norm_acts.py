@@ -29,9 +29,11 @@ class NormAct(Twin):
 
     def forward(self, input: Tensor) -> Tensor:
         module: Any = self
-        idle = type(module.act) is nn.Identity and only_read(module.act)
-        act = (None, {}) if idle else activation_of(module.act)
-        alone = type(module.drop) is nn.Identity and only_read(module.drop)
+        behind = _act_of(module)
+        idle = type(behind) is nn.Identity and only_read(behind)
+        act = (None, {}) if idle else activation_of(behind)
+        drop = module._modules.get("drop")
+        alone = drop is None or (type(drop) is nn.Identity and only_read(drop))
         if act is None or not alone or not serves(input) or output_dtype(input) != input.dtype:
             return self._stock_forward(input)
         return self._norm_act(input, *act)
@@ -41,7 +43,7 @@ class NormAct(Twin):
         if self._swap.exact and torch.is_autocast_enabled(input.device.type):  # stock's result is float32
             return self._stock_forward(input)
         if not is_lean():
-            output: Tensor = module.act(self._norm(input))
+            output: Tensor = _act_of(module)(self._norm(input))
             return output
         return self._norm(input) if act is None else act_alone(self._norm(input), act, params)
 
@@ -51,6 +53,11 @@ class NormAct(Twin):
     @staticmethod
     def kept(module: Any, shape: torch.Size, lean: bool) -> int:
         return 0
+
+
+def _act_of(norm: Any) -> Any:
+    """By timm's name, or by transformers'."""
+    return norm._modules.get("act") or norm.activation
 
 
 class BatchNormAct(NormAct, kind="batch_norm_act"):

@@ -152,7 +152,7 @@ def _kinds_of_subclass(module: Any) -> tuple[str, ...]:
     batch = isinstance(module, nn.BatchNorm2d)
     if batch or not idle:
         kind = "batch" if batch else "group" if isinstance(module, nn.GroupNorm) else "layer"
-        calls_act = module._modules.keys() == {"drop", "act"}
+        calls_act = module._modules.keys() in ({"drop", "act"}, {"activation"})
         return (f"{kind}_norm_act" + "_2d" * images,) if calls_act else ()
     if isinstance(module, nn.GroupNorm):
         return ("group_norm",)

@@ -6,7 +6,9 @@ they are, and a pickle or a copy says: this mixin before that class.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
 from threading import RLock, get_ident
 from types import FunctionType
 from typing import Any, ClassVar, cast
@@ -14,12 +16,13 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
+from torch.utils.checkpoint import checkpoint
 
 from ..._hooks import has_global_hooks, has_hooks, only_read
 from ..._lean import lean
 from ..._sharding import is_dtensor
 from ..layers import serves
-from ..types import Changed
+from ..types import Changed, Swapped
 
 MIXINS: dict[str, type[Twin]] = {}
 """By the names that pickles hold."""
@@ -59,10 +62,37 @@ def twin_of(kind: str, stock: type[nn.Module]) -> type[Any]:
 
 
 def _new(kind: str, stock: type[nn.Module]) -> type[Any]:
-    names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
+    names: dict[str, Any] = {
+        "__module__": stock.__module__,
+        "__qualname__": stock.__qualname__,
+        "__doc__": stock.__doc__,
+    }
     mixin: Any = MIXINS[kind]
+    if _takes_one(mixin.forward) and not issubclass(mixin, Swapped):
+        names["forward"] = _as_called(mixin.forward, stock.forward)
     made: type[Any] = type(mixin)(stock.__name__, (mixin, stock), names, stock=stock)
     return made
+
+
+def _takes_one(forward: Any) -> bool:
+    code = getattr(forward, "__code__", None)
+    return code is not None and code.co_argcount == 2 and not code.co_flags & inspect.CO_VARARGS
+
+
+def _as_called(ours: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Ours where there is one argument, also by the name that it has in stock's, to which all other calls go."""
+    _, *names = inspect.signature(stock).parameters
+
+    @wraps(stock)
+    def forward(self: nn.Module, given: Any = None, /, *others: Any, **named: Any) -> Any:
+        if not (others or named):
+            return ours(self, given)
+        args = (given, *others) if others or given is not None else ()
+        if not args and [*named] == names[:1]:
+            return ours(self, *named.values())
+        return stock(self, *args, **named)
+
+    return forward
 
 
 def _make(kinds: tuple[str, ...], cls: Any) -> Any:
@@ -98,6 +128,29 @@ def with_names(forward: Any, **names: Any) -> Callable[..., Any]:
 def is_tracing() -> bool:
     jit: Any = torch.jit
     return bool(jit.is_tracing())
+
+
+def checkpointed(
+    function: Callable[..., Any], *given: Any, reads: Iterable[Tensor] = (), rng: bool = True, **named: Any
+) -> Any:
+    """A call that backward makes again. Its tensors and those that it ``reads`` besides are a checkpoint's arguments by
+    position, of which alone it keeps the version: changed in between, they raise as they do where autograd saved them."""
+    tensors = {name: held for name, held in named.items() if isinstance(held, Tensor)}
+
+    def call(*args: Any, **others: Any) -> Any:
+        by_name = dict(zip(tensors, args[len(given) :], strict=False))
+        return function(*args[: len(given)], **by_name, **others)
+
+    others = {name: held for name, held in named.items() if name not in tensors}
+    how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": rng, "determinism_check": "none"}
+    return checkpoint(call, *given, *tensors.values(), *reads, **how, **others)
+
+
+def own_tensors(module: nn.Module, function: Any) -> list[Tensor]:
+    """Those of the module that the function's code names."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    held = {**module._parameters, **module._buffers}
+    return [x for name in getattr(code, "co_names", ()) if (x := held.get(name)) is not None]
 
 
 def numbers(shape: Sequence[int], like: Tensor | None) -> Tensor:
