@@ -26,10 +26,10 @@ def selective_scan(
     d: Tensor | None = None,
     z: Tensor | None = None,
     bias: Tensor | None = None,
-    softplus: bool = False,
+    delta_softplus: bool = False,
 ) -> Tensor:
     """The result, [batch, channels, tokens] as u, dt and z; b and c are [batch, states, tokens], a is [channels, states]."""
-    return _Scan.apply(u, dt, a, b, c, d, z, bias, softplus)  # type: ignore[no-any-return]
+    return _Scan.apply(u, dt, a, b, c, d, z, bias, delta_softplus)  # type: ignore[no-any-return]
 
 
 class _Scan(torch.autograd.Function):
