@@ -64,12 +64,13 @@ test-all: build $(MODELS) $(ENGINES) test-simt
 # CUDA's kernels without a GPU: built for the CPU, where threads take turns (tests/simt), and given the tensors there.
 SIMT := $(foreach t,activation activation_bias activation_edges channel_norm dropout dropout_forms glu linear_loss loss norm \
   norm_inplace optim_8bit optim_operators pooling rotary rotary_inplace softmax,tests/test_$(t).py)
-# Bounds of the CPU's own kernels, which sum in float64.
-SIMT_NOT := tests/test_softmax.py::test_float64_against_long_double tests/test_norm.py::test_as_exact_as_stock
+# Bounds to stock's CPU kernels that these, which sum in the type computed in, miss by some units in the last place.
+SIMT_NOT := tests/test_softmax.py::test_float64_against_long_double tests/test_norm.py::test_as_exact_as_stock \
+  tests/test_loss.py::test_against_float64[all-torch.float32-far]
 
 test-simt: $(EXTRAS)
 	MEMKIT_CUDA=simt $(BIN)/python setup.py -q build --build-lib build/simt
-	PYTHONPATH=build/simt $(BIN)/python -P -m pytest -q -n $(JOBS) --dist worksteal -m "not slow" $(SIMT) $(SIMT_NOT:%=--deselect %) $(ARGS)
+	PYTHONPATH=build/simt $(BIN)/python -P -m pytest -q -n $(JOBS) --dist worksteal -m "not slow" $(SIMT) $(SIMT_NOT:%=--deselect '%') $(ARGS)
 
 lint: $(LINTERS)
 	$(BIN)/ruff check .

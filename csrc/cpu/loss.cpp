@@ -45,11 +45,6 @@ struct Reader {
   // What of the gradient lies on an index target alone.
   MEMKIT_FN T hot(int64_t index) const { return op.kept * weight(index); }
   MEMKIT_FN bool ignored(int64_t row) const { return args.index && args.index[row] == args.ignore_index; }
-  // The mass of b beside `hot`, for an index target.
-  MEMKIT_FN T smooth_mass() const {
-    if (args.smoothing == 0) return 0;
-    return op.smooth * (args.weight ? *static_cast<const T*>(args.weight_sum) : T(args.classes));
-  }
 
   MEMKIT_FN void probabilities(int64_t i, T* block, int64_t n) const {
     const Dtype dtype = args.wide_probabilities ? Dtype::float32 : args.dtype;
@@ -68,7 +63,7 @@ struct Reader {
     const bool counts = !ignored(row);
     if (args.index && counts) {
       const int64_t t = args.index[row];
-      mass = hot(t) + smooth_mass();
+      mass = hot(t) + op.smooth_mass(args);
       dot += hot(t) * (logit(first + t * step) - largest);
     }
     const T log_sum = std::log(sum);

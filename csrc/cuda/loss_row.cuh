@@ -73,7 +73,7 @@ struct LossRows {
     const T largest = Loss<T>::pivot(state.largest), log_sum = ::log(state.sum);
     if (args.index) {
       const int64_t t = args.index[row];
-      mass += hot(t);
+      mass = hot(t) + op.smooth_mass(args);
       dot += hot(t) * (value(*x(first + t * args.inner)) - largest);
     }
     number(args.loss, row) = op.loss(mass, dot, largest, log_sum);

@@ -69,6 +69,12 @@ struct Loss {
   // b of a class by its probability.
   MEMKIT_FN T share(T probability, T weight) const { return (kept * probability + smooth) * weight; }
 
+  // The mass of b beside its part for an index target.
+  MEMKIT_FN T smooth_mass(const LossArgs& args) const {
+    if (args.smoothing == 0) return T(0);
+    return smooth * (args.weight ? *static_cast<const T*>(args.weight_sum) : T(args.classes));
+  }
+
   // mass: sum b; dot: sum b (x - largest); sum: sum e^(x - largest).
   MEMKIT_FN T loss(T mass, T dot, T largest, T log_sum) const {
     T lse = largest + log_sum, value = mass * log_sum - dot;

@@ -50,7 +50,7 @@ void play_cuda(const LossArgs& args, int threads) {
       for (int64_t c = 0; c < args.classes; ++c) {
         const auto x = rows.value(*rows.x(first + c * args.inner));
         state.raise(x);
-        state.add(x, rows.share(c, first + c * args.inner));
+        rows.add(state, x, c, first + c * args.inner);
       }
       ignored ? rows.finish_ignored(row) : rows.finish(row, first, state);
       const auto g = rows.gradient_of(row);
