@@ -68,9 +68,15 @@ SIMT := $(foreach t,activation activation_bias activation_edges channel_norm dro
 SIMT_NOT := tests/test_softmax.py::test_float64_against_long_double tests/test_norm.py::test_as_exact_as_stock \
   tests/test_loss.py::test_against_float64[all-torch.float32-far]
 
+# SANITIZE=1: built and run with the address sanitizer, which sees the tensors' memory, as PyTorch takes it from malloc.
+SANITIZED := CFLAGS="-fsanitize=address"
+UNDER_ASAN := LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libstdc++.so)" \
+  ASAN_OPTIONS=detect_leaks=0:detect_stack_use_after_return=0
+
 test-simt: $(EXTRAS)
-	MEMKIT_CUDA=simt $(BIN)/python setup.py -q build --build-lib build/simt
-	PYTHONPATH=build/simt $(BIN)/python -P -m pytest -q -n $(JOBS) --dist worksteal -m "not slow" $(SIMT) $(SIMT_NOT:%=--deselect '%') $(ARGS)
+	MEMKIT_CUDA=simt $(if $(SANITIZE),$(SANITIZED)) $(BIN)/python setup.py -q build --build-lib build/simt
+	$(if $(SANITIZE),$(UNDER_ASAN)) PYTHONPATH=build/simt $(BIN)/python -P -m pytest -q -n $(JOBS) --dist worksteal \
+	  -m "not slow" $(SIMT) $(SIMT_NOT:%=--deselect '%') $(ARGS)
 
 lint: $(LINTERS)
 	$(BIN)/ruff check .

@@ -72,8 +72,9 @@ Results forward(const Tensor& input, const Tensor& target, const OptionalTensor&
   const Layout layout(input);
   LossCall call = layout.call(target, weight, options);
   const Tensor total = call.total();
-  const auto shape = C10_AS_INTARRAYREF_SLOW(rows_shape(input.sym_sizes()));
-  const Tensor losses = at::empty(shape, wide_options(input)), stats = at::empty({2, layout.rows}, losses.options());
+  const c10::SymDimVector shape = rows_shape(input.sym_sizes());
+  const Tensor losses = at::empty(C10_AS_INTARRAYREF_SLOW(shape), wide_options(input)),
+               stats = at::empty({2, layout.rows}, losses.options());
   call.set_results(losses, stats);
   LossArgs args = call.all();
   args.x = layout.x.const_data_ptr();
