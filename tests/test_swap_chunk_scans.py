@@ -194,6 +194,25 @@ def test_as_token_by_token(name):
             assert distance([a], [b]) < 3e-6
 
 
+@pytest.mark.parametrize("name", ["scan", "rule", "channels"])
+def test_differentiated_twice_where_one_is_made_from_the_other(name):
+    """Each is taken by itself: the way from one to the other is autograd's."""
+    tensors, ours, theirs, options = case(name, torch.float64)
+
+    def from_the_first(function):
+        def call(first, *others, **options):
+            total = first.sin().mean()
+            made = [None if x is None else x * total.exp() for x in others]
+            return function(first * total.cos(), *made, **options)
+
+        return call
+
+    found = outcome(from_the_first(ours), tensors, **options)
+    expected = outcome(from_the_first(by_name(theirs)), tensors, **options)
+    for some, others in zip(found, expected, strict=True):
+        assert distance(some, others) < 3e-6
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("name", CASES)
 def test_as_exact_as_the_library(name, dtype):

@@ -252,3 +252,16 @@ def test_gradients(monkeypatch):
     ]
     torch.autograd.gradcheck(selective_scan, tuple(some))
     torch.autograd.gradgradcheck(selective_scan, tuple(some))
+
+
+def test_differentiated_twice_where_one_is_made_from_the_other():
+    """Each is taken by itself: the way from one to the other is autograd's."""
+    (x, _, a, *_), found = given(5), []
+    for scan in (selective_scan, scan_module._token_by_token):
+        u = x.sin()
+        b = u[:, :2].cos()
+        out = scan(u, u, a, b, 2 * b, u.mean((0, 2)), u.tanh(), None, True)
+        first = torch.autograd.grad(out.square().sum(), (x, a), create_graph=True)
+        second = torch.autograd.grad(sum(grad.square().sum() for grad in first), (x, a))
+        found.append((*first, *second))
+    torch.testing.assert_close(*found)
