@@ -231,6 +231,18 @@ def test_compiled():
     )
 
 
+@pytest.mark.parametrize("layer", ["all of it", "another function"])
+def test_a_change_before_backward_is_refused(layer):
+    """Of what the function is given by name, in ours and in the library's: it would be called again with another value."""
+    model, x = Model(**LAYERS[layer]), torch.randn(2, TOKENS, CHANNELS)
+    swap(model, lean="call")
+    out = model(x)
+    with torch.no_grad():
+        model.mixer.d.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 def given(tokens, **options):
     def draw(*shape):
         return torch.randn(*shape, dtype=torch.float64).requires_grad_(**options)

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from ..._lean import is_lean
 from ..layers import serves
-from .pieces import again
 from .recurrences import KNOWN, stand_in
-from .twin import Twin, is_tracing, with_names
+from .twin import Twin, checkpointed, is_tracing, with_names
 
 
 class Scan(Twin, kind="scan"):
@@ -79,4 +78,4 @@ def _scan(name: str, function: Any, cls: type[nn.Module], *args: Any, **kwargs: 
         return function(*args, **kwargs)
     if (ours := stand_in(name, function, cls, args, kwargs)) is not None:
         return ours()
-    return again(function, *args, **kwargs)
+    return checkpointed(function, *args, rng=False, **kwargs)
