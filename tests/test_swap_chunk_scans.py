@@ -2,9 +2,12 @@
 
 # ruff: noqa: N803, N806  names are the library's
 
+import copy
+
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn import functional as stock
 
 from memkit import swap
@@ -313,6 +316,21 @@ def test_which_runs(layer, monkeypatch):
     assert bool(ran) == expected
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     assert saved(model, x) < 0.3 * before
+
+
+@pytest.mark.parametrize("cls", [Scanning, Ruling, Channels])
+def test_forward_mode(cls):
+    """As stock writes it: parameters need gradients, the input has a tangent."""
+    model, x = nn.Sequential(cls()), torch.randn(BATCH, TOKENS, WIDTH)
+    stock, found = copy.deepcopy(model), []
+    swap(model, lean="call")
+    for each in (model, stock):
+        with forward_ad.dual_level():
+            out = each(forward_ad.make_dual(x, torch.linspace(-1, 1, x.numel()).view(x.shape)))
+            found.append([forward_ad.unpack_dual(out).tangent.detach()])
+        out.sum().backward()
+        found[-1] += [p.grad for p in each.parameters()]
+    torch.testing.assert_close(*found)
 
 
 def test_autocast_is_left_to_the_library():

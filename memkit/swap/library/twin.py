@@ -15,6 +15,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.utils.checkpoint import checkpoint
 
@@ -130,11 +131,18 @@ def is_tracing() -> bool:
     return bool(jit.is_tracing())
 
 
+def in_forward_mode() -> bool:
+    """Whether results may have tangents: our functions have no rule for them, and a checkpoint would make others again."""
+    return forward_ad._current_level >= 0
+
+
 def checkpointed(
     function: Callable[..., Any], *given: Any, reads: Iterable[Tensor] = (), rng: bool = True, **named: Any
 ) -> Any:
     """A call that backward makes again. Its tensors and those that it ``reads`` besides are a checkpoint's arguments by
     position, of which alone it keeps the version: changed in between, they raise as they do where autograd saved them."""
+    if in_forward_mode():
+        return function(*given, **named)
     tensors = {name: held for name, held in named.items() if isinstance(held, Tensor)}
 
     def call(*args: Any, **others: Any) -> Any:
