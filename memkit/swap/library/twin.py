@@ -69,7 +69,9 @@ def _new(kind: str, stock: type[nn.Module]) -> type[Any]:
         "__doc__": stock.__doc__,
     }
     mixin: Any = MIXINS[kind]
-    if _takes_one(mixin.forward) and not issubclass(mixin, Swapped):
+    if issubclass(mixin, Swapped):
+        names["forward"] = _by_its_name(mixin.forward, stock.forward)
+    elif _takes_one(mixin.forward):
         names["forward"] = _as_called(mixin.forward, stock.forward)
     made: type[Any] = type(mixin)(stock.__name__, (mixin, stock), names, stock=stock)
     return made
@@ -78,6 +80,15 @@ def _new(kind: str, stock: type[nn.Module]) -> type[Any]:
 def _takes_one(forward: Any) -> bool:
     code = getattr(forward, "__code__", None)
     return code is not None and code.co_argcount == 2 and not code.co_flags & inspect.CO_VARARGS
+
+
+def _by_its_name(ours: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Ours, its argument named as in stock's. Not called by another, as it counts references and asks who calls it."""
+    code = ours.__code__
+    own, _, *others = code.co_varnames
+    _, name, *_ = inspect.signature(stock).parameters
+    renamed = code.replace(co_varnames=(own, name, *others))
+    return FunctionType(renamed, ours.__globals__, ours.__name__, ours.__defaults__, ours.__closure__)
 
 
 def _as_called(ours: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
