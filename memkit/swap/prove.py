@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..functional import Save
 from .layers import FUSED, Choice, keeps_output, row_shape
@@ -19,11 +20,11 @@ from .watch import Call, Watch, watched
 
 
 def prove(
-    trial: Trial, sites: Sequence[AnySite], exact: bool, lean: bool
+    trial: Trial, sites: Sequence[AnySite], norms: Sequence[nn.Module], exact: bool, lean: bool
 ) -> tuple[Decisions, set[torch.dtype]]:
-    """What becomes of each site, and the dtypes that they were called with."""
+    """What becomes of each site, and the dtypes that they were called with. ``norms`` become memkit's and are no sites."""
     refusals = {site: check(site, lean) for site in sites}
-    watch = watched(trial, [site for site in sites if not refusals[site]])
+    watch = watched(trial, [site for site in sites if not refusals[site]], norms, exact)
     watch.kept_elsewhere = set(watch.saved_elsewhere)
     # What layers keep in stock, by how many are not decided yet: two norms of one input had better both keep that.
     layers = [site for site in refusals if isinstance(site, LayerSite)]

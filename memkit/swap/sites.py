@@ -135,6 +135,11 @@ class LayerSite:
         return issubclass(self.twin, Norm)
 
     @property
+    def is_of_channels(self) -> bool:
+        """Whether it is, or ends with, a norm whose result can be made again with all that stands behind it."""
+        return self.name in ("group_norm", "batch_norm_act")
+
+    @property
     def is_block(self) -> bool:
         """Several layers that a recipe took over together."""
         return issubclass(self.twin, Twin) and not self.is_norm
