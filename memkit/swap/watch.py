@@ -46,6 +46,8 @@ class Call:
     of_a_sum: bool = False
     of_a_norm: bool = False
     """Of channels that becomes memkit's, so that its result can be made again."""
+    norms: set[nn.Module] = field(default_factory=set)
+    """Those norms whose result, or the sum of whose results, its input is."""
     own: dict[int, int] = field(default_factory=dict)
     """Bytes of the storages that stock's activation itself saved."""
     read: str = ""
@@ -67,7 +69,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.known |= {key: f"its input is {name}" for tensor in given for key in self.keys(tensor)}
         self.calls: dict[AnySite, list[Call]] = {}
         self.nodes: dict[AnySite, set[Any]] = {}
-        self.made_again: set[Any] = set()  # nodes of norms whose results can be
+        self.made_again: dict[Any, nn.Module] = {}  # by their nodes, norms whose results can be
+        self.norms: set[nn.Module] = set()  # the same
+        self.wanted: set[nn.Module] = set()  # those whose results somebody keeps
         self.saved_elsewhere: set[int] = set()
         self.kept_elsewhere: set[int] = set()  # the same of the swapped model
         self.inputs: dict[int, list[Call]] = {}
@@ -84,9 +88,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.current = call = Call(site, references, input.dtype, input.device.type)
         if site.is_block:
             self.saved_elsewhere.update(self.keys(input))  # memkit keeps it too
+            self.wanted |= self.norms_before(input)
         node = _made_by(input)
         call.of_a_sum = type(node).__name__ == "AddBackward0"
         call.of_a_norm = node in self.made_again
+        call.norms = self.norms_before(input)
         self.calls.setdefault(site, []).append(call)
         if isinstance(site, LayerSite):  # never in place
             return call
@@ -100,7 +106,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.nodes.setdefault(call.site, set()).add(output.grad_fn)
         stays = self.exact and torch.is_autocast_enabled(input.device.type)
         if isinstance(call.site, LayerSite) and call.site.is_of_channels and not stays:
-            self.normalized(output)
+            self.normalized(call.site.module, output)
         inputs, outputs = self.keys(input), self.keys(output)
         if len(inputs) != 1 or len(outputs) != 1:
             call.read = call.written = "its input is not a dense tensor"
@@ -111,14 +117,23 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if call.input != call.output and isinstance(call.site, Site):
             self.inputs.setdefault(call.input, []).append(call)
 
-    def normalized(self, output: Tensor) -> None:
+    def normalized(self, norm: nn.Module, output: Tensor) -> None:
         """What a norm of channels returned that becomes memkit's; what else runs with it may have made it last."""
         node = _made_by(output)
         if "BatchNorm" in type(node).__name__ or "GroupNorm" in type(node).__name__:
-            self.made_again.add(node)
+            self.made_again[node] = norm
+            self.norms.add(norm)
+
+    def norms_before(self, tensor: Tensor) -> set[nn.Module]:
+        """Those that are called again when the tensor is made again: it is their result, or the sum of two."""
+        node = _made_by(tensor)
+        is_sum = type(node).__name__ == "AddBackward0"
+        nodes = [before for before, _ in node.next_functions] if is_sum else [node]
+        return {self.made_again[each] for each in nodes if each in self.made_again}
 
     def saved(self, tensor: Tensor) -> None:
         """A tensor is saved for backward."""
+        self.wanted |= self.norms_before(tensor)
         for key in self.keys(tensor):
             if self.current is not None and key in self.parameters and self.current.site.is_block:
                 continue  # its weights
@@ -217,7 +232,7 @@ def _observe_norm(norm: Any, watch: Watch) -> None:
     def forward(self: nn.Module, input: Tensor) -> Tensor:
         output: Tensor = stock(self, input)
         if output_dtype(input) == input.dtype:
-            watch.normalized(output)
+            watch.normalized(self, output)
         return output
 
     vars(norm)["forward"] = MethodType(forward, norm)
