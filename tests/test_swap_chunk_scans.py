@@ -2,9 +2,12 @@
 
 # ruff: noqa: N803, N806  names are the library's
 
+import copy
+
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn import functional as stock
 
 from memkit import swap
@@ -194,6 +197,25 @@ def test_as_token_by_token(name):
             assert distance([a], [b]) < 3e-6
 
 
+@pytest.mark.parametrize("name", ["scan", "rule", "channels"])
+def test_differentiated_twice_where_one_is_made_from_the_other(name):
+    """Each is taken by itself: the way from one to the other is autograd's."""
+    tensors, ours, theirs, options = case(name, torch.float64)
+
+    def from_the_first(function):
+        def call(first, *others, **options):
+            total = first.sin().mean()
+            made = [None if x is None else x * total.exp() for x in others]
+            return function(first * total.cos(), *made, **options)
+
+        return call
+
+    found = outcome(from_the_first(ours), tensors, **options)
+    expected = outcome(from_the_first(by_name(theirs)), tensors, **options)
+    for some, others in zip(found, expected, strict=True):
+        assert distance(some, others) < 3e-6
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("name", CASES)
 def test_as_exact_as_the_library(name, dtype):
@@ -294,6 +316,21 @@ def test_which_runs(layer, monkeypatch):
     assert bool(ran) == expected
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     assert saved(model, x) < 0.3 * before
+
+
+@pytest.mark.parametrize("cls", [Scanning, Ruling, Channels])
+def test_forward_mode(cls):
+    """As stock writes it: parameters need gradients, the input has a tangent."""
+    model, x = nn.Sequential(cls()), torch.randn(BATCH, TOKENS, WIDTH)
+    stock, found = copy.deepcopy(model), []
+    swap(model, lean="call")
+    for each in (model, stock):
+        with forward_ad.dual_level():
+            out = each(forward_ad.make_dual(x, torch.linspace(-1, 1, x.numel()).view(x.shape)))
+            found.append([forward_ad.unpack_dual(out).tangent.detach()])
+        out.sum().backward()
+        found[-1] += [p.grad for p in each.parameters()]
+    torch.testing.assert_close(*found)
 
 
 def test_autocast_is_left_to_the_library():

@@ -354,3 +354,36 @@ def test_an_activation_behind_a_batch_norm_is_rebuilt():
     report = swap(model, sample=x, lean="call")
     assert memory.measure(lambda: model(x)).saved <= before - 0.9 * 8 * x.numel(), report
     assert_as_stock(model, x)
+
+
+@pytest.mark.parametrize(
+    "norm", ["function", "functional group norm", "under autocast", "wrapped", "memkit's"]
+)
+def test_an_activation_behind_a_norm_that_stays(norm):
+    """Whose result is not made again, so that there is nothing to gain from the activation's input."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.before, self.act, self.conv = nn.Conv2d(2, D, 3), nn.ReLU(), nn.Conv2d(D, 2, 3)
+            self.norm = nn.GroupNorm(4, D)
+
+        def forward(self, x):
+            x = self.before(x)
+            if norm == "function":
+                x = nn.functional.batch_norm(x, None, None, training=True)
+            elif norm == "functional group norm":
+                x = nn.functional.group_norm(x, 4)
+            else:
+                x = self.norm(x)
+            return self.conv(self.act(x))
+
+    model, x = Block(), images().float()
+    if norm == "wrapped":
+        model.norm.forward = model.norm.forward
+    with torch.autocast("cpu", torch.bfloat16, enabled=norm == "under autocast"):
+        stock = memory.measure(lambda: model(x).sum().backward())
+        report = swap(model, sample=x, lean="call")
+        (row,) = (row for row in report if row.path == "act")
+        assert (row.after == "in lean()") == (norm == "memkit's"), report
+        assert memory.measure(lambda: model(x).sum().backward()).saved <= stock.saved

@@ -15,6 +15,7 @@ from swap_cases import (
     assert_known,
     batch,
     images,
+    step,
 )
 from torch import nn
 
@@ -306,6 +307,35 @@ def test_a_function_behind_a_norm_that_is_called_by_itself_keeps_its_result_alon
         each[0].bn.register_forward_hook(lambda *args: None)
     x = images().float()
     assert measure(lambda: model(x)).saved == measure(lambda: stock(x)).saved
+
+
+class SiLUActivation(nn.Module):
+    """With an option."""
+
+    def forward(self, x, factor=1.0):
+        return factor * nn.functional.silu(x)
+
+
+class CalledByName(MLP):
+    def forward(self, x):
+        return self.fc2(self.act(x=self.fc1(x)))
+
+
+@pytest.mark.parametrize("lean", [False, "call"])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_an_activation_called_by_the_name_of_its_argument(sampled, lean):
+    model, x = CalledByName(QuickGELU()).double(), batch()
+    stock = copy.deepcopy(model)
+    report = swap(model, sample=x if sampled else None, ops=["quick_gelu"], lean=lean)
+    assert bool(report.changed) == (sampled or lean == "call")
+    torch.testing.assert_close(step(model, x), step(stock, x))
+
+
+def test_an_activation_with_options_is_left():
+    model, x = MLP(SiLUActivation()), torch.randn(2, D)
+    swap(model, sample=x, ops=["silu"])
+    assert type(model.act) is SiLUActivation
+    model.act(x, factor=2.0)
 
 
 @pytest.mark.parametrize("replace", ["hook", "subclass", "frozen", "half"])

@@ -9,6 +9,7 @@ from swap_cases import assert_as_stock, step
 from torch import nn
 
 from memkit import swap, unswap
+from memkit.memory import measure
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -156,3 +157,36 @@ def test_compiled(name):
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(step(compiled, x), expected)
+
+
+class BatchNormAct2d(WithAct, nn.BatchNorm2d):
+    pass
+
+
+class Branches(nn.Module):
+    """As in MobileOne and RepVGG."""
+
+    def __init__(self, norm, act):
+        super().__init__()
+        self.norms = nn.ModuleList(norm() for _ in range(2))
+        self.first, self.act, self.last = nn.Conv2d(3, C, 3), act, nn.Conv2d(C, 3, 3)
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.last(self.act(self.norms[0](x) + self.norms[1](x)))
+
+
+@pytest.mark.parametrize("act", ["in place", "out of place"])
+@pytest.mark.parametrize(
+    "norm", [lambda: nn.BatchNorm2d(C), lambda: BatchNormAct2d(C, act=nn.Identity())], ids=["torch", "timm"]
+)
+def test_batch_norms_whose_results_nobody_keeps(norm, act):
+    """They stay stock's, which keeps smaller statistics; not where an activation keeps their sum, which is made again."""
+    model, x = Branches(norm, nn.ReLU(inplace=act == "in place")), torch.randn(2, 3, 16, 16)
+    stock, before = type(model.norms[0]), measure(lambda: model(x)).saved
+    swap(model, sample=x, lean="call")
+    assert {type(each) is stock for each in model.norms} == {act == "in place"}
+    after = measure(lambda: model(x)).saved
+    assert after <= before if act == "in place" else after < 0.8 * before
+    model.double()
+    assert_as_stock(model, x.double())

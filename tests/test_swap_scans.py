@@ -10,6 +10,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from memkit import lean, swap, unswap
 from memkit.bench.zoo import distance
@@ -231,6 +232,33 @@ def test_compiled():
     )
 
 
+@pytest.mark.parametrize("layer", ["all of it", "another function"])
+def test_a_change_before_backward_is_refused(layer):
+    """Of what the function is given by name, in ours and in the library's: it would be called again with another value."""
+    model, x = Model(**LAYERS[layer]), torch.randn(2, TOKENS, CHANNELS)
+    swap(model, lean="call")
+    out = model(x)
+    with torch.no_grad():
+        model.mixer.d.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("layer", ["all of it", "another function", "another scan"])
+def test_forward_mode(layer):
+    """As stock writes it: parameters need gradients, the input has a tangent."""
+    model, x = Model(**LAYERS[layer]), torch.randn(2, TOKENS, CHANNELS)
+    stock, found = copy.deepcopy(model), []
+    swap(model, lean="call")
+    for each in (model, stock):
+        with forward_ad.dual_level():
+            out = each(forward_ad.make_dual(x, torch.linspace(-1, 1, x.numel()).view(x.shape)))
+            found.append([forward_ad.unpack_dual(out).tangent.detach()])
+        out.sum().backward()
+        found[-1] += [p.grad for p in each.parameters() if p.grad is not None]
+    torch.testing.assert_close(*found)
+
+
 def given(tokens, **options):
     def draw(*shape):
         return torch.randn(*shape, dtype=torch.float64).requires_grad_(**options)
@@ -252,3 +280,16 @@ def test_gradients(monkeypatch):
     ]
     torch.autograd.gradcheck(selective_scan, tuple(some))
     torch.autograd.gradgradcheck(selective_scan, tuple(some))
+
+
+def test_differentiated_twice_where_one_is_made_from_the_other():
+    """Each is taken by itself: the way from one to the other is autograd's."""
+    (x, _, a, *_), found = given(5), []
+    for scan in (selective_scan, scan_module._token_by_token):
+        u = x.sin()
+        b = u[:, :2].cos()
+        out = scan(u, u, a, b, 2 * b, u.mean((0, 2)), u.tanh(), None, True)
+        first = torch.autograd.grad(out.square().sum(), (x, a), create_graph=True)
+        second = torch.autograd.grad(sum(grad.square().sum() for grad in first), (x, a))
+        found.append((*first, *second))
+    torch.testing.assert_close(*found)

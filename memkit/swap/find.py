@@ -10,7 +10,7 @@ from torch import nn
 
 from .._hooks import has_hooks
 from ..nn.activation import _Variant
-from .layers import BATCH_NORMS, INSTANCE_NORMS, LAYERS, Conv2d, is_convolution
+from .layers import BATCH_NORMS, INSTANCE_NORMS, LAYERS, BatchNorm, Conv2d, InstanceNorm, is_convolution
 from .library import (
     Match,
     Verifier,
@@ -62,6 +62,12 @@ class Found:
     @property
     def sites(self) -> list[AnySite]:
         return [*self.activations, *self.layers]
+
+    @property
+    def norms(self) -> list[nn.Module]:
+        """Of channels, that are no sites and will be changed."""
+        kinds = BatchNorm, InstanceNorm
+        return [m for m, twin in self.in_lean if issubclass(twin, kinds) and "forward" not in vars(m)]
 
     @property
     def changes_others(self) -> bool:

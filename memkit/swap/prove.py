@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..functional import Save
 from .layers import FUSED, Choice, keeps_output, row_shape
@@ -19,15 +20,20 @@ from .watch import Call, Watch, watched
 
 
 def prove(
-    trial: Trial, sites: Sequence[AnySite], exact: bool, lean: bool
-) -> tuple[Decisions, set[torch.dtype]]:
-    """What becomes of each site, and the dtypes that they were called with."""
+    trial: Trial, sites: Sequence[AnySite], norms: Sequence[nn.Module], exact: bool, lean: bool
+) -> tuple[Decisions, set[torch.dtype], set[nn.Module]]:
+    """What becomes of each site, the dtypes that they were called with, and norms whose results nobody keeps.
+
+    ``norms``: those that become memkit's and are no sites.
+    """
     refusals = {site: check(site, lean) for site in sites}
-    watch = watched(trial, [site for site in sites if not refusals[site]])
+    watch = watched(trial, [site for site in sites if not refusals[site]], norms, exact)
     watch.kept_elsewhere = set(watch.saved_elsewhere)
     # What layers keep in stock, by how many are not decided yet: two norms of one input had better both keep that.
     layers = [site for site in refusals if isinstance(site, LayerSite)]
     undecided = Counter(key for site in layers for key in _kept(site, watch, None))
+    for block in (site.module for site in layers if site.is_block):  # which may call its norms in another way
+        watch.wanted.update(part for part in block.modules() if part is not block)
     by_norms = {key for site in layers if site.is_norm for key in _kept(site, watch, None)}
     decisions: Decisions = {}
     for site, refusal in refusals.items():
@@ -39,10 +45,13 @@ def prove(
             decisions[site] = _decide_layer(site, calls, watch, exact, lean, undecided)
         else:
             decisions[site] = _decide(site, calls, watch, exact, lean, by_norms)
+            if decisions[site].proof is LEAN:
+                watch.wanted.update(*(call.norms for call in calls))
         # What several sites keep counts for the first of them.
         watch.saved_elsewhere.update(_kept(site, watch, None))
         watch.kept_elsewhere.update(_kept(site, watch, decisions[site].proof))
-    return decisions, {call.dtype for calls in watch.calls.values() for call in calls}
+    dtypes = {call.dtype for calls in watch.calls.values() for call in calls}
+    return decisions, dtypes, watch.norms - watch.wanted
 
 
 def _decide(
@@ -104,6 +113,8 @@ def _decide_layer(
     before = _before(site, watch)
     if not any(call.dtype in FLOATS for call in calls):
         return Decision(None, f"called on {calls[0].dtype}", before, before)
+    if lean and site.is_batch_norm_alone and site.module in watch.norms - watch.wanted:
+        return Decision(None, "nothing keeps its result: nothing to save", before, before)
     if site.is_block:
         after = sum(
             call.dtype.itemsize * site.twin.kept(site.module, call.shape, lean) for call in calls if call.own

@@ -10,7 +10,7 @@ from torch import nn
 
 from .._hooks import has_hooks
 from .layers import FUSED, Choice, Norm, is_convolution
-from .library import Twin, activation_twin
+from .library import BatchNormAct, Twin, activation_twin
 from .report import Row
 from .types import COPIES_INPUT, INEXACT, KEEPS_OUTPUT, NEEDS_BIT, TWINS, WIDE, Proof, Swapped
 
@@ -133,6 +133,16 @@ class LayerSite:
     @property
     def is_norm(self) -> bool:
         return issubclass(self.twin, Norm)
+
+    @property
+    def is_of_channels(self) -> bool:
+        """Whether it is, or ends with, a norm whose result can be made again with all that stands behind it."""
+        return self.name in ("group_norm", "batch_norm_act")
+
+    @property
+    def is_batch_norm_alone(self) -> bool:
+        """Of a library's, with no activation behind it: it may bring that its result can be made again, and nothing else."""
+        return issubclass(self.twin, BatchNormAct) and self.twin.is_alone(self.module)
 
     @property
     def is_block(self) -> bool:

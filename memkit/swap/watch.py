@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..functional._norm import output_dtype
 from ..memory._saved import SavedStorages, storages
 from .recipes import RECIPES
 from .sites import AnySite, LayerSite, Site
@@ -44,7 +45,9 @@ class Call:
     output: int = 0
     of_a_sum: bool = False
     of_a_norm: bool = False
-    """Of channels, whose result can be made again."""
+    """Of channels that becomes memkit's, so that its result can be made again."""
+    norms: set[nn.Module] = field(default_factory=set)
+    """Those norms whose result, or the sum of whose results, its input is."""
     own: dict[int, int] = field(default_factory=dict)
     """Bytes of the storages that stock's activation itself saved."""
     read: str = ""
@@ -56,8 +59,9 @@ class Call:
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     supports_higher_order_operators = True
 
-    def __init__(self, model: nn.Module, inputs: Any) -> None:
+    def __init__(self, model: nn.Module, inputs: Any, exact: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.exact = exact
         self.alive: dict[int, torch.UntypedStorage] = {}
         self.parameters = {key: p for p in model.parameters() for key in self.keys(p)}
         self.known = dict.fromkeys(self.parameters, "its input is a parameter")
@@ -65,6 +69,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.known |= {key: f"its input is {name}" for tensor in given for key in self.keys(tensor)}
         self.calls: dict[AnySite, list[Call]] = {}
         self.nodes: dict[AnySite, set[Any]] = {}
+        self.made_again: dict[Any, nn.Module] = {}  # by their nodes, norms whose results can be
+        self.norms: set[nn.Module] = set()  # the same
+        self.wanted: set[nn.Module] = set()  # those whose results somebody keeps
         self.saved_elsewhere: set[int] = set()
         self.kept_elsewhere: set[int] = set()  # the same of the swapped model
         self.inputs: dict[int, list[Call]] = {}
@@ -81,9 +88,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.current = call = Call(site, references, input.dtype, input.device.type)
         if site.is_block:
             self.saved_elsewhere.update(self.keys(input))  # memkit keeps it too
-        made_by = _made_by(input)
-        call.of_a_sum = made_by == "AddBackward0"
-        call.of_a_norm = "BatchNorm" in made_by or "GroupNorm" in made_by
+            self.wanted |= self.norms_before(input)
+        node = _made_by(input)
+        call.of_a_sum = type(node).__name__ == "AddBackward0"
+        call.of_a_norm = node in self.made_again
+        call.norms = self.norms_before(input)
         self.calls.setdefault(site, []).append(call)
         if isinstance(site, LayerSite):  # never in place
             return call
@@ -95,6 +104,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def end(self, call: Call, input: Tensor, output: Tensor) -> None:
         self.nodes.setdefault(call.site, set()).add(output.grad_fn)
+        stays = self.exact and torch.is_autocast_enabled(input.device.type)
+        if isinstance(call.site, LayerSite) and call.site.is_of_channels and not stays:
+            self.normalized(call.site.module, output)
         inputs, outputs = self.keys(input), self.keys(output)
         if len(inputs) != 1 or len(outputs) != 1:
             call.read = call.written = "its input is not a dense tensor"
@@ -105,8 +117,23 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if call.input != call.output and isinstance(call.site, Site):
             self.inputs.setdefault(call.input, []).append(call)
 
+    def normalized(self, norm: nn.Module, output: Tensor) -> None:
+        """What a norm of channels returned that becomes memkit's; what else runs with it may have made it last."""
+        node = _made_by(output)
+        if "BatchNorm" in type(node).__name__ or "GroupNorm" in type(node).__name__:
+            self.made_again[node] = norm
+            self.norms.add(norm)
+
+    def norms_before(self, tensor: Tensor) -> set[nn.Module]:
+        """Those that are called again when the tensor is made again: it is their result, or the sum of two."""
+        node = _made_by(tensor)
+        is_sum = type(node).__name__ == "AddBackward0"
+        nodes = [before for before, _ in node.next_functions] if is_sum else [node]
+        return {self.made_again[each] for each in nodes if each in self.made_again}
+
     def saved(self, tensor: Tensor) -> None:
         """A tensor is saved for backward."""
+        self.wanted |= self.norms_before(tensor)
         for key in self.keys(tensor):
             if self.current is not None and key in self.parameters and self.current.site.is_block:
                 continue  # its weights
@@ -154,14 +181,16 @@ class Saves(SavedStorages):
         self._watch.saved(tensor)
 
 
-def watched(trial: Trial, sites: Sequence[AnySite]) -> Watch:
-    """Runs the stock model once, which afterwards is as it was."""
+def watched(trial: Trial, sites: Sequence[AnySite], norms: Sequence[nn.Module], exact: bool) -> Watch:
+    """Runs the stock model once, which afterwards is as it was. ``norms``: what becomes memkit's and is no site."""
     with untouched(trial.model), explained("stock, watched"):
         inputs = trial.fresh()
-        watch = Watch(trial.model, inputs)
+        watch = Watch(trial.model, inputs, exact)
         try:
             for site in sites:
                 _observe(site, watch)
+            for norm in norms:
+                _observe_norm(norm, watch)
             with watch, Saves(watch).hooks():
                 outputs = [trial.step(inputs)]
             _look_for_holders(watch, outputs)
@@ -169,6 +198,8 @@ def watched(trial: Trial, sites: Sequence[AnySite]) -> Watch:
             watch.restore_parameters()
             for site in sites:
                 del vars(site.module)[site.method]
+            for norm in norms:
+                del vars(norm)["forward"]
     return watch
 
 
@@ -195,12 +226,24 @@ def _observe(site: AnySite, watch: Watch) -> None:
         vars(site.layer)[RECIPES[type(site.layer)].attribute] = site.module
 
 
-def _made_by(tensor: Tensor) -> str:
-    """The name of the node that it comes from, past views: an instance norm's result is one of a batch norm's."""
+def _observe_norm(norm: Any, watch: Watch) -> None:
+    stock: Any = type(norm).forward
+
+    def forward(self: nn.Module, input: Tensor) -> Tensor:
+        output: Tensor = stock(self, input)
+        if output_dtype(input) == input.dtype:
+            watch.normalized(self, output)
+        return output
+
+    vars(norm)["forward"] = MethodType(forward, norm)
+
+
+def _made_by(tensor: Tensor) -> Any:
+    """The node that it comes from, past views: an instance norm's result is one of a batch norm's."""
     node: Any = tensor.grad_fn
     while node is not None and "View" in type(node).__name__:
         node = node.next_functions[0][0]
-    return type(node).__name__
+    return node
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -221,6 +264,7 @@ def _look_for_holders(watch: Watch, outputs: list[Any]) -> None:
             call.written = call.written or "the model returns its output"
     outputs.clear()  # and with them the graph, where backward has not run
     watch.nodes.clear()
+    watch.made_again.clear()
     gc.collect()
     for key, calls in watch.inputs.items():
         if torch._C._storage_Use_Count(key) > 1:  # one for `alive`

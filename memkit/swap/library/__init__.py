@@ -21,7 +21,7 @@ from .attention import is_attention
 from .gated_norms import GATES, gated_norm_probe, is_gated_norm
 from .losses import has_library_loss, hold, release
 from .mlps import GATINGS, STEPS, Gating, Steps
-from .norm_acts import norm_op
+from .norm_acts import BatchNormAct, norm_op
 from .norms import further_probes, norm_kinds, norm_probe
 from .residual import BLOCKS, DENSE, OPTIONAL, is_dense_layer
 from .twin import TOLERANCE, InLean, Twin, numbers, twin_of
@@ -29,6 +29,7 @@ from .written import written
 
 __all__ = [
     "CLASSES",
+    "BatchNormAct",
     "InLean",
     "Match",
     "Twin",

@@ -21,14 +21,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..._lean import is_lean
 from ..layers import serves
 from .attend import Scores, attend
-from .twin import Twin, checkpointed, is_tracing, itself, near, numbers, own_tensors, with_names
+from .twin import (
+    Twin,
+    checkpointed,
+    in_forward_mode,
+    is_tracing,
+    itself,
+    near,
+    numbers,
+    own_tensors,
+    with_names,
+)
 
 TABLE = "ALL_ATTENTION_FUNCTIONS"
 FUSED = "sdpa_attention_forward"
@@ -135,7 +144,7 @@ def _as_written(
         and query.shape[1] % key.shape[1] == 0
         and key.shape[:3] == value.shape[:3]
         and not torch.is_autocast_enabled(query.device.type)
-        and forward_ad._current_level < 0  # which `attend` has no rule for
+        and not in_forward_mode()
     )
     if not plain:
         return None

@@ -63,6 +63,10 @@ def _act_of(norm: Any) -> Any:
 class BatchNormAct(NormAct, kind="batch_norm_act"):
     _op = "batch_norm_act"
 
+    @staticmethod
+    def is_alone(norm: nn.Module) -> bool:
+        return type(_act_of(norm)) is nn.Identity
+
     def _norm_act(self, input: Tensor, act: str | None, params: dict[str, float]) -> Tensor:
         if act is None and not is_lean():  # alone, all it brings is that lean() can rebuild its result
             return self._stock_forward(input)

@@ -6,22 +6,17 @@ A piece is worked off in chunks: what decays within one are products of matrices
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as stock
-from torch.utils.checkpoint import checkpoint
+
+from .twin import checkpointed
 
 PIECE = 512
 LEAST = -80.0
 """Of what decays further nothing is left: numbers below a float's normal ones take processors a hundred times as long."""
-
-again: Callable[..., Any] = partial(
-    checkpoint, use_reentrant=False, preserve_rng_state=False, determinism_check="none"
-)
-"""Calls a function whose results alone are kept, and in backward once more."""
 
 
 def in_pieces(
@@ -30,7 +25,7 @@ def in_pieces(
     """The results of ``step(state, *pieces of tokens, *others)``, [batch, tokens, ...] as ``tokens``, and the last state."""
     results = []
     for piece in zip(*(torch.split(x, PIECE, 1) for x in tokens), strict=True):
-        result, state = again(step, state, *piece, *others)
+        result, state = checkpointed(step, state, *piece, *others, rng=False)
         results.append(result)
     assert state is not None  # there are tokens
     return (results[0] if len(results) == 1 else torch.cat(results, 1)), state

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from ..._lean import is_lean
 from ..layers import serves
-from .pieces import again
 from .recurrences import KNOWN, stand_in
-from .twin import Twin, is_tracing, with_names
+from .twin import Twin, checkpointed, in_forward_mode, is_tracing, with_names
 
 
 class Scan(Twin, kind="scan"):
@@ -75,8 +74,9 @@ def _with_ours(forward: Any, cls: type[nn.Module]) -> Callable[..., Any]:
 
 def _scan(name: str, function: Any, cls: type[nn.Module], *args: Any, **kwargs: Any) -> Any:
     given = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
-    if not any(each.requires_grad for each in given) or not all(map(serves, given)):
+    needed = any(each.requires_grad for each in given)
+    if not needed or in_forward_mode() or not all(map(serves, given)):
         return function(*args, **kwargs)
     if (ours := stand_in(name, function, cls, args, kwargs)) is not None:
         return ours()
-    return again(function, *args, **kwargs)
+    return checkpointed(function, *args, rng=False, **kwargs)

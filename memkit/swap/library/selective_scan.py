@@ -51,7 +51,10 @@ class _Scan(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         u, dt, a, b, c, d, z, bias, *starts = ctx.saved_tensors
         if torch.is_grad_enabled():  # the gradient is to be differentiated
-            leaves = [x for x, each in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False) if each]
+            # Of each by itself, be one made from the other.
+            given: list[Any] = [x if x is None else x.view_as(x) for x in (u, dt, a, b, c, d, z, bias)]
+            leaves = [x for x, each in zip(given, ctx.needs_input_grad, strict=False) if each]
+            u, dt, a, b, c, d, z, bias = given
             out = _token_by_token(u, dt, a, b, c, d, z, bias, ctx.softplus)
             found = iter(torch.autograd.grad(out, leaves, grad, create_graph=True))
             return (*(next(found) if each else None for each in ctx.needs_input_grad[:8]), None)

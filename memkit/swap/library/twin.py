@@ -15,6 +15,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.utils.checkpoint import checkpoint
 
@@ -68,7 +69,9 @@ def _new(kind: str, stock: type[nn.Module]) -> type[Any]:
         "__doc__": stock.__doc__,
     }
     mixin: Any = MIXINS[kind]
-    if _takes_one(mixin.forward) and not issubclass(mixin, Swapped):
+    if issubclass(mixin, Swapped):
+        names["forward"] = _by_its_name(mixin.forward, stock.forward)
+    elif _takes_one(mixin.forward):
         names["forward"] = _as_called(mixin.forward, stock.forward)
     made: type[Any] = type(mixin)(stock.__name__, (mixin, stock), names, stock=stock)
     return made
@@ -77,6 +80,15 @@ def _new(kind: str, stock: type[nn.Module]) -> type[Any]:
 def _takes_one(forward: Any) -> bool:
     code = getattr(forward, "__code__", None)
     return code is not None and code.co_argcount == 2 and not code.co_flags & inspect.CO_VARARGS
+
+
+def _by_its_name(ours: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Ours, its argument named as in stock's. Not called by another, as it counts references and asks who calls it."""
+    code = ours.__code__
+    own, _, *others = code.co_varnames
+    _, name, *_ = inspect.signature(stock).parameters
+    renamed = code.replace(co_varnames=(own, name, *others))
+    return FunctionType(renamed, ours.__globals__, ours.__name__, ours.__defaults__, ours.__closure__)
 
 
 def _as_called(ours: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -130,11 +142,18 @@ def is_tracing() -> bool:
     return bool(jit.is_tracing())
 
 
+def in_forward_mode() -> bool:
+    """Whether results may have tangents: our functions have no rule for them, and a checkpoint would make others again."""
+    return forward_ad._current_level >= 0
+
+
 def checkpointed(
     function: Callable[..., Any], *given: Any, reads: Iterable[Tensor] = (), rng: bool = True, **named: Any
 ) -> Any:
     """A call that backward makes again. Its tensors and those that it ``reads`` besides are a checkpoint's arguments by
     position, of which alone it keeps the version: changed in between, they raise as they do where autograd saved them."""
+    if in_forward_mode():
+        return function(*given, **named)
     tensors = {name: held for name, held in named.items() if isinstance(held, Tensor)}
 
     def call(*args: Any, **others: Any) -> Any:
