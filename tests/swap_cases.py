@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from memkit import swap, unswap
 from memkit.swap import change, types
@@ -62,6 +63,15 @@ def step(model, *args, **kwargs):
     weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
     (out * weights).sum().backward()
     return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def tangent_and_gradients(model, x):
+    """Of the result, x having a tangent, and of the parameters in a backward after that."""
+    with forward_ad.dual_level():
+        out = model(forward_ad.make_dual(x, torch.linspace(-1, 1, x.numel()).view(x.shape)))
+        tangent = forward_ad.unpack_dual(out).tangent.detach()
+    out.sum().backward()
+    return [tangent, *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
 def assert_as_stock(model, *args, rtol=1e-7, atol=1e-8, **kwargs):

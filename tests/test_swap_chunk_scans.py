@@ -6,8 +6,8 @@ import copy
 
 import pytest
 import torch
+from swap_cases import tangent_and_gradients
 from torch import nn
-from torch.autograd import forward_ad
 from torch.nn import functional as stock
 
 from memkit import swap
@@ -322,15 +322,9 @@ def test_which_runs(layer, monkeypatch):
 def test_forward_mode(cls):
     """As stock writes it: parameters need gradients, the input has a tangent."""
     model, x = nn.Sequential(cls()), torch.randn(BATCH, TOKENS, WIDTH)
-    stock, found = copy.deepcopy(model), []
+    stock = copy.deepcopy(model)
     swap(model, lean="call")
-    for each in (model, stock):
-        with forward_ad.dual_level():
-            out = each(forward_ad.make_dual(x, torch.linspace(-1, 1, x.numel()).view(x.shape)))
-            found.append([forward_ad.unpack_dual(out).tangent.detach()])
-        out.sum().backward()
-        found[-1] += [p.grad for p in each.parameters()]
-    torch.testing.assert_close(*found)
+    torch.testing.assert_close(tangent_and_gradients(model, x), tangent_and_gradients(stock, x))
 
 
 def test_autocast_is_left_to_the_library():
