@@ -82,12 +82,12 @@ lint: $(LINTERS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy memkit
-	find csrc tests/cpp $(CODE) | xargs $(BIN)/clang-format --dry-run -Werror
+	find csrc tests/cpp tests/simt $(CODE) | xargs $(BIN)/clang-format --dry-run -Werror
 
 format: $(LINTERS)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	find csrc tests/cpp $(CODE) | xargs $(BIN)/clang-format -i
+	find csrc tests/cpp tests/simt $(CODE) | xargs $(BIN)/clang-format -i
 
 wheel: $(CORE)
 	rm -rf build/lib.*

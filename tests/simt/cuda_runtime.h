@@ -1,11 +1,12 @@
 // CUDA's runtime as far as the kernels of csrc/cuda use it, on the CPU: a launch runs block after block, a block's threads
-// take turns at every barrier and exchange. What hardware leaves open is drawn anew for each launch: the order of blocks,
-// and after each barrier the order of threads, so that a missing barrier shows as a wrong result. A barrier or an exchange
-// that not all threads of the block or the warp come to ends the program.
+// take turns at every barrier and exchange. What hardware leaves open is drawn anew: the order of blocks, and after each
+// barrier that of warps, each of which runs on to the next barrier before another starts, so that a missing barrier shows as
+// a wrong result. A barrier or an exchange that not all threads of the block or the warp come to ends the program.
 #pragma once
 
-#include <algorithm>
 #include <math.h>
+
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -155,41 +156,42 @@ inline bool release(std::vector<Thread>& threads, size_t begin, size_t end, Wait
   return true;
 }
 
+// Lets a warp run ahead of all others, until its threads are over or wait at a barrier of the block.
+inline void run_warp(Block& block, size_t begin, size_t end) {
+  std::vector<size_t> lanes(end - begin);
+  std::iota(lanes.begin(), lanes.end(), begin);
+  std::shuffle(lanes.begin(), lanes.end(), dice());
+  do {
+    for (const size_t i : lanes) {
+      Thread& thread = block.threads[i];
+      if (thread.wait != Wait::none) continue;
+      block.current = &thread;
+      simt_switch(&block.scheduler, thread.stack_pointer);
+    }
+  } while (release(block.threads, begin, end, Wait::warp));
+}
+
 inline void run_block(Block& block) {
   const size_t count = size_t(block.block.x) * block.block.y;
   block.threads.resize(count);
   char* memory = stacks(count);
-  std::vector<size_t> order(count);
   for (size_t i = 0; i < count; ++i) {
-    Thread& t = block.threads[i];
-    t.index = dim3(unsigned(i % block.block.x), unsigned(i / block.block.x));
-    start(t, memory + i * kStack);
-    order[i] = i;
+    block.threads[i].index = dim3(unsigned(i % block.block.x), unsigned(i / block.block.x));
+    start(block.threads[i], memory + i * kStack);
   }
-  std::shuffle(order.begin(), order.end(), dice());
+  std::vector<size_t> warps((count + kLanes - 1) / kLanes);
+  std::iota(warps.begin(), warps.end(), size_t(0));
   running = &block;
-  while (true) {
-    bool moved = false, left = false;
-    for (const size_t i : order) {
-      Thread& t = block.threads[i];
-      if (t.wait != Wait::none) continue;
-      block.current = &t;
-      simt_switch(&block.scheduler, t.stack_pointer);
-      moved = true;
-    }
-    for (size_t warp = 0; warp < count; warp += kLanes)
-      moved |= release(block.threads, warp, std::min<size_t>(warp + kLanes, count), Wait::warp);
-    if (release(block.threads, 0, count, Wait::block)) {
-      moved = true;
-      block.any = 0;
-      for (Thread& t : block.threads) block.any |= t.vote;
-      std::shuffle(order.begin(), order.end(), dice());
-    }
-    for (const Thread& t : block.threads) left |= t.wait != Wait::over;
-    if (!left) break;
-    if (!moved) fail("some threads wait at a barrier, others at another or in an exchange");
-  }
+  do {
+    std::shuffle(warps.begin(), warps.end(), dice());
+    for (const size_t warp : warps) run_warp(block, warp * kLanes, std::min<size_t>((warp + 1) * kLanes, count));
+    block.any = 0;
+    for (const Thread& thread : block.threads)
+      if (thread.wait == Wait::block) block.any |= thread.vote;
+  } while (release(block.threads, 0, count, Wait::block));
   running = nullptr;
+  for (const Thread& thread : block.threads)
+    if (thread.wait != Wait::over) fail("some threads wait at a barrier, others at another or in an exchange");
 }
 
 template <class... P>
