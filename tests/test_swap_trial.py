@@ -22,7 +22,7 @@ from swap_cases import (
 from torch import nn
 
 from memkit import swap
-from memkit.swap import types
+from memkit.swap import trial, types
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -316,3 +316,23 @@ def test_rounding_that_a_model_enlarges_is_not_an_error():
     )
     report = swap(model, sample=torch.randn(2, 2, 8, 8))
     assert any(row.changed for row in report), report
+
+
+def test_what_rounding_leaves_of_a_sum_over_many_rows_is_no_difference():
+    # Stock sums a norm's bias gradient up in float32: of gradients that cancel, nothing but its rounding is left.
+    model = nn.Sequential(nn.Linear(D, 512), nn.LayerNorm(512))
+    assert only(swap(model, sample=torch.randn(4096, D))).changed
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_a_function_is_changed_again_after_a_first_disagreement(monkeypatch, activation):
+    layer = nn.TransformerEncoderLayer(D, 2, D, 0.0, activation=activation, batch_first=True, **DOUBLE)
+    answers = [False]
+    agrees = trial.Outcome.agrees_with
+    monkeypatch.setattr(
+        trial.Outcome, "agrees_with", lambda *args: answers.pop() if answers else agrees(*args)
+    )
+    report = swap(layer, sample=batch(2, 3, D))
+    assert not answers
+    assert any(row.path == "activation" and row.changed for row in report.rows)
+    assert_as_stock(layer, batch(2, 3, D))

@@ -70,7 +70,9 @@ class Site:
 
     @property
     def twin(self) -> type[Swapped]:
-        return TWINS[self.name] if type(self.module) in NAMES else activation_twin(self.name, self.module)
+        # What stands for a function is of torch.nn, or was until it was changed for the first time.
+        is_torchs = self.layer is not None or type(self.module) in NAMES
+        return TWINS[self.name] if is_torchs else activation_twin(self.name, self.module)
 
     @property
     def overwrites(self) -> bool:

@@ -186,10 +186,14 @@ def _keep_attributes(stack: ExitStack, module: nn.Module) -> None:
 
 
 def _slant(root: Tensor) -> Tensor:
-    """A gradient to start from: not constant, as a normalisation's output has a constant sum."""
+    """A gradient to start from: not constant, as a normalisation's output has a constant sum, and without a regular
+    course, or what sums it up, as a bias does, would have little but rounding left of it."""
     if root.numel() < 2:
         return torch.ones_like(root)
-    return torch.linspace(-1, 1, root.numel(), dtype=root.dtype, device=root.device).view(root.shape)
+    period = 4093  # a prime, so that rows start anywhere in it
+    wave = 2 * torch.rand(period, generator=torch.Generator().manual_seed(0)) - 1
+    repeated = wave.to(root).repeat(-(-root.numel() // period))
+    return repeated[: root.numel()].view(root.shape)
 
 
 def _digest(tensor: Tensor) -> tuple[float, Tensor]:
