@@ -176,11 +176,18 @@ def batch_norm_act(
 def recipe(tensor: Tensor) -> object | None:
     """How to compute a saved tensor again; None where it has to be kept."""
 
+def nonzeros(tensor: Tensor) -> tuple[object, Tensor, Tensor] | None:
+    """What has to be known beside a saved tensor's elements that are not zero, these, and a bit for each element; None
+    where they would not be much smaller."""
+
+def spread(frame: object, values: Tensor, bits: Tensor) -> Tensor:
+    """The tensor that `nonzeros` gave them of."""
+
 def pack(tensor: Tensor) -> object:
-    """The recipe, or the tensor as autograd keeps it."""
+    """The recipe, the elements that are not zero, or the tensor as autograd keeps it."""
 
 def unpack(packed: object) -> Tensor | None:
-    """Of what either of them gave; None for anything else."""
+    """Of what `recipe` or `pack` gave; None for anything else."""
 
 # csrc/torch/cross_entropy.cpp
 

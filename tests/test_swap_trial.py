@@ -292,11 +292,13 @@ def test_parameters_that_fsdp_has_sharded(version):
         dist.destroy_process_group()
 
 
-def test_a_kink_that_rounding_crosses_is_not_an_error(monkeypatch):
+@pytest.mark.parametrize("embedded", [False, True])
+def test_a_kink_that_rounding_crosses_is_not_an_error(monkeypatch, embedded):
     """Stock computes exactly 0 before the ReLU, and has no gradient; any rounding moves half of it to the other side."""
-    x = batch()
-    model = Block(lambda self, x: torch.relu(plain(self, x) - self.zero))
-    model.zero = plain(model, x).detach()
+    x = torch.arange(4) if embedded else batch()
+    model = Block(lambda self, x: torch.relu(plain(self, self.embed(x)) - self.zero))
+    model.embed = nn.Embedding(4, D, **DOUBLE) if embedded else nn.Identity()
+    model.zero = plain(model, model.embed(x)).detach()
     real = types._C.activation
 
     class Rounding:
@@ -306,6 +308,7 @@ def test_a_kink_that_rounding_crosses_is_not_an_error(monkeypatch):
 
     monkeypatch.setattr(types, "_C", Rounding)
     assert only(swap(model, sample=x)).changed
+    model.embed = nn.Identity()
     assert_as_stock(model, batch())
 
 

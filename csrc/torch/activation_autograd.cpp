@@ -9,6 +9,7 @@
 #include "checks.h"
 #include "eager.h"
 #include "layout.h"
+#include "nonzeros.h"
 #include "optional.h"
 #include "spec.h"
 #include "stock.h"
@@ -116,8 +117,11 @@ autograd::variable_list ActivationBackward::backward(autograd::variable_list&& g
   if (has_residual) result[2] = grad;
 
   size_t next = 0;
-  const OptionalTensor kept = identity || saved == Save::bit ? std::nullopt : OptionalTensor(unpack(next++));
-  const OptionalTensor kept_bits = has_bits ? OptionalTensor(unpack(next++)) : std::nullopt;
+  const OptionalTensor nonzero = bits_of_nonzeros(grad);
+  if (nonzero) ++next;
+  const bool by_bits = saved == Save::bit || nonzero;
+  const OptionalTensor kept = identity || by_bits ? std::nullopt : OptionalTensor(unpack(next++));
+  const OptionalTensor kept_bits = has_bits ? OptionalTensor(unpack(next++)) : nonzero;
   const OptionalTensor kept_bias =
       has_bias && saved == Save::input && !identity ? OptionalTensor(unpack(next++)) : std::nullopt;
   const OptionalTensor seed = has_seed ? OptionalTensor(unpack(next++)) : std::nullopt;
@@ -138,7 +142,7 @@ autograd::variable_list ActivationBackward::backward(autograd::variable_list&& g
       if (seed && saved == Save::output) at_point = at_point / drop[1];
       grad_input = stock_activation_backward(spec, below, at_point, saved == Save::output);
     }
-  } else if (saved == Save::bit) {
+  } else if (by_bits) {
     grad = restride(std::move(grad), strides);
     const bool sole = is_sole_owner(grad) && is_plain(grad);
     const auto run = [&](auto&& backward) {
@@ -158,6 +162,23 @@ autograd::variable_list ActivationBackward::backward(autograd::variable_list&& g
   }
   if (has_bias && task_should_compute_output(1)) result[1] = bias_gradient(grad_input, dim);
   return result;
+}
+
+bool ActivationBackward::makes_zeros() const {
+  if (has_residual || (has_seed && drop[3] != 0)) return false;
+  if (!identity) return op == "relu" || op == "relu6" || op == "relu_squared";
+  const auto* producer = dynamic_cast<const SavedNode*>(next_edge(0).function.get());
+  return drop[0] >= 0.5 || (producer && producer->makes_zeros());
+}
+
+OptionalTensor ActivationBackward::bits_of_nonzeros(const Tensor& grad) {
+  if (op != "relu" || saved != Save::output || !nonzeros || at::GradMode::is_enabled() || needs_stock(grad))
+    return std::nullopt;
+  const auto packed = nonzeros->lock();
+  if (!packed || packed->negative_zero) return std::nullopt;  // -0.0 is not zero, and its slope is
+  if (strides.empty()) strides = c10::SymDimVector(packed->strides.begin(), packed->strides.end());
+  if (strides.size() != size_t(grad.dim())) return std::nullopt;
+  return packed->bits.view(at::kByte).narrow(0, 0, (grad.numel() + 7) / 8);
 }
 
 Tensor ActivationBackward::active_elements(const Tensor& bits, const Tensor& grad) {
@@ -303,6 +324,7 @@ Tensor& activation_autograd_(Tensor& x, const OptionalTensor& bias, int64_t dim,
     }
   }
   const bool on_view = x.is_view();
+  if (on_view && node->strides.empty()) node->strides.assign(x.sym_strides().begin(), x.sym_strides().end());
   autograd::rebase_history(x, NodePtr(node));
   if (!node->identity && save == Save::output) node->save(x, /*is_output=*/true, /*is_inplace_on_view=*/on_view);
   if (node->has_bits) node->save(bits);

@@ -18,7 +18,7 @@ struct ActivationBackward : SavedNode {
   std::vector<double> params;
   int64_t dim = -1;
   std::vector<double> drop;
-  c10::SymDimVector strides;  // of the memory order that bits and dropout follow
+  c10::SymDimVector strides;  // of the memory order that bits and dropout follow; set where there are any
 
   // Saved, each where it is needed: the output, the input, or neither; the bits or the bias; the seed.
   bool identity = false;
@@ -29,6 +29,7 @@ struct ActivationBackward : SavedNode {
   bool has_residual = false;
 
   bool can_rebuild(uint32_t) const override { return !identity && saved == Save::input && !has_residual; }
+  bool makes_zeros() const override;
   std::string name() const override { return "memkit::" + op + "_backward"; }
 
  protected:
@@ -36,6 +37,8 @@ struct ActivationBackward : SavedNode {
   at::Tensor recompute() override;
 
  private:
+  // One bit an element for the slope of relu, where lean() packed the output; nothing where they would not do.
+  std::optional<at::Tensor> bits_of_nonzeros(const at::Tensor& grad);
   // 1 where the bits say that a function of two slopes is active, else 0; like the gradient.
   at::Tensor active_elements(const at::Tensor& bits, const at::Tensor& grad);
 };

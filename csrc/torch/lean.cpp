@@ -5,6 +5,7 @@
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty_strided.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/functions/tensor.h>
 #include <torch/csrc/autograd/generated/Functions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
@@ -15,6 +16,7 @@
 #include <variant>
 
 #include "checks.h"
+#include "nonzeros.h"
 #include "saved_node.h"
 
 namespace memkit {
@@ -66,13 +68,34 @@ Tensor rebuild(Node& node) {
   return is_sole_owner(first) && first.strides() == second.strides() ? first.add_(second) : first + second;
 }
 
-// The node that made the tensor whole, and where in its result the tensor lies. The consumer's node has the producer
-// among its edges anyway, so a recipe keeps nothing alive that would not be.
+// What a node made whole, where x is that or a view of it.
+Tensor whole(const Tensor& x) { return x.is_view() ? Tensor(x._base()) : x; }
+
+// Where in the memory of a node's result a tensor lies.
+struct View {
+  explicit View(const Tensor& x) : sizes(x.sizes().vec()), strides(x.strides().vec()), offset(x.storage_offset()) {}
+
+  Tensor of(const Tensor& made) const {
+    if (made.sizes() == sizes && made.strides() == strides && made.storage_offset() == offset) return made;
+    return made.as_strided(sizes, strides, offset);
+  }
+
+  std::vector<int64_t> sizes, strides;
+  int64_t offset;
+};
+
+// The node that made the tensor whole. The consumer's node has the producer among its edges anyway, so a recipe keeps
+// nothing alive that would not be.
 struct Recipe {
   NodePtr node;
   std::vector<int64_t> made;  // the result's own strides
-  std::vector<int64_t> sizes, strides;
-  int64_t offset;
+  View view;
+};
+
+// A node's result that is mostly zeros; the same memory for all who keep it.
+struct Sparse {
+  Nonzeros nonzeros;
+  View view;
 };
 
 // A tensor as autograd keeps it without hooks: raises where it was changed since.
@@ -89,16 +112,44 @@ struct Original {
   int64_t version;
 };
 
-using Packed = std::variant<Recipe, Original>;
+using Packed = std::variant<Recipe, Sparse, Original>;
+
+bool has_producer(const Tensor& x) {
+  return x.requires_grad() && !x.is_leaf() && !x.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+}
 
 std::optional<Recipe> recipe_of(const Tensor& x) {
-  if (!x.requires_grad() || x.is_leaf() || x.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) return std::nullopt;
-  const Tensor made = x.is_view() ? Tensor(x._base()) : x;
+  if (!has_producer(x)) return std::nullopt;
+  const Tensor made = whole(x);
   const NodePtr& node = made.grad_fn();
   // Written to since it was made: the node would rebuild another tensor.
   if (!node || made._version() != 0 || !can_rebuild(*node, made.output_nr())) return std::nullopt;
   packed_recipe = true;
-  return Recipe{node, made.strides().vec(), x.sizes().vec(), x.strides().vec(), x.storage_offset()};
+  return Recipe{node, made.strides().vec(), View(x)};
+}
+
+// What wrote all of the tensor last, also where that was in place on a view.
+const SavedNode* producer_of(const Tensor& made) {
+  const Node* node = made.grad_fn().get();
+  if (const auto* copy = dynamic_cast<const torch::autograd::CopySlices*>(node))
+    node = copy->base.sym_numel() == copy->view.sym_numel() ? copy->fn.get() : nullptr;
+  return dynamic_cast<const SavedNode*>(node);
+}
+
+// Where the node that made it says that it may have many zeros, and it has.
+std::optional<Sparse> sparse_of(const Tensor& x) {
+  const Tensor& result = saved_result && saved_result->is_alias_of(x) ? *saved_result : x;
+  if (!has_producer(result)) return std::nullopt;
+  const Tensor made = whole(result);
+  const SavedNode* node = producer_of(made);
+  if (!node || !node->makes_zeros() || made.storage_offset() != 0) return std::nullopt;
+  std::optional<Nonzeros> found = node->nonzeros ? node->nonzeros->lock() : std::nullopt;
+  if (!found || found->version != made._version()) {
+    found = nonzeros_of(made);
+    if (!found) return std::nullopt;
+    node->nonzeros = std::make_shared<NonzerosRef>(*found);
+  }
+  return Sparse{std::move(*found), View(x)};
 }
 
 Tensor made_again(const Recipe& recipe) {
@@ -107,8 +158,13 @@ Tensor made_again(const Recipe& recipe) {
   Tensor made = rebuild(*recipe.node);
   // Hooks inside this one may have handed the node its input in another order of memory.
   if (made.strides() != recipe.made) made = at::empty_strided(made.sizes(), recipe.made, made.options()).copy_(made);
-  if (made.sizes() == recipe.sizes && made.strides() == recipe.strides) return made;
-  return made.as_strided(recipe.sizes, recipe.strides, recipe.offset);
+  return recipe.view.of(made);
+}
+
+Tensor made_again(const Sparse& sparse) {
+  const pybind11::gil_scoped_release no_gil;
+  const at::AutoGradMode off(false);
+  return sparse.view.of(sparse.nonzeros.spread());
 }
 
 // -- for Python, which autograd calls once for each tensor that it saves: plain functions over capsules
@@ -137,6 +193,18 @@ PyObject* recipe(PyObject*, PyObject* tensor) {
   END_HANDLE_TH_ERRORS
 }
 
+// Its nonzero elements and their bits go through the hooks around, and come back to `spread`.
+PyObject* nonzeros(PyObject*, PyObject* tensor) {
+  HANDLE_TH_ERRORS
+  auto found = sparse_of(tensor_of(tensor, "nonzeros"));
+  if (!found) Py_RETURN_NONE;
+  const pybind11::object values = pybind11::cast(std::move(found->nonzeros.values));
+  const pybind11::object bits = pybind11::cast(std::move(found->nonzeros.bits));
+  const auto capsule = pybind11::reinterpret_steal<pybind11::object>(in_capsule(std::move(*found)));
+  return pybind11::make_tuple(capsule, values, bits).release().ptr();
+  END_HANDLE_TH_ERRORS
+}
+
 // The tensor itself would hold the graph that holds it.
 Original original(const Tensor& x, PyObject* object) {
   if (THPVariable_CheckExact(object)) return {is_plain(x) ? x.tensor_data() : x.detach(), x._version()};
@@ -148,8 +216,9 @@ Original original(const Tensor& x, PyObject* object) {
 PyObject* pack(PyObject*, PyObject* tensor) {
   HANDLE_TH_ERRORS
   const Tensor& x = tensor_of(tensor, "pack");
-  auto found = recipe_of(x);
-  return in_capsule(found ? Packed(std::move(*found)) : Packed(original(x, tensor)));
+  if (auto found = recipe_of(x)) return in_capsule(std::move(*found));
+  if (auto found = sparse_of(x)) return in_capsule(std::move(*found));
+  return in_capsule(original(x, tensor));
   END_HANDLE_TH_ERRORS
 }
 
@@ -157,14 +226,35 @@ PyObject* unpack(PyObject*, PyObject* object) {
   HANDLE_TH_ERRORS
   if (!PyCapsule_IsValid(object, kCapsule)) Py_RETURN_NONE;
   const auto& packed = *static_cast<const Packed*>(PyCapsule_GetPointer(object, kCapsule));
-  const auto* original = std::get_if<Original>(&packed);
-  return THPVariable_Wrap(original ? original->unpack() : made_again(std::get<Recipe>(packed)));
+  if (const auto* original = std::get_if<Original>(&packed)) return THPVariable_Wrap(original->unpack());
+  if (const auto* sparse = std::get_if<Sparse>(&packed)) return THPVariable_Wrap(made_again(*sparse));
+  return THPVariable_Wrap(made_again(std::get<Recipe>(packed)));
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* spread(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 3 && PyCapsule_IsValid(args[0], kCapsule),
+                   "spread: expected what `nonzeros` gave, values and bits");
+  Sparse sparse = std::get<Sparse>(*static_cast<const Packed*>(PyCapsule_GetPointer(args[0], kCapsule)));
+  Nonzeros& nonzeros = sparse.nonzeros;
+  const Tensor &values = tensor_of(args[1], "spread"), &bits = tensor_of(args[2], "spread");
+  TORCH_CHECK(values.is_cpu() && values.is_contiguous() && bits.is_cpu() && bits.is_contiguous() &&
+                  values.scalar_type() == nonzeros.dtype && bits.scalar_type() == at::kLong &&
+                  values.numel() == nonzeros.count() && bits.numel() == nonzeros.words(),
+              "lean: expected back from the saved-tensor hooks around it ", nonzeros.count(), " elements of ",
+              c10::toString(nonzeros.dtype), " and ", nonzeros.words(), " words of bits, got ", describe(values),
+              " and ", describe(bits));
+  nonzeros.values = values, nonzeros.bits = bits;
+  return THPVariable_Wrap(made_again(sparse));
   END_HANDLE_TH_ERRORS
 }
 
 PyMethodDef kMethods[] = {{"recipe", recipe, METH_O, nullptr},
                           {"pack", pack, METH_O, nullptr},
                           {"unpack", unpack, METH_O, nullptr},
+                          {"nonzeros", nonzeros, METH_O, nullptr},
+                          {"spread", reinterpret_cast<PyCFunction>(spread), METH_FASTCALL, nullptr},
                           {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace

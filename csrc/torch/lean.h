@@ -1,4 +1,5 @@
-// memkit.lean(): saved tensors that are results of memkit's cheap operators are dropped and computed again in backward.
+// memkit.lean(): saved tensors that are results of memkit's cheap operators are dropped and computed again in backward;
+// of those that are mostly zeros and have to be kept, the rest is.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -7,8 +8,10 @@ namespace memkit {
 
 // Adds to the module:
 //   recipe(tensor) -> capsule | None    how to make the tensor again; None where it has to be kept
-//   pack(tensor) -> capsule             the recipe, or the tensor
-//   unpack(capsule) -> Tensor | None    what either came from; None for anything else
+//   nonzeros(tensor) -> (capsule, values, bits) | None    the part of it that is not zero; None where that is most of it
+//   spread(capsule, values, bits) -> Tensor               what it came from
+//   pack(tensor) -> capsule             the recipe, its nonzero elements, or the tensor
+//   unpack(capsule) -> Tensor | None    what any of these came from; None for anything else
 void bind_lean(pybind11::module_& m);
 
 }  // namespace memkit

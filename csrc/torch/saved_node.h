@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -16,16 +17,24 @@
 
 namespace memkit {
 
+class NonzerosRef;
+
 // Whether lean() took the tensor that this thread saved last: it then keeps a recipe, and each unpacking makes it anew.
 inline thread_local bool packed_recipe = false;
+
+// The result that a node of this thread is saving, which hooks are given detached.
+inline thread_local const at::Tensor* saved_result = nullptr;
 
 struct SavedNode : torch::autograd::Node {
   // How many operators run to rebuild the result, one after the other; 0: not known yet. See lean.cpp.
   mutable std::atomic<int> depth{0};
+  // Of the result, where lean() has packed them; under Python's global lock.
+  mutable std::shared_ptr<const NonzerosRef> nonzeros;
 
   // Keeps an input, or with is_output a result of the operator; undefined tensors are kept as such.
   void save(const at::Tensor& x, bool is_output = false, bool is_inplace_on_view = false) {
     const bool outer = std::exchange(packed_recipe, false);
+    const Saving saving(is_output ? &x : nullptr);
     saved_.emplace_back(x, is_output, is_inplace_on_view);
     is_recipe_.push_back(std::exchange(packed_recipe, outer));
     if (is_output) kept_outputs_.push_back(x.output_nr());
@@ -43,6 +52,9 @@ struct SavedNode : torch::autograd::Node {
   }
   // Whether the result that can be rebuilt has been changed in place by nobody so far.
   bool is_result_unchanged() const { return result_version_.enabled() && result_version_.current_version() == 0; }
+
+  // Whether many elements of the result are expected to be zero.
+  virtual bool makes_zeros() const { return false; }
 
   // Whether this result of the operator can be computed again, to the bit, from what is saved; see lean.cpp.
   virtual bool can_rebuild([[maybe_unused]] uint32_t output) const { return false; }
@@ -100,6 +112,12 @@ struct SavedNode : torch::autograd::Node {
   }
 
  private:
+  struct Saving {
+    explicit Saving(const at::Tensor* result) : outer(std::exchange(saved_result, result)) {}
+    ~Saving() { saved_result = outer; }
+    const at::Tensor* outer;
+  };
+
   std::vector<torch::autograd::SavedVariable> saved_;
   // Known from the packing: an unpacking may run a checkpoint, which unpacks others meanwhile.
   std::vector<bool> is_recipe_;

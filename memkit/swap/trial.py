@@ -6,7 +6,7 @@ import math
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -48,24 +48,40 @@ class Trial:
     def run(self, phase: str, in_evaluation: Sequence[nn.Module] = (), noise: float = 0.0) -> Outcome:
         """Counts what is saved on the way. Some modules may be told that this is no training.
 
-        ``noise``: how far, relatively, numbers in the sample may be from what they are.
+        ``noise``: how far, relatively, numbers in the sample may be from what they are; of a sample without any, what
+        its embeddings give.
         """
         with untouched(self.model), explained(phase):
             for module in in_evaluation:
                 module.training = False
             inputs = self.fresh()
-            if noise:
-                with torch.no_grad():
-                    for given in tensors(inputs):
-                        if given.is_floating_point():
-                            given.mul_(1 + noise * torch.empty_like(given).uniform_(-1, 1))
-            measured = measure(lambda: self.step(inputs), device=self.device())
+            with self.disturbed(inputs, noise) if noise else nullcontext():
+                measured = measure(lambda: self.step(inputs), device=self.device())
             leaves = [*self.model.parameters(), *tensors(inputs)]
             return Outcome(
                 [_digest(t) for t in tensors(measured.result) if t.is_floating_point()],
                 [_digest(leaf.grad) for leaf in leaves if leaf.grad is not None],
                 measured.saved,
             )
+
+    @contextmanager
+    def disturbed(self, inputs: Any, noise: float) -> Iterator[None]:
+        def factors(of: Tensor) -> Tensor:
+            return 1 + noise * torch.empty_like(of).uniform_(-1, 1)
+
+        numbers = [given for given in tensors(inputs) if given.is_floating_point()]
+        with torch.no_grad():
+            for given in numbers:
+                given.mul_(factors(given))
+        embeddings = [] if numbers else [m for m in self.model.modules() if isinstance(m, nn.Embedding)]
+        hooks = [
+            m.register_forward_hook(lambda m, given, out: out * factors(out.detach())) for m in embeddings
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def fresh(self) -> Any:
         """The sample again: tensors copied, as the model may write to them."""

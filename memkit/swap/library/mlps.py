@@ -94,6 +94,10 @@ GATES = frozenset({"silu", "gelu", "gelu_tanh", "relu", "sigmoid"})
 """What `glu_linear` takes."""
 
 
+ALONE = KEEPS_OUTPUT | {"relu_squared"}
+"""The slope follows from the output, which the layer behind keeps too: making that again would bring nothing."""
+
+
 class FeedForward(Twin, kind="steps"):
     _swap: Steps
     saved = "h"
@@ -252,7 +256,9 @@ def _next(steps: Sequence[Any], at: int, input: Tensor, dropout: bool) -> tuple[
             # The hidden features of a dropout_linear are the ones that act_dropout would drop.
             out = linear(lambda w, b, h: F.dropout_linear(h, w, b, p, act=act[0], **params), input)
             return out, after + 1
-        if p or act[0] in KEEPS_OUTPUT:  # which the layer keeps too: making it again would bring nothing
+        if act[0] in ALONE and not p:
+            return _apply(act[0], input, tuple(params.values()), False, "auto"), at + 1
+        if p:
             return _called(step, input), at + 1
         if linear is not None:
             return linear(lambda w, b, h: F.act_linear(h, w, b, act[0], **params), input), after + 1

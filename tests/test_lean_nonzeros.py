@@ -1,0 +1,250 @@
+"""`lean()` and results that are mostly zeros: what has to be kept is kept as the other elements and a bit each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+import memkit
+import memkit.functional as M
+from memkit import _C, swap
+from memkit.memory import measure
+
+WIDTH, ROWS = 2048, 512
+BITS = WIDTH * ROWS // 8
+pytestmark = pytest.mark.usefixtures("seed")
+
+
+def result(
+    act: Callable[..., Tensor] = M.relu, dtype: torch.dtype = torch.float32, **options: object
+) -> Tensor:
+    """Of an activation, and with a graph."""
+    return act(torch.randn(ROWS, WIDTH, dtype=dtype, requires_grad=True) * 1, **options)
+
+
+class Network(nn.Module):
+    """A feed-forward network whose activation keeps its output, as the Linear behind it does."""
+
+    def __init__(self, act: Callable[..., Tensor], dtype: torch.dtype, **options: object) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, WIDTH, dtype=dtype), nn.Linear(WIDTH, 16, dtype=dtype)
+        self.act, self.options = act, options
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.act(self.first(x), **self.options))
+
+
+def gradients(model: nn.Module, x: Tensor, lean: bool) -> tuple[list[Tensor], int]:
+    def run() -> Tensor:
+        if not lean:
+            return model(x)
+        with memkit.lean():
+            return model(x)
+
+    torch.manual_seed(1)
+    measured = measure(run)
+    slope = torch.linspace(-1, 1, measured.result.numel()).to(x.dtype).view_as(measured.result)
+    found = torch.autograd.grad(measured.result, [x, *model.parameters()], slope)
+    return [measured.result, *found], measured.saved
+
+
+@pytest.mark.parametrize("shape", [(ROWS,), (4, ROWS // 4)], ids=["matrix", "batch"])
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("act", [M.relu, M.relu6, M.relu_squared])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_half_the_bytes_and_the_same_gradients(dtype, act, inplace, shape) -> None:
+    model = Network(act, dtype, inplace=inplace)
+    x = torch.randn(*shape, 16, dtype=dtype, requires_grad=True)
+    expected, before = gradients(model, x, lean=False)
+    found, after = gradients(model, x, lean=True)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+    elements = ROWS * WIDTH * dtype.itemsize
+    assert before == elements
+    assert 0.45 * elements < after - BITS < 0.55 * elements
+
+
+def test_dropout_adds_to_the_zeros() -> None:
+    def dropped(x: Tensor) -> Tensor:
+        return M.dropout(M.relu(x), 0.5)
+
+    for act in (dropped, lambda x: M.act_dropout(x, "relu", 0.5)):
+        model, x = Network(act, torch.float32), torch.randn(ROWS, 16, requires_grad=True)
+        expected, before = gradients(model, x, lean=False)
+        found, after = gradients(model, x, lean=True)
+        assert all(map(torch.equal, found, expected))
+        assert after < 0.8 * before
+        assert after < 0.9 * ROWS * WIDTH * 4
+
+
+def test_every_bit_comes_back() -> None:
+    x = torch.zeros(ROWS, WIDTH)
+    special = torch.tensor([-0.0, float("nan"), float("inf"), 1e-45, -1.0, 3.4e38])
+    x.view(-1)[torch.randperm(x.numel())[: 6 * 1000]] = special.repeat(1000)
+    made = M.relu(x.requires_grad_() * 1)
+    again = _C.unpack(_C.pack(made))
+    assert again is not None
+    assert again.data_ptr() != made.data_ptr()
+    assert torch.equal(again.view(torch.int32), made.detach().view(torch.int32))
+
+
+@pytest.mark.parametrize("negative_zero", [False, True])
+def test_the_slope_at_special_values(negative_zero) -> None:
+    x = torch.randn(ROWS, WIDTH)
+    x[0, :4] = torch.tensor([float("nan"), float("inf"), -0.0 if negative_zero else 0.0, -float("inf")])
+    slopes = []
+    for lean in (False, True):
+        leaf = x.clone().requires_grad_()
+        if lean:
+            with memkit.lean():
+                M.relu(leaf).sum().backward()
+        else:
+            torch.relu(leaf).sum().backward()
+        slopes.append(leaf.grad)
+    assert torch.equal(slopes[0], slopes[1])
+
+
+def bytes_of(x: Tensor) -> int:
+    """That autograd would keep of it, where memkit.lean() packs it."""
+    parts = _C.nonzeros(x)
+    return x.nbytes if parts is None else parts[1].nbytes + parts[2].nbytes
+
+
+def test_what_does_not_pay_is_kept_as_it_is() -> None:
+    assert bytes_of(result()) < 0.6 * ROWS * WIDTH * 4
+    dense = M.relu(torch.rand(ROWS, WIDTH, requires_grad=True) + 0.1)
+    few = M.relu(torch.randn(ROWS - 1, WIDTH, requires_grad=True))
+    short = M.relu(torch.randn(2 * ROWS, WIDTH - 1, requires_grad=True))
+    other = torch.relu(torch.randn(ROWS, WIDTH, requires_grad=True))
+    strided = M.relu(torch.randn(ROWS, 2 * WIDTH, requires_grad=True)[:, ::2])
+    assert strided.is_contiguous()  # and so is packed
+    assert bytes_of(strided) < strided.nbytes
+    for x in (dense, few, short, other, result(M.gelu), result().detach()):
+        assert bytes_of(x) == x.nbytes
+
+
+def test_other_orders_of_memory_and_views() -> None:
+    leaf = torch.randn(WIDTH, ROWS, requires_grad=True)
+    columns = M.relu(leaf.t())
+    assert not columns.is_contiguous()
+    for x in (columns, result()[7:, 3:], result().view(8, -1, WIDTH).transpose(0, 1)):
+        again = _C.unpack(_C.pack(x))
+        assert again is not None
+        assert torch.equal(again, x)
+        assert again.stride() == x.stride()
+    with memkit.lean():
+        out = M.relu(leaf.t(), inplace=False).square().sum()
+    out.backward()
+    assert torch.equal(leaf.grad, 2 * leaf.detach().relu())
+
+
+def test_all_who_keep_it_share_it() -> None:
+    first, second = nn.Linear(WIDTH, 8), nn.Linear(WIDTH, 8)
+
+    def run() -> Tensor:
+        with memkit.lean():
+            h = result()
+            return first(h) + second(h)
+
+    assert measure(run).saved < 0.6 * ROWS * WIDTH * 4
+
+
+def test_what_is_changed_afterwards_was_packed_before() -> None:
+    """Stock raises here; the nonzero elements are a copy, of the time when they were needed."""
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    w, v = torch.randn(WIDTH, requires_grad=True), torch.randn(WIDTH, requires_grad=True)
+    with memkit.lean():
+        h = M.relu(x)
+        first = h @ w
+        h.mul_(2)
+        second = h @ v
+    (first + second).sum().backward()
+    slope = (x.detach() > 0).float()
+    torch.testing.assert_close(x.grad, slope * (w + 2 * v).detach())
+    torch.testing.assert_close(w.grad, x.detach().relu().sum(0))
+    torch.testing.assert_close(v.grad, 2 * x.detach().relu().sum(0))
+
+
+@pytest.mark.parametrize("around", ["save_on_cpu", "checkpoint", "hooks"])
+def test_beside_other_hooks(around) -> None:
+    model, x = Network(M.relu, torch.float32), torch.randn(ROWS, 16, requires_grad=True)
+    expected, _ = gradients(model, x, lean=False)
+    shapes = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        shapes.append(tensor.shape)
+        return tensor.clone()
+
+    def run() -> Tensor:
+        with memkit.lean():
+            return model(x)
+
+    if around == "checkpoint":
+        out = checkpoint(run, use_reentrant=False)
+    else:
+        with save_on_cpu() if around == "save_on_cpu" else saved_tensors_hooks(pack, lambda t: t):
+            out = run()
+        assert (ROWS, WIDTH) not in shapes
+    slope = torch.linspace(-1, 1, out.numel()).view_as(out)
+    for again in (True, False):
+        found = torch.autograd.grad(out, [x, *model.parameters()], slope, retain_graph=again)
+        assert all(map(torch.equal, found, expected[1:]))
+
+
+def test_hooks_that_give_back_something_else() -> None:
+    with saved_tensors_hooks(lambda t: t, lambda t: t[:-1] if t.dim() == 1 else t), memkit.lean():
+        out = result() @ torch.randn(WIDTH, 1, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"lean: expected back .* got torch.float32 \["):
+        out.sum().backward()
+
+
+def test_a_second_derivative() -> None:
+    model, x = (
+        Network(M.relu_squared, torch.float64),
+        torch.randn(ROWS, 16, dtype=torch.float64, requires_grad=True),
+    )
+
+    def second(lean: bool) -> Tensor:
+        if lean:
+            with memkit.lean():
+                out = model(x)
+        else:
+            out = model(x)
+        (first,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), x)[0]
+
+    torch.testing.assert_close(second(True), second(False))
+
+
+def test_memory_goes_with_the_graph() -> None:
+    model, x = Network(M.relu, torch.float32), torch.randn(ROWS, 16)
+
+    def step() -> None:
+        with memkit.lean():
+            model(x).sum().backward()
+
+    step()
+    assert measure(step).live <= 0
+
+
+def test_swapped() -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.TransformerEncoderLayer(64, 4, WIDTH, 0.0, batch_first=True)
+
+    x = torch.randn(8, ROWS // 8, 64)
+    plain, lean = model(), model()
+    swap(plain, sample=x)
+    report = swap(lean, sample=x, lean="call")
+    assert all(row.changed for row in report.rows), report
+    kept = [measure(lambda m=m: m(x)).saved for m in (plain, lean)]
+    assert kept[1] < 0.8 * kept[0]
+    for m in (plain, lean):
+        m(x).square().sum().backward()
+    for ours, theirs in zip(lean.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
