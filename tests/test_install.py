@@ -444,6 +444,16 @@ def test_only_the_rim_includes_torch():
     assert any(TORCH_INCLUDE.search(path.read_text()) for path in code if path.parent.name == "torch")
 
 
+@pytest.mark.parametrize("header", sorted((ROOT / "csrc" / "cuda").glob("*.h")), ids=lambda path: path.name)
+def test_what_names_cudas_kernels_needs_no_cuda(header):
+    """A build without CUDA includes these, on machines that have none of its headers."""
+    compiler = os.environ.get("CXX", "c++")
+    command = [compiler, "-std=c++17", "-fsyntax-only", "-H", "-x", "c++", str(header)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "cuda_runtime" not in done.stderr  # which names each file that was included
+
+
 @pytest.mark.parametrize("target", ["test", "test-all"])
 def test_make_test_runs_pytest_though_a_cpp_test_fails(target, tmp_path):
     calls = tmp_path / "calls"
