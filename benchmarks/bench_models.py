@@ -139,7 +139,9 @@ def pace(name: str, threads: int) -> dict[str, list[float]]:
 def examine(name: str, threads: int) -> dict[str, Any]:
     torch.set_num_threads(threads)
     errors = [gradient_error(name, 0)]
-    if not 1 / TYPICAL <= errors[0] <= TYPICAL:  # a value on the other side of a kink, which others may not have
+    if (
+        not 1 / TYPICAL <= errors[0] <= TYPICAL
+    ):  # a value on the other side of a kink, which others may not have
         errors += [gradient_error(name, seed) for seed in range(1, SEEDS)]
     subjects, report = made(name, "stock")
     stock, swapped = subjects["stock"], subjects["memkit"]
