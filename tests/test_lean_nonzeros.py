@@ -170,6 +170,30 @@ def test_what_is_changed_afterwards_was_packed_before() -> None:
     torch.testing.assert_close(v.grad, 2 * x.detach().relu().sum(0))
 
 
+@pytest.mark.parametrize("act", [M.relu, M.gelu])  # packed, and made again
+@pytest.mark.parametrize("view", ["complex", "negative", "imaginary"])
+def test_views_of_other_elements(act, view) -> None:
+    def parts(h: Tensor) -> Tensor:
+        return torch.view_as_complex(h.view(ROWS, -1, 2))
+
+    views = {
+        "complex": parts,
+        "negative": torch._neg_view,  # type: ignore[attr-defined]
+        "imaginary": lambda h: parts(h).conj().imag,
+    }
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    found = []
+    for lean in (False, True):
+        weight = torch.ones_like(views[view](x)).requires_grad_()
+        if lean:
+            with memkit.lean():
+                out = views[view](act(x, save="auto")) * weight
+        else:
+            out = views[view](act(x, save="auto")) * weight
+        found.append(torch.autograd.grad(out.abs().sum(), [x, weight]))
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize("around", ["save_on_cpu", "checkpoint", "hooks"])
 def test_beside_other_hooks(around) -> None:
     model, x = Network(M.relu, torch.float32), torch.randn(ROWS, 16, requires_grad=True)

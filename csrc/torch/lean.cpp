@@ -114,8 +114,10 @@ struct Original {
 
 using Packed = std::variant<Recipe, Sparse, Original>;
 
+// Not where x sees its base's elements as others, as complex or negated ones: `View` knows where they lie alone.
 bool has_producer(const Tensor& x) {
-  return x.requires_grad() && !x.is_leaf() && !x.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+  return x.requires_grad() && !x.is_leaf() && !x.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && !x.is_neg() &&
+         x.scalar_type() == whole(x).scalar_type();
 }
 
 std::optional<Recipe> recipe_of(const Tensor& x) {
