@@ -170,6 +170,26 @@ def test_what_is_changed_afterwards_was_packed_before() -> None:
     torch.testing.assert_close(v.grad, 2 * x.detach().relu().sum(0))
 
 
+@pytest.mark.parametrize("lean", [True, False])
+def test_the_slope_is_of_the_result_before_others_changed_it(lean) -> None:
+    x, w = torch.randn(ROWS, WIDTH, requires_grad=True), torch.randn(WIDTH)
+    if lean:
+        with memkit.lean():
+            h = M.relu(x)
+    else:
+        h = M.relu(x)
+    with torch.no_grad():
+        h.mul_(0)
+    with memkit.lean():
+        out = h @ w.requires_grad_()
+    if lean:
+        slope = torch.autograd.grad(out.sum(), x, retain_graph=True)[0]
+        torch.testing.assert_close(slope, (x > 0) * w)
+    else:
+        with pytest.raises(RuntimeError, match="modified by an inplace"):
+            out.sum().backward(retain_graph=True)
+
+
 @pytest.mark.parametrize("act", [M.relu, M.gelu])  # packed, and made again
 @pytest.mark.parametrize("view", ["complex", "negative", "imaginary"])
 def test_views_of_other_elements(act, view) -> None:

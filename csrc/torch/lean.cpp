@@ -145,11 +145,12 @@ std::optional<Sparse> sparse_of(const Tensor& x) {
   const Tensor made = whole(result);
   const SavedNode* node = producer_of(made);
   if (!node || !node->makes_zeros() || made.storage_offset() != 0) return std::nullopt;
-  std::optional<Nonzeros> found = node->nonzeros ? node->nonzeros->lock() : std::nullopt;
+  const auto ref = node->nonzeros();
+  std::optional<Nonzeros> found = ref ? ref->lock() : std::nullopt;
   if (!found || found->version != made._version()) {
     found = nonzeros_of(made);
     if (!found) return std::nullopt;
-    node->nonzeros = std::make_shared<NonzerosRef>(*found);
+    node->set_nonzeros(std::make_shared<NonzerosRef>(*found));
   }
   return Sparse{std::move(*found), View(x)};
 }
