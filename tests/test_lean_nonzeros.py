@@ -240,11 +240,31 @@ def test_beside_other_hooks(around) -> None:
         assert all(map(torch.equal, found, expected[1:]))
 
 
+def beside(unpack: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """A weight and a result, with hooks around that give this back."""
+    weight = torch.randn(WIDTH, 1, requires_grad=True)
+    with saved_tensors_hooks(lambda t: t, unpack), memkit.lean():
+        return weight, result() @ weight
+
+
 def test_hooks_that_give_back_something_else() -> None:
-    with saved_tensors_hooks(lambda t: t, lambda t: t[:-1] if t.dim() == 1 else t), memkit.lean():
-        out = result() @ torch.randn(WIDTH, 1, requires_grad=True)
+    _, out = beside(lambda t: t[:-1] if t.dim() == 1 else t)
     with pytest.raises(RuntimeError, match=r"lean: expected back .* got torch.float32 \["):
         out.sum().backward()
+
+
+def test_hooks_that_give_back_other_bits() -> None:
+    """With them, elements would be read from beyond the memory."""
+    for change in (lambda t: t.fill_(-1), lambda t: t.roll(1)):
+        _, out = beside(lambda t, change=change: change(t.clone()) if t.dtype == torch.int64 else t)
+        with pytest.raises(RuntimeError, match=r"the bits of \d+ elements, got others"):
+            out.sum().backward()
+
+
+def test_hooks_that_give_back_another_order_of_memory() -> None:
+    weight, out = beside(lambda t: t.repeat_interleave(2)[::2] if t.dim() == 1 else t)
+    out.backward(out.detach())
+    torch.testing.assert_close(weight.grad.mul(weight).sum(), out.square().sum())
 
 
 def test_a_second_derivative() -> None:

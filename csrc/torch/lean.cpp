@@ -242,13 +242,15 @@ PyObject* spread(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Sparse sparse = std::get<Sparse>(*static_cast<const Packed*>(PyCapsule_GetPointer(args[0], kCapsule)));
   Nonzeros& nonzeros = sparse.nonzeros;
   const Tensor &values = tensor_of(args[1], "spread"), &bits = tensor_of(args[2], "spread");
-  TORCH_CHECK(values.is_cpu() && values.is_contiguous() && bits.is_cpu() && bits.is_contiguous() &&
-                  values.scalar_type() == nonzeros.dtype && bits.scalar_type() == at::kLong &&
-                  values.numel() == nonzeros.count() && bits.numel() == nonzeros.words(),
+  TORCH_CHECK(values.is_cpu() && bits.is_cpu() && values.scalar_type() == nonzeros.dtype &&
+                  bits.scalar_type() == at::kLong && values.numel() == nonzeros.count() &&
+                  bits.numel() == nonzeros.words(),
               "lean: expected back from the saved-tensor hooks around it ", nonzeros.count(), " elements of ",
               c10::toString(nonzeros.dtype), " and ", nonzeros.words(), " words of bits, got ", describe(values),
               " and ", describe(bits));
-  nonzeros.values = values, nonzeros.bits = bits;
+  nonzeros.values = values.contiguous(), nonzeros.bits = bits.contiguous();
+  TORCH_CHECK(nonzeros.fits(), "lean: expected back from the saved-tensor hooks around it the bits of ",
+              nonzeros.count(), " elements, got others");
   return THPVariable_Wrap(made_again(sparse));
   END_HANDLE_TH_ERRORS
 }
