@@ -267,6 +267,18 @@ def test_hooks_that_give_back_another_order_of_memory() -> None:
     torch.testing.assert_close(weight.grad.mul(weight).sum(), out.square().sum())
 
 
+def test_a_checkpoint_that_draws_other_dropout() -> None:
+    """What it computes again has not as many zeros."""
+    model, x = Network(M.relu, torch.float32), torch.randn(ROWS, 16, requires_grad=True)
+
+    def run(x: Tensor) -> Tensor:
+        with memkit.lean():
+            return model(M.dropout(x, 0.2))
+
+    checkpoint(run, x, use_reentrant=False, preserve_rng_state=False).sum().backward()
+    assert x.grad is not None
+
+
 def test_a_second_derivative() -> None:
     model, x = (
         Network(M.relu_squared, torch.float64),
