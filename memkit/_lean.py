@@ -87,12 +87,15 @@ def _hooks() -> saved_tensors_hooks:
     if outer is None:
         return saved_tensors_hooks(_C.pack, _C.unpack)  # type: ignore[arg-type]
     keep, give_back = outer
+    # A checkpoint keeps nothing, and what it computes again need not have as many zeros: other draws of dropout, other
+    # rounding. It would refuse another number of them.
+    packs = getattr(keep, "__module__", None) != "torch.utils.checkpoint"
 
     def pack(tensor: Tensor) -> Any:
         recipe = _C.recipe(tensor)
         if recipe is not None:
             return recipe
-        nonzeros = _C.nonzeros(tensor)
+        nonzeros = _C.nonzeros(tensor) if packs else None
         if nonzeros is None:
             return keep(tensor)
         frame, values, bits = nonzeros

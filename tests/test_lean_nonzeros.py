@@ -170,6 +170,50 @@ def test_what_is_changed_afterwards_was_packed_before() -> None:
     torch.testing.assert_close(v.grad, 2 * x.detach().relu().sum(0))
 
 
+@pytest.mark.parametrize("lean", [True, False])
+def test_the_slope_is_of_the_result_before_others_changed_it(lean) -> None:
+    x, w = torch.randn(ROWS, WIDTH, requires_grad=True), torch.randn(WIDTH)
+    if lean:
+        with memkit.lean():
+            h = M.relu(x)
+    else:
+        h = M.relu(x)
+    with torch.no_grad():
+        h.mul_(0)
+    with memkit.lean():
+        out = h @ w.requires_grad_()
+    if lean:
+        slope = torch.autograd.grad(out.sum(), x, retain_graph=True)[0]
+        torch.testing.assert_close(slope, (x > 0) * w)
+    else:
+        with pytest.raises(RuntimeError, match="modified by an inplace"):
+            out.sum().backward(retain_graph=True)
+
+
+@pytest.mark.parametrize("act", [M.relu, M.gelu])  # packed, and made again
+@pytest.mark.parametrize("view", ["complex", "negative", "imaginary"])
+def test_views_of_other_elements(act, view) -> None:
+    def parts(h: Tensor) -> Tensor:
+        return torch.view_as_complex(h.view(ROWS, -1, 2))
+
+    views = {
+        "complex": parts,
+        "negative": torch._neg_view,  # type: ignore[attr-defined]
+        "imaginary": lambda h: parts(h).conj().imag,
+    }
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    found = []
+    for lean in (False, True):
+        weight = torch.ones_like(views[view](x)).requires_grad_()
+        if lean:
+            with memkit.lean():
+                out = views[view](act(x, save="auto")) * weight
+        else:
+            out = views[view](act(x, save="auto")) * weight
+        found.append(torch.autograd.grad(out.abs().sum(), [x, weight]))
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize("around", ["save_on_cpu", "checkpoint", "hooks"])
 def test_beside_other_hooks(around) -> None:
     model, x = Network(M.relu, torch.float32), torch.randn(ROWS, 16, requires_grad=True)
@@ -196,11 +240,43 @@ def test_beside_other_hooks(around) -> None:
         assert all(map(torch.equal, found, expected[1:]))
 
 
+def beside(unpack: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """A weight and a result, with hooks around that give this back."""
+    weight = torch.randn(WIDTH, 1, requires_grad=True)
+    with saved_tensors_hooks(lambda t: t, unpack), memkit.lean():
+        return weight, result() @ weight
+
+
 def test_hooks_that_give_back_something_else() -> None:
-    with saved_tensors_hooks(lambda t: t, lambda t: t[:-1] if t.dim() == 1 else t), memkit.lean():
-        out = result() @ torch.randn(WIDTH, 1, requires_grad=True)
+    _, out = beside(lambda t: t[:-1] if t.dim() == 1 else t)
     with pytest.raises(RuntimeError, match=r"lean: expected back .* got torch.float32 \["):
         out.sum().backward()
+
+
+def test_hooks_that_give_back_other_bits() -> None:
+    """With them, elements would be read from beyond the memory."""
+    for change in (lambda t: t.fill_(-1), lambda t: t.roll(1)):
+        _, out = beside(lambda t, change=change: change(t.clone()) if t.dtype == torch.int64 else t)
+        with pytest.raises(RuntimeError, match=r"the bits of \d+ elements, got others"):
+            out.sum().backward()
+
+
+def test_hooks_that_give_back_another_order_of_memory() -> None:
+    weight, out = beside(lambda t: t.repeat_interleave(2)[::2] if t.dim() == 1 else t)
+    out.backward(out.detach())
+    torch.testing.assert_close(weight.grad.mul(weight).sum(), out.square().sum())
+
+
+def test_a_checkpoint_that_draws_other_dropout() -> None:
+    """What it computes again has not as many zeros."""
+    model, x = Network(M.relu, torch.float32), torch.randn(ROWS, 16, requires_grad=True)
+
+    def run(x: Tensor) -> Tensor:
+        with memkit.lean():
+            return model(M.dropout(x, 0.2))
+
+    checkpoint(run, x, use_reentrant=False, preserve_rng_state=False).sum().backward()
+    assert x.grad is not None
 
 
 def test_a_second_derivative() -> None:

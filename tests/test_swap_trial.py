@@ -312,6 +312,31 @@ def test_a_kink_that_rounding_crosses_is_not_an_error(monkeypatch, embedded):
     assert_as_stock(model, batch())
 
 
+class WithPosition(nn.Embedding):
+    """Its result is not a tensor alone."""
+
+    def forward(self, x):
+        return {"position": torch.arange(x.shape[0]), "embedded": super().forward(x)}
+
+
+@pytest.mark.parametrize("embedding", [WithPosition, nn.EmbeddingBag])
+def test_embeddings_of_other_forms_are_disturbed_too(embedding):
+    embed = embedding(4, D, **DOUBLE)
+    model = trial.Trial(embed, torch.arange(4)[:, None])
+    exact, again, noisy = (model.run("", noise=noise).outputs[0][0] for noise in (0.0, 0.0, 1e-3))
+    assert exact == again
+    assert exact * (1 - 1e-3) <= noisy <= exact * (1 + 1e-3)
+    assert noisy != exact
+    assert not embed._forward_hooks
+
+
+def test_a_default_device_that_the_model_is_not_on():
+    model, x = mlp(nn.GELU()), batch()
+    with torch.device("meta"):
+        report = swap(model, sample=x)
+    assert any(row.changed for row in report)
+
+
 def test_rounding_that_a_model_enlarges_is_not_an_error():
     """A batch norm over two values gives signs: gradients are as good as noise, stock's too."""
     model = nn.Sequential(

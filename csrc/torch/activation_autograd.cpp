@@ -172,10 +172,12 @@ bool ActivationBackward::makes_zeros() const {
 }
 
 OptionalTensor ActivationBackward::bits_of_nonzeros(const Tensor& grad) {
-  if (op != "relu" || saved != Save::output || !nonzeros || at::GradMode::is_enabled() || needs_stock(grad))
+  const auto found = nonzeros();
+  if (op != "relu" || saved != Save::output || !found || at::GradMode::is_enabled() || needs_stock(grad))
     return std::nullopt;
-  const auto packed = nonzeros->lock();
-  if (!packed || packed->negative_zero) return std::nullopt;  // -0.0 is not zero, and its slope is
+  const auto packed = found->lock();
+  // Of what others kept of the result after it was changed, the zeros are others. -0.0 is not zero, and its slope is.
+  if (!packed || packed->version != kept_version() || packed->negative_zero) return std::nullopt;
   if (strides.empty()) strides = c10::SymDimVector(packed->strides.begin(), packed->strides.end());
   if (strides.size() != size_t(grad.dim())) return std::nullopt;
   return packed->bits.view(at::kByte).narrow(0, 0, (grad.numel() + 7) / 8);

@@ -114,8 +114,10 @@ struct Original {
 
 using Packed = std::variant<Recipe, Sparse, Original>;
 
+// Not where x sees its base's elements as others, as complex or negated ones: `View` knows where they lie alone.
 bool has_producer(const Tensor& x) {
-  return x.requires_grad() && !x.is_leaf() && !x.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+  return x.requires_grad() && !x.is_leaf() && !x.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && !x.is_neg() &&
+         x.scalar_type() == whole(x).scalar_type();
 }
 
 std::optional<Recipe> recipe_of(const Tensor& x) {
@@ -143,11 +145,12 @@ std::optional<Sparse> sparse_of(const Tensor& x) {
   const Tensor made = whole(result);
   const SavedNode* node = producer_of(made);
   if (!node || !node->makes_zeros() || made.storage_offset() != 0) return std::nullopt;
-  std::optional<Nonzeros> found = node->nonzeros ? node->nonzeros->lock() : std::nullopt;
+  const auto ref = node->nonzeros();
+  std::optional<Nonzeros> found = ref ? ref->lock() : std::nullopt;
   if (!found || found->version != made._version()) {
     found = nonzeros_of(made);
     if (!found) return std::nullopt;
-    node->nonzeros = std::make_shared<NonzerosRef>(*found);
+    node->set_nonzeros(std::make_shared<NonzerosRef>(*found));
   }
   return Sparse{std::move(*found), View(x)};
 }
@@ -239,13 +242,15 @@ PyObject* spread(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Sparse sparse = std::get<Sparse>(*static_cast<const Packed*>(PyCapsule_GetPointer(args[0], kCapsule)));
   Nonzeros& nonzeros = sparse.nonzeros;
   const Tensor &values = tensor_of(args[1], "spread"), &bits = tensor_of(args[2], "spread");
-  TORCH_CHECK(values.is_cpu() && values.is_contiguous() && bits.is_cpu() && bits.is_contiguous() &&
-                  values.scalar_type() == nonzeros.dtype && bits.scalar_type() == at::kLong &&
-                  values.numel() == nonzeros.count() && bits.numel() == nonzeros.words(),
+  TORCH_CHECK(values.is_cpu() && bits.is_cpu() && values.scalar_type() == nonzeros.dtype &&
+                  bits.scalar_type() == at::kLong && values.numel() == nonzeros.count() &&
+                  bits.numel() == nonzeros.words(),
               "lean: expected back from the saved-tensor hooks around it ", nonzeros.count(), " elements of ",
               c10::toString(nonzeros.dtype), " and ", nonzeros.words(), " words of bits, got ", describe(values),
               " and ", describe(bits));
-  nonzeros.values = values, nonzeros.bits = bits;
+  nonzeros.values = values.contiguous(), nonzeros.bits = bits.contiguous();
+  TORCH_CHECK(nonzeros.fits(), "lean: expected back from the saved-tensor hooks around it the bits of ",
+              nonzeros.count(), " elements, got others");
   return THPVariable_Wrap(made_again(sparse));
   END_HANDLE_TH_ERRORS
 }

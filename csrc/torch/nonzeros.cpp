@@ -75,6 +75,18 @@ Tensor Nonzeros::spread() const {
 
 int64_t Nonzeros::words() const { return cpu::nonzeros_words(c10::multiply_integers(sizes)); }
 
+bool Nonzeros::fits() const {
+  constexpr int64_t kWords = cpu::kNonzerosUnit / 64;
+  const auto* const word = reinterpret_cast<const uint64_t*>(bits.const_data_ptr<int64_t>());
+  for (int64_t i = 0, seen = 0; i < words(); ++i) {
+    if (i % kWords == 0 && seen != starts[size_t(i / kWords)]) return false;
+    seen += __builtin_popcountll(word[i]);
+    if (i + 1 == words() && seen != count()) return false;
+  }
+  const int64_t last = c10::multiply_integers(sizes) % 64;
+  return last == 0 || word[words() - 1] >> last == 0;
+}
+
 NonzerosRef::NonzerosRef(Nonzeros nonzeros)
     : frame_(std::move(nonzeros)),
       values_(frame_.values.storage().getWeakStorageImpl()),

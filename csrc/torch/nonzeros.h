@@ -20,6 +20,8 @@ struct Nonzeros {
 
   int64_t count() const { return starts.back(); }
   int64_t words() const;
+  // Whether the bits are of as many elements as there were; others would have `spread` go beyond the memory.
+  bool fits() const;
   // The tensor, in new memory of the same order.
   at::Tensor spread() const;
 };

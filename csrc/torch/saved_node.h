@@ -28,8 +28,9 @@ inline thread_local const at::Tensor* saved_result = nullptr;
 struct SavedNode : torch::autograd::Node {
   // How many operators run to rebuild the result, one after the other; 0: not known yet. See lean.cpp.
   mutable std::atomic<int> depth{0};
-  // Of the result, where lean() has packed them; under Python's global lock.
-  mutable std::shared_ptr<const NonzerosRef> nonzeros;
+  // Of the result, where lean() has packed them: in one thread's forward, while another runs backward.
+  std::shared_ptr<const NonzerosRef> nonzeros() const { return std::atomic_load(&nonzeros_); }
+  void set_nonzeros(std::shared_ptr<const NonzerosRef> found) const { std::atomic_store(&nonzeros_, std::move(found)); }
 
   // Keeps an input, or with is_output a result of the operator; undefined tensors are kept as such.
   void save(const at::Tensor& x, bool is_output = false, bool is_inplace_on_view = false) {
@@ -37,7 +38,9 @@ struct SavedNode : torch::autograd::Node {
     const Saving saving(is_output ? &x : nullptr);
     saved_.emplace_back(x, is_output, is_inplace_on_view);
     is_recipe_.push_back(std::exchange(packed_recipe, outer));
-    if (is_output) kept_outputs_.push_back(x.output_nr());
+    if (!is_output) return;
+    kept_outputs_.push_back(x.output_nr());
+    kept_version_ = x._version();
   }
   void save(const std::optional<at::Tensor>& x) { save(x.value_or(at::Tensor())); }
 
@@ -84,6 +87,9 @@ struct SavedNode : torch::autograd::Node {
   // One gradient an input edge, undefined where none is asked for or none arrived.
   virtual torch::autograd::variable_list backward(torch::autograd::variable_list&& grads) = 0;
 
+  // Of the result when it was kept, where it was.
+  int64_t kept_version() const { return kept_version_; }
+
   // The result again; called where can_rebuild, without autograd.
   virtual at::Tensor recompute() { return {}; }
 
@@ -125,6 +131,8 @@ struct SavedNode : torch::autograd::Node {
   // lean() rebuilds, which is made twice rather than kept meanwhile.
   std::vector<at::Tensor> unpacked_;
   std::vector<uint32_t> kept_outputs_;
+  int64_t kept_version_ = -1;
+  mutable std::shared_ptr<const NonzerosRef> nonzeros_;
   c10::VariableVersion result_version_;
   bool released_ = false;
 };

@@ -69,13 +69,16 @@ class Trial:
         def factors(of: Tensor) -> Tensor:
             return 1 + noise * torch.empty_like(of).uniform_(-1, 1)
 
-        numbers = [given for given in tensors(inputs) if given.is_floating_point()]
+        def disturb(module: nn.Module, given: Any, out: Any) -> Any:
+            return tree_map(lambda t: t * factors(t.detach()) if _is_float(t) else t, out)
+
+        numbers = [given for given in tensors(inputs) if _is_float(given)]
         with torch.no_grad():
             for given in numbers:
                 given.mul_(factors(given))
-        embeddings = [] if numbers else [m for m in self.model.modules() if isinstance(m, nn.Embedding)]
+        modules = [] if numbers else self.model.modules()
         hooks = [
-            m.register_forward_hook(lambda m, given, out: out * factors(out.detach())) for m in embeddings
+            m.register_forward_hook(disturb) for m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag)
         ]
         try:
             yield
@@ -110,6 +113,10 @@ class Trial:
     def device(self) -> torch.device:
         devices = {t.device for t in [*self.model.parameters(), *tensors(self.sample)]}
         return next((d for d in devices if d.type == "cuda"), torch.device("cpu"))
+
+
+def _is_float(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
 def tensors(tree: Any) -> list[Tensor]:
@@ -207,7 +214,7 @@ def _slant(root: Tensor) -> Tensor:
     if root.numel() < 2:
         return torch.ones_like(root)
     period = 4093  # a prime, so that rows start anywhere in it
-    wave = 2 * torch.rand(period, generator=torch.Generator().manual_seed(0)) - 1
+    wave = 2 * torch.rand(period, generator=torch.Generator("cpu").manual_seed(0), device="cpu") - 1
     repeated = wave.to(root).repeat(-(-root.numel() // period))
     return repeated[: root.numel()].view(root.shape)
 
