@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import json
 import os
@@ -452,6 +453,28 @@ def test_what_names_cudas_kernels_needs_no_cuda(header):
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "cuda_runtime" not in done.stderr  # which names each file that was included
+
+
+@pytest.mark.slow
+def test_all_that_includes_torch_compiles_without_cuda(tmp_path):
+    """As a build for a CPU-only PyTorch compiles it: without MEMKIT_WITH_CUDA and without CUDA's headers."""
+    from torch.utils.cpp_extension import include_paths
+
+    units = re.search(r"^UNITS = (\{.*?^\})", (ROOT / "setup.py").read_text(), re.DOTALL | re.MULTILINE)
+    assert units is not None
+    halves = [patterns for patterns in ast.literal_eval(units[1]).values() if "torch/" in patterns]
+    assert len(halves) > 1
+    folders = [str(ROOT / "csrc"), *include_paths("cpu"), sysconfig.get_path("include")]
+    macros = ['-DMEMKIT_TORCH_VERSION=""', '-DMEMKIT_CUDA_VERSION=""', "-DTORCH_EXTENSION_NAME=_C"]
+    unit = tmp_path / "unit.cpp"
+    for half in halves:
+        files = sorted({path for name in half.split() for path in (ROOT / "csrc").glob(name + ".cpp")})
+        unit.write_text("".join(f'#include "{path}"\n' for path in files))
+        command = [os.environ.get("CXX", "c++"), "-std=c++20", "-fsyntax-only", "-H", *macros]
+        command += [f"-I{folder}" for folder in folders]
+        done = subprocess.run([*command, str(unit)], check=False, capture_output=True, text=True)
+        assert done.returncode == 0, [line for line in done.stderr.splitlines() if "error" in line]
+        assert "cuda_runtime" not in done.stderr  # which names each file that was included
 
 
 @pytest.mark.parametrize("target", ["test", "test-all"])
