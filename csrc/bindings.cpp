@@ -17,6 +17,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("cpu_isa", [] { return memkit::cpu::name(memkit::cpu::isa()); });
   m.def("conv_parts", memkit::conv_parts);
   memkit::bind_fast_call(m);
+  memkit::bind_consumer(m);
   memkit::bind_dropout(m);
   memkit::bind_glu(m);
   memkit::bind_pooling(m);

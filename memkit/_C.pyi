@@ -62,6 +62,19 @@ def act_dropout(
     save: str,
 ) -> Tensor | None: ...
 
+# csrc/torch/consumer.cpp
+
+def consumer(
+    inputs: Sequence[Tensor | None],
+    op: str,
+    act: str,
+    packing: str,
+    numbers: Sequence[float],
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    conv: Sequence[int],
+) -> tuple[list[Tensor], list[Tensor]] | None: ...
+
 # csrc/torch/glu.cpp
 
 def glu(gate: Tensor, up: Tensor | None, act: str, packing: str) -> Tensor | None: ...

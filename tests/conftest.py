@@ -49,16 +49,15 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def seed() -> None:
-    """One seed; as many threads as there are."""
+    """The same numbers in whatever order tests run."""
     torch.manual_seed(0)
 
 
 @pytest.fixture
 def repeatable() -> Iterator[None]:
-    """One seed; one thread, where tensors are small."""
-    torch.manual_seed(0)
+    """One thread, where tensors are small."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

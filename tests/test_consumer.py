@@ -12,9 +12,6 @@ from torch import Tensor
 import memkit.functional as M
 from memkit.memory import measure
 
-pytestmark = pytest.mark.usefixtures("seed")
-
-
 LOW = [torch.float32, torch.float16, torch.bfloat16]
 
 

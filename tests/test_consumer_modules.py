@@ -15,8 +15,6 @@ import memkit
 import memkit.functional as M
 from memkit.memory import measure
 
-pytestmark = pytest.mark.usefixtures("seed")
-
 
 def test_bad_input() -> None:
     x, w = torch.randn(4, 6), torch.randn(3, 6)
@@ -40,6 +38,7 @@ def test_bad_input() -> None:
             TypeError,
             r"act_linear: expected parameters \['alpha'\]",
         ),
+        (lambda: M.act_linear([1.0], w), TypeError, "expected a tensor argument to be a Tensor, got list"),
         (lambda: M.act_linear(x.long(), w), TypeError, "expected float32, float64, float16 or bfloat16"),
         (lambda: M.act_linear(x, w, act_bias=torch.randn(3)), ValueError, r"expected a bias of shape \[6\]"),
         (lambda: M.act_linear(torch.tensor(1.0), w), ValueError, "expected an input of"),

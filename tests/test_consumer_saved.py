@@ -17,8 +17,6 @@ import memkit
 import memkit.functional as M
 from memkit.memory import measure
 
-pytestmark = pytest.mark.usefixtures("seed")
-
 
 @pytest.mark.parametrize("stream", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["gelu", "gelu dropout", "swiglu", "layer_norm", "rms_norm", "batch_norm"])

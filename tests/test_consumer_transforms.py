@@ -8,12 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from consumer_cases import CASES, IN, kinds, seeded, tensors, with_gradients
+from torch.overrides import TorchFunctionMode
 
 import memkit
 import memkit.functional as M
 from memkit.memory import measure
-
-pytestmark = pytest.mark.usefixtures("seed")
 
 
 @kinds
@@ -83,15 +82,36 @@ def test_compiled_keeps_one_tensor() -> None:
 
 
 @kinds
+def test_modes_and_subclasses_see_the_operator(name: str) -> None:
+    """As they see those of torch: nothing goes past them into C++."""
+    case, seen = CASES[name], []
+    run, given = seeded(case.ours), tensors(case, torch.float32)
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    class Subclass(torch.Tensor):
+        pass
+
+    expected = run(*given)
+    with Mode():
+        found = run(*given)
+    assert torch.ops.memkit._consumer.default in seen
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    found = run(*(x.detach().as_subclass(Subclass) for x in given))
+    assert type(found) is Subclass
+    torch.testing.assert_close(found.as_subclass(torch.Tensor), expected, rtol=0, atol=0)
+
+
+@kinds
 def test_opcheck(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the operator with the arguments that the case gives it."""
     case, seen = CASES[name], []
     real = torch.ops.memkit._consumer.default
 
-    class Spy:
-        _consumer = type("op", (), {"default": staticmethod(lambda *a: seen.append(a) or real(*a))})
-
-    monkeypatch.setattr("memkit.functional._consumer.torch.ops", type("ops", (), {"memkit": Spy}))
+    monkeypatch.setattr("memkit.functional._consumer._consumer", lambda *a: seen.append(a) or real(*a))
     case.ours(*tensors(case, torch.float32))
     monkeypatch.undo()
     torch.library.opcheck(real, seen[0])

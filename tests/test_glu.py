@@ -382,7 +382,7 @@ def test_lean_and_in_place() -> None:
 
 
 def test_lean_leaves_the_rest_alone() -> None:
-    x = torch.randn(100, requires_grad=True)
+    x = torch.randn(100, dtype=torch.float64, requires_grad=True)
     with memkit.lean():
         y = (M.relu(x * 2).exp() * M.gelu(x)[10:20].sum()).sum()
     z = (F.relu(x * 2).exp() * F.gelu(x)[10:20].sum()).sum()

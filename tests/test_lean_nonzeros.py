@@ -17,7 +17,6 @@ from memkit.memory import measure
 
 WIDTH, ROWS = 2048, 512
 BITS = WIDTH * ROWS // 8
-pytestmark = pytest.mark.usefixtures("seed")
 
 
 def result(

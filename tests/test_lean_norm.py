@@ -15,7 +15,6 @@ import memkit.functional as M
 from memkit.memory import measure
 
 WIDTH = 48
-pytestmark = pytest.mark.usefixtures("seed")
 
 
 class Block(nn.Module):

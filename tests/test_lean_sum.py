@@ -17,7 +17,6 @@ from memkit.memory import measure
 
 WIDTH, ROWS = 32, 64
 SIZE = 4 * WIDTH * ROWS
-pytestmark = pytest.mark.usefixtures("seed")
 
 
 class Sum(nn.Module):

@@ -9,6 +9,8 @@
 #include <torch/library.h>
 
 #include "checks.h"
+#include "eager.h"
+#include "named_ops.h"
 #include "operators.h"
 #include "saved_node.h"
 #include "transforms.h"
@@ -294,7 +296,18 @@ Results in_autocast(const OptionalTensors& inputs, Text op, Text act, Text packi
               optionals(cast), conv, to);
 }
 
+constexpr char kConsumer[] = "consumer";
+
+Results consumer_entry(const OptionalTensors& inputs, Text op, Text act, Text packing,
+                       const std::vector<double>& numbers, const Tensors& weights, const OptionalTensors& biases,
+                       const std::vector<int64_t>& conv) {
+  const pybind11::gil_scoped_release no_gil;
+  return call(inputs, op, act, packing, numbers, weights, biases, conv, std::nullopt);
+}
+
 }  // namespace
+
+void bind_consumer(pybind11::module_& m) { eager::bind<consumer_entry, kConsumer>(m); }
 
 #define MEMKIT_BACKEND(KEY)                 \
   TORCH_LIBRARY_IMPL(memkit, KEY, m) {      \

@@ -4,6 +4,7 @@
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/Generator.h>
+#include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/Generator.h>
@@ -45,6 +46,13 @@ enum class Way { fresh, fresh_keeping_output, overwrite };
 // where that is `possible` and reference counts prove that nobody can read what is overwritten.
 Way resolve_inplace(Inplace inplace, std::string_view op, const at::Tensor& x, bool possible = true);
 
+template <class T>
+constexpr bool kSequence = false;
+template <class T>
+constexpr bool kSequence<std::vector<T>> = true;
+template <class T>
+constexpr bool kSequence<c10::List<T>> = true;
+
 // An argument of an entry: `listens` where a tensor subclass wants the call for itself.
 template <class T>
 struct Argument {
@@ -53,6 +61,13 @@ struct Argument {
       return stands_for_tensor(object, op, "a tensor argument") || !THPVariable_CheckExact(object);
     } else if constexpr (std::is_same_v<T, std::optional<at::Tensor>>) {
       return object != Py_None && Argument<at::Tensor>::listens(object, op);
+    } else if constexpr (kSequence<T>) {
+      TORCH_CHECK_TYPE(PyTuple_Check(object) || PyList_Check(object), op, ": expected a tuple or list of ",
+                       std::is_arithmetic_v<typename T::value_type> ? "numbers" : "tensors", ", got ",
+                       Py_TYPE(object)->tp_name);
+      for (const pybind11::handle value : pybind11::handle(object))
+        if (Argument<typename T::value_type>::listens(value.ptr(), op)) return true;
+      return false;
     } else {
       return false;
     }
@@ -71,9 +86,7 @@ struct Argument {
       return integer(object, op);
     } else if constexpr (std::is_same_v<T, std::optional<double>>) {
       return object == Py_None ? T() : T(number(object, op));
-    } else if constexpr (std::is_same_v<T, std::vector<int64_t>> || std::is_same_v<T, std::vector<double>>) {
-      TORCH_CHECK_TYPE(PyTuple_Check(object) || PyList_Check(object), op, ": expected a tuple or list of numbers, got ",
-                       Py_TYPE(object)->tp_name);
+    } else if constexpr (kSequence<T>) {
       T values;
       for (const pybind11::handle value : pybind11::handle(object))
         values.push_back(Argument<typename T::value_type>::get(value.ptr(), op));

@@ -18,6 +18,7 @@ at::Tensor cast_for_autocast(const at::Tensor& bias, const at::Tensor& input);
 c10::ArrayRef<double> default_params(std::string_view act);
 
 // Add the eager entries of the families to the module.
+void bind_consumer(pybind11::module_& m);
 void bind_dropout(pybind11::module_& m);
 void bind_glu(pybind11::module_& m);
 void bind_pooling(pybind11::module_& m);

@@ -26,7 +26,9 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Generator, Tensor
+from torch.compiler import is_compiling
 
+from .. import _C
 from .._sharding import call
 from ._activation import _parameters
 from ._channel_norm import _update, check_running
@@ -277,11 +279,8 @@ def _convolved(
     if input.dim() != 4:
         raise ValueError(f"{op}: expected an input [N, C, H, W] or [C, H, W], got {list(input.shape)}")
     conv = _convolution(op, *how)
-    outputs, _ = call(
-        "_consumer", [input, None, None], "activation", act, "", numbers, [weight], [bias], conv
-    )
-    out: Tensor = outputs[0]
-    return out
+    outputs, _ = _consumer([input, None, None], "activation", act, "", numbers, [weight], [bias], conv)
+    return outputs[0]
 
 
 def norm_act_conv2d(
@@ -323,8 +322,7 @@ def norm_act_conv2d(
         check_running("norm_act_conv2d", input, running_mean, running_var)
     conv = _convolution("norm_act_conv2d", stride, padding, dilation, groups)
     given = (None, None) if training else (running_mean, running_var)
-    outputs, statistics = call(
-        "_consumer",
+    outputs, statistics = _consumer(
         [input, norm_weight, norm_bias, *given],
         "batch_norm",
         act or "",
@@ -340,8 +338,7 @@ def norm_act_conv2d(
             _update(running_mean, mean, momentum)
         if running_var is not None:
             _update(running_var, variance * (count / (count - 1)), momentum)
-    out: Tensor = outputs[0]
-    return out
+    return outputs[0]
 
 
 def _linear(
@@ -355,9 +352,16 @@ def _linear(
     numbers: Sequence[float] = (),
 ) -> Tensor | tuple[Tensor, ...]:
     weights, biases = _layers(name, weight, bias)
-    outputs, _ = call("_consumer", inputs, op, act, packing, numbers, weights, biases, [])
-    out: Tensor | tuple[Tensor, ...] = outputs[0] if isinstance(weight, Tensor) else tuple(outputs)
-    return out
+    outputs, _ = _consumer(inputs, op, act, packing, numbers, weights, biases, [])
+    return outputs[0] if isinstance(weight, Tensor) else tuple(outputs)
+
+
+def _consumer(*args: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """The layers' results and the producer's statistics."""
+    results = None if is_compiling() else _C.consumer(*args)
+    if results is None:
+        results = call("_consumer", *args)
+    return results
 
 
 def _layers(
