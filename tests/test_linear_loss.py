@@ -417,6 +417,29 @@ def test_opcheck_of_the_parts() -> None:
     )
 
 
+def test_gradients_asked_of_a_forward_without_reduction() -> None:
+    """Those of the sum: the gradient is one number then, and not one a row to be read."""
+    h, w, b = tensors(torch.float64, 20, 6, 9)
+    target = target_of((20, 9))
+    found = [
+        ops._linear_cross_entropy_forward(
+            h, w, b, target, None, reduction, -100, 0.0, 0.0, 0.0, *[torch.float64] * 2, 0, [True, True, True]
+        )[3:]
+        for reduction in (0, 2)
+    ]
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def test_gradient_of_another_number_of_rows() -> None:
+    x, target = torch.randn(4, 5), target_of((4, 5))
+    options = (0, -100, 0.0, 0.0, 0.0)
+    _, stats, total = ops._cross_entropy_forward(x, target, None, *options, torch.float32)
+    with pytest.raises(
+        ValueError, match=r"cross_entropy: expected a gradient of shape \[\] or of 4 rows, got \[3\]"
+    ):
+        ops._cross_entropy_backward(x, torch.ones(3), target, None, stats, total, *options)
+
+
 def test_transforms() -> None:
     x, w, b = tensors(torch.float64, 6)
     target = target_of((6, C), ignored=0)

@@ -58,13 +58,14 @@ def test_value_and_gradients(
 
 @styles
 def test_wide_tables_beside_halves(interleaved: bool) -> None:
-    """Float32 tables: closer to the truth than stock, whose tables have the dtype of q."""
+    """Float32 tables: as close to the truth as the dtype comes, but for where that lies between two of its numbers."""
     for dtype in (torch.float16, torch.bfloat16):
         q = heads(H, "bhsd", dtype)
         cos, sin = tables(S, D, interleaved=interleaved)
         y = M.apply_rotary(q, None, cos.float(), sin.float(), interleaved=interleaved)
         truth = stock(q.double(), cos, sin, interleaved=interleaved)
-        assert torch.equal(y, truth.to(dtype))
+        least = (truth.to(dtype) - truth).abs()
+        assert ((y - truth).abs() <= least + 1e-6).all()
 
 
 @styles

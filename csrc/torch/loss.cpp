@@ -168,9 +168,11 @@ void LossCall::set_results(const Tensor& loss, const Tensor& stats) {
 }
 
 void LossCall::set_grad(const Tensor& grad, const Tensor& total) {
+  TORCH_CHECK_VALUE(grad.dim() == 0 || grad.numel() == args_.rows,
+                    "cross_entropy: expected a gradient of shape [] or of ", args_.rows, " rows, got ", grad.sizes());
   grad_ = grad.to(wide_).contiguous();
   args_.grad = grad_.const_data_ptr();
-  args_.grad_a_row = reduction_ == at::Reduction::None;
+  args_.grad_a_row = grad.dim() > 0;
   total_ = total;
   args_.total = total.numel() > 0 ? total.const_data_ptr() : nullptr;
 }
