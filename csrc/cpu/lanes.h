@@ -14,6 +14,7 @@ namespace memkit::cpu {
 #define MEMKIT_INLINE __attribute__((always_inline))
 
 constexpr int64_t kBlock = 1024;  // elements that a call below takes at most; a multiple of 16
+constexpr int64_t kTile = 64;     // elements that stay in registers, or nearly
 
 // What the next block will need, where it comes from beyond the caches: read in blocks, memory would wait for the arithmetic
 // and the arithmetic for memory. An address past the end does no harm.
@@ -73,6 +74,14 @@ struct V3Lanes {
     const __m256i kept = _mm256_blendv_epi8(_mm256_srli_epi32(sum, 16), _mm256_set1_epi32(0x7fc0), nan);
     const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(kept, kept), 0x08);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(y), _mm256_castsi256_si128(packed));
+  }
+  template <class S>
+  MEMKIT_TARGET_V3 static void take_tile(const S* x, float* y) {
+    for (int64_t i = 0; i < kTile; i += kLanes) _mm256_store_ps(y + i, lanes(x + i));
+  }
+  template <class S>
+  MEMKIT_TARGET_V3 static void put_tile(const float* x, S* y) {
+    for (int64_t i = 0; i < kTile; i += kLanes) put(x + i, y + i);
   }
   template <class S>
   MEMKIT_TARGET_V3 static void pack_lanes(const S* x, float threshold, uint8_t* bits) {
@@ -140,6 +149,14 @@ struct V4Lanes {
     const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
     const __m512i kept = _mm512_mask_mov_epi32(_mm512_srli_epi32(sum, 16), nan, _mm512_set1_epi32(0x7fc0));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(y), _mm512_cvtepi32_epi16(kept));
+  }
+  template <class S>
+  MEMKIT_TARGET_V4 static void take_tile(const S* x, float* y) {
+    for (int64_t i = 0; i < kTile; i += kLanes) _mm512_store_ps(y + i, lanes(x + i));
+  }
+  template <class S>
+  MEMKIT_TARGET_V4 static void put_tile(const float* x, S* y) {
+    for (int64_t i = 0; i < kTile; i += kLanes) put(x + i, y + i);
   }
   template <class S>
   MEMKIT_TARGET_V4 static void pack_lanes(const S* x, float threshold, uint8_t* bits) {
