@@ -358,6 +358,9 @@ def check_plan(buffers: Sequence[Row], offsets: Sequence[int], alignment: int) -
 
 # csrc/torch/optimizer_call.cpp
 
+def gradient_is_awaited(param: Tensor) -> bool:
+    """Whether hooks of its AccumulateGrad node, as DistributedDataParallel's, run after the tensor's own."""
+
 class StepList:
     """Parameters on one device with the lists of their state, for one call a step."""
 

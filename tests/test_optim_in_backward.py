@@ -279,3 +279,33 @@ def test_sparse_gradient_raises_and_goes() -> None:
         table(torch.tensor([1])).sum().backward()
     assert torch.equal(table.weight, before)
     assert table.weight.grad is None
+
+
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use")
+@pytest.mark.parametrize("engine", ["DDP", "FSDP", "fully_shard"])
+def test_gradients_that_are_reduced_after_they_arrive(engine: str) -> None:
+    """Refused before a weight is written: each rank would step by its own."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model: nn.Module = nn.Linear(8, 8)
+        if engine == "DDP":
+            model = nn.parallel.DistributedDataParallel(model)
+        elif engine == "FSDP":
+            model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+        else:
+            fully_shard(model)
+        handle = step_in_backward(optim.SGD(model.parameters(), lr=0.1))
+        before = [p.detach().clone() for p in model.parameters()]
+        if engine == "fully_shard":  # hands them over when they are reduced
+            loss_of(model, 0).backward()
+            assert all(p.grad is None for p in model.parameters())
+        else:
+            with pytest.raises(RuntimeError, match="step_in_backward: expected a gradient that is whole when it"):
+                loss_of(model, 0).backward()
+            assert all(map(torch.equal, model.parameters(), before))
+        handle.remove()
+    finally:
+        dist.destroy_process_group()

@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <limits>
@@ -105,6 +107,12 @@ class StepList {
   std::vector<size_t> picked_;
 };
 
+// Whether a hook of the node that adds the parameter's gradient up has yet to see it when the tensor's own hooks run.
+bool gradient_is_awaited(const Tensor& param) {
+  const auto node = torch::autograd::impl::try_get_grad_accumulator(param);
+  return node && !node->post_hooks().empty();
+}
+
 }  // namespace
 
 void bind_optimizers(pybind11::module_& m) {
@@ -113,6 +121,7 @@ void bind_optimizers(pybind11::module_& m) {
       .def("collect", &StepList::collect)
       .def("adamw", &StepList::adamw)
       .def("sgd", &StepList::sgd);
+  m.def("gradient_is_awaited", gradient_is_awaited);
 }
 
 }  // namespace memkit

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import _C
 from .._sharding import is_dtensor
 from ._base import FusedOptimizer
 from ._sharded import gradient
@@ -41,6 +42,12 @@ class StepInBackward:
     def _take(self, param: Tensor) -> None:
         if self._deferred or param.grad is None:  # a hook before this one may have used and freed it
             return
+        if _C.gradient_is_awaited(param):
+            raise RuntimeError(
+                "step_in_backward: expected a gradient that is whole when it arrives, got one of "
+                f"{list(param.shape)} that DistributedDataParallel, or another hook of its AccumulateGrad node, takes "
+                "afterwards: remove() the handle and call step() after backward, or shard with fully_shard"
+            )
         try:
             if is_dtensor(param):
                 with torch.no_grad():
@@ -93,9 +100,9 @@ def step_in_backward(
     backward, the parameters whose gradients had arrived are stepped, the others not; the next backward works. A second
     backward through the same graph, or through another one that kept a weight, raises: the weight has changed. With
     `with handle.accumulate():` around it the first one leaves weights alone. With FSDP2 (``fully_shard``) and
-    tensor parallelism norms are those of whole gradients. Not for DistributedDataParallel or FullyShardedDataParallel,
-    which would reduce gradients too late, nor for weights shared between checkpoints of ``use_reentrant=True``, whose
-    parts of the gradient arrive one by one. A GradScaler is refused.
+    tensor parallelism norms are those of whole gradients. DistributedDataParallel and FullyShardedDataParallel, which
+    would reduce gradients too late, are refused in backward. Not for weights shared between checkpoints of
+    ``use_reentrant=True``, whose parts of the gradient arrive one by one. A GradScaler is refused.
 
     Returns a handle: `remove()`, `accumulate()`.
 
