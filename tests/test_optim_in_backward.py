@@ -303,7 +303,9 @@ def test_gradients_that_are_reduced_after_they_arrive(engine: str) -> None:
             loss_of(model, 0).backward()
             assert all(p.grad is None for p in model.parameters())
         else:
-            with pytest.raises(RuntimeError, match="step_in_backward: expected a gradient that is whole when it"):
+            with pytest.raises(
+                RuntimeError, match="step_in_backward: expected a gradient that is whole when it"
+            ):
                 loss_of(model, 0).backward()
             assert all(map(torch.equal, model.parameters(), before))
         handle.remove()
