@@ -5,6 +5,7 @@
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty_strided.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/functions/tensor.h>
 #include <torch/csrc/autograd/generated/Functions.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -255,6 +256,8 @@ PyObject* spread(PyObject*, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
+PyObject* the_pack = nullptr;  // the module's function
+
 PyMethodDef kMethods[] = {{"recipe", recipe, METH_O, nullptr},
                           {"pack", pack, METH_O, nullptr},
                           {"unpack", unpack, METH_O, nullptr},
@@ -264,8 +267,15 @@ PyMethodDef kMethods[] = {{"recipe", recipe, METH_O, nullptr},
 
 }  // namespace
 
+bool lean_keeps(const Tensor& x) {
+  if (!x.defined() || (x.requires_grad() && !x.is_leaf())) return false;
+  const auto& hooks = at::SavedTensorDefaultHooks::get_tls_state().stack;
+  return !hooks.empty() && hooks.top().first.ptr(getPyInterpreter()) == the_pack;
+}
+
 void bind_lean(pybind11::module_& m) {
   if (PyModule_AddFunctions(m.ptr(), kMethods) != 0) throw pybind11::error_already_set();
+  the_pack = m.attr("pack").ptr();
 }
 
 }  // namespace memkit

@@ -1,6 +1,7 @@
 // What every autograd node of memkit has: saved tensors that hooks see, released with the graph, under a lock.
 #pragma once
 
+#include <ATen/SavedTensorHooks.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/autograd/variable.h>
@@ -22,6 +23,9 @@ class NonzerosRef;
 // Whether lean() took the tensor that this thread saved last: it then keeps a recipe, and each unpacking makes it anew.
 inline thread_local bool packed_recipe = false;
 
+// Whether lean(), with nothing around it, is to pack the tensor, and would keep it as it is: to ask it takes Python 1.4 µs.
+bool lean_keeps(const at::Tensor& x);
+
 // The result that a node of this thread is saving, which hooks are given detached.
 inline thread_local const at::Tensor* saved_result = nullptr;
 
@@ -34,6 +38,12 @@ struct SavedNode : torch::autograd::Node {
 
   // Keeps an input, or with is_output a result of the operator; undefined tensors are kept as such.
   void save(const at::Tensor& x, bool is_output = false, bool is_inplace_on_view = false) {
+    if (!is_output && lean_keeps(x)) {
+      const WithoutHooks unasked;
+      saved_.emplace_back(x, false);
+      is_recipe_.push_back(false);
+      return;
+    }
     const bool outer = std::exchange(packed_recipe, false);
     const Saving saving(is_output ? &x : nullptr);
     saved_.emplace_back(x, is_output, is_inplace_on_view);
@@ -122,6 +132,11 @@ struct SavedNode : torch::autograd::Node {
     explicit Saving(const at::Tensor* result) : outer(std::exchange(saved_result, result)) {}
     ~Saving() { saved_result = outer; }
     const at::Tensor* outer;
+  };
+
+  struct WithoutHooks {
+    ~WithoutHooks() { at::SavedTensorDefaultHooks::set_tracing(outer); }
+    const bool outer = at::SavedTensorDefaultHooks::set_tracing(true);
   };
 
   std::vector<torch::autograd::SavedVariable> saved_;
