@@ -30,7 +30,10 @@ def rebuild_command(package: Path = PACKAGE) -> str:
 
 
 def _source(package: Path) -> str:
-    """What pip must be given: the tree around `package`, the folder or repository it came from, or the name alone."""
+    """What pip must be given: the tree around `package`, the folder or repository it came from; never a name alone.
+
+    On PyPI that name is another project's.
+    """
     if (package.parent / "setup.py").exists():
         return f"-e {shlex.quote(str(package.parent))}"
     for record in package.parent.glob("memkit-*.dist-info/direct_url.json"):
@@ -39,7 +42,7 @@ def _source(package: Path) -> str:
             return shlex.quote(unquote(urlsplit(origin["url"]).path))
         if "vcs_info" in origin:
             return f"git+{origin['url']}"
-    return "memkit"
+    return ". (in a copy of memkit's repository)"
 
 
 def problem(

@@ -103,6 +103,12 @@ class PoolReplay(_Within):
                 self._replay = _C.PoolReplay(self._core, slots, self.plan.height, self.plan.alignment)
                 self._known[self.plan] = self._replay
 
+    def __repr__(self) -> str:
+        text = (
+            f"PoolReplay({self.planned} allocations planned, {self.served} served, {self.fell_back} fell back"
+        )
+        return f"{text}: {self.mismatch})" if self.mismatch else f"{text})"
+
     def __enter__(self) -> PoolReplay:
         for other in self._known.values():
             other.settle()  # memory of other plans' steps

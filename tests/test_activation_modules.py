@@ -48,6 +48,17 @@ def test_every_function_has_a_module() -> None:
     assert NAMES.keys() == ACTIVATIONS.keys()
 
 
+@pytest.mark.parametrize(
+    "name", [name for name in memkit.nn.__all__ if hasattr(nn, name)] + ["QuickGELU", "ReLUSquared"]
+)
+def test_help_names_the_arguments_that_torch_does_not_have(name: str) -> None:
+    module = getattr(memkit.nn, name)
+    twin = getattr(nn, name, nn.Module)
+    own = inspect.signature(module).parameters.keys() - inspect.signature(twin).parameters.keys()
+    text = inspect.getdoc(module) or ""
+    assert [argument for argument in own - {"args", "kwargs"} if f"``{argument}``" not in text] == []
+
+
 def test_repr_names_the_options_given() -> None:
     assert repr(memkit.nn.GELU()) == "GELU(approximate='none')"
     assert repr(memkit.nn.GELU(inplace=True)) == "GELU(approximate='none', inplace=True)"

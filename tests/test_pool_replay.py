@@ -112,6 +112,7 @@ def test_what_outlives_a_step_is_not_overwritten_by_the_next(pool: memkit.Pool) 
                 kept.append(step(value))
     assert replay.fell_back == 1
     assert "place to be free" in replay.mismatch
+    assert repr(replay) == f"PoolReplay(4 allocations planned, 3 served, 1 fell back: {replay.mismatch})"
     for value, tensor in zip((1.0, 2.0, 3.0), kept, strict=True):
         assert tensor.eq(2 * value).all()
 

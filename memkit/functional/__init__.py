@@ -1,7 +1,11 @@
 """Fused operators with the names and arguments of ``torch.nn.functional``, one module a family.
 
+Two arguments by keyword choose the memory: ``inplace`` (False: a new tensor; True: the input is overwritten, or an error
+where that would corrupt something; "auto": overwritten where that is proven safe) and ``save``, what backward computes
+the gradient from ("input", "output", "auto", for some "bit").
+
 What each family keeps for backward, when it works in place and how exact it is stands in the family's own docstring:
-``help(memkit.functional.gelu.__module__)`` names it.
+``help(memkit.functional.gelu.__module__)`` shows it.
 """
 
 from . import _activation, _channel_norm, _consumer, _dropout, _glu, _loss, _norm, _pooling, _rotary, _softmax

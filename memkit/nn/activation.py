@@ -18,8 +18,21 @@ from ..functional._activation import check_inplace
 
 
 class _Variant:
-    """The two attributes, with defaults in the class so that a module whose class was changed has them too."""
+    """The module of the same name in torch.nn, with its arguments and state and two attributes that choose its memory.
 
+    They are arguments by keyword, too:
+
+    ``inplace``
+        ``False``: a new tensor. ``True``: the input is overwritten; raises where that would corrupt a value or a gradient.
+        ``"auto"``: overwritten where that is proven safe.
+    ``save``
+        What backward computes the gradient from: ``"input"``; ``"output"``, which is free where the next layer keeps its
+        input; or ``"auto"``. For ReLU, LeakyReLU, ReLU6, Hardtanh and Hardsigmoid also ``"bit"``: one bit an element.
+
+    The docstring of the function of that name in :mod:`memkit.functional`, and of the module that holds it, says more.
+    """
+
+    # Defaults in the class, so that a module whose class was changed has them too.
     inplace: Any = False  # Inplace; the twins declare a bool
     save: Save = "auto"
     _saves: ClassVar[tuple[Save, ...]] = ("auto", "input", "output")
@@ -171,14 +184,14 @@ class Hardswish(_Variant, nn.Hardswish):
 
 
 class QuickGELU(_Variant, nn.Module):
-    """x * sigmoid(1.702 * x), as in CLIP; torch.nn has no twin."""
+    """x * sigmoid(1.702 * x), as in CLIP; torch.nn has no twin. ``inplace`` and ``save`` as in :class:`GELU`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.quick_gelu(input, inplace=self.inplace, save=self.save)
 
 
 class ReLUSquared(_Variant, nn.Module):
-    """relu(x)², as in Primer; torch.nn has no twin."""
+    """relu(x)², as in Primer; torch.nn has no twin. ``inplace`` and ``save`` as in :class:`GELU`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.relu_squared(input, inplace=self.inplace, save=self.save)

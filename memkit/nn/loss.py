@@ -59,7 +59,8 @@ class LinearCrossEntropyLoss(nn.Linear):
 
     The layer is an ``nn.Linear(in_features, num_classes, bias)``: its keys, its initialisation. ``tied_weight``: a
     parameter [num_classes, in_features] to use for its weight, such as an embedding's. ``weight`` being the layer's, the
-    class weights are called ``class_weight`` (a buffer that is not saved). The other arguments are the function's.
+    class weights are called ``class_weight`` (a buffer that is not saved). ``z_loss``, ``softcap``, ``chunk`` and the
+    rest are the function's.
 
     forward(input [..., in_features], target) returns the loss; ``logits(input)`` what the layer alone does.
     """

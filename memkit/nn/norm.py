@@ -105,8 +105,18 @@ def norm_act_conv_of(
 
 
 class _BatchNorm(nn.modules.batchnorm._BatchNorm):
-    """The attributes have defaults in the class so that a module whose class was changed has them too."""
+    """The module of the same name in torch.nn, with its arguments and state, and the activation behind it.
 
+    Arguments by keyword, and attributes:
+
+    ``act``
+        The name of an activation in :mod:`memkit.functional`, whose parameters follow by keyword (``alpha=0.5``).
+    ``process_group``
+        Over which a training step's statistics are taken together, as in ``torch.nn.SyncBatchNorm``; None: this process
+        alone.
+    """
+
+    # Defaults in the class, so that a module whose class was changed has them too.
     act: str | None = None
     act_params: dict[str, Any] = {}  # noqa: RUF012  replaced, never changed
     process_group: Any = None

@@ -16,9 +16,14 @@ from ..functional._activation import check_inplace
 
 
 class _Variant:
-    """A default in the class, so that a module whose class was changed has the attribute too."""
+    """The module of the same name in torch.nn, which may overwrite its input.
 
-    inplace: Inplace = False
+    ``inplace``, an argument by keyword and an attribute: ``False``: a new tensor. ``True``: the input is overwritten;
+    raises where that would corrupt a value or a gradient. ``"auto"``: overwritten where that is proven safe. A call
+    takes ``scale``, ``mask`` and ``causal`` too, as :func:`memkit.functional.softmax` does.
+    """
+
+    inplace: Inplace = False  # in the class, so that a module whose class was changed has it too
 
     def __init__(self, dim: int | None = None, *, inplace: Inplace = False) -> None:
         check_inplace(type(self).__name__, inplace)
