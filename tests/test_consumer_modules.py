@@ -59,6 +59,7 @@ def test_bad_input() -> None:
         ),
         (lambda: M.norm_linear(x, [w], []), ValueError, "norm_linear: expected a bias or None for each of 1"),
         (lambda: M.act_linear(x, []), ValueError, "expected a bias or None for each weight"),
+        (lambda: M.act_linear(x[0, 0], w), ValueError, "linear: expected an input of at least 1 dimension"),
         (
             lambda: M.dropout_linear(x, w, p=1.5),
             ValueError,

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from consumer_cases import CASES, IN, kinds, seeded, tensors, with_gradients
+from consumer_cases import CASES, IN, cases, kinds, seeded, tensors, with_gradients
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
 import memkit
@@ -43,6 +44,41 @@ def test_vmap_and_dropout() -> None:
     assert set(same.unique().tolist()) == {0.0, 2.0}
     with pytest.raises(RuntimeError, match="randomness"):
         torch.vmap(lambda x: M.dropout_linear(x, w, b))(x)
+
+
+@cases
+def test_jit_trace(name: str) -> None:
+    """For other values than those that were traced, and for other batches."""
+    case = CASES[name]
+    inputs = 2 if name in ("swiglu", "reglu") else 1
+    traced = torch.jit.trace(case.ours, tuple(tensors(case, torch.float64)), check_trace=False)
+    leaves = tensors(case, torch.float64, seed=1)
+    got, want = (with_gradients(seeded(f), leaves) for f in (traced, case.ours))
+    torch.testing.assert_close(got, want)
+    leaves[:inputs] = [torch.cat([t, t]) for t in leaves[:inputs]]
+    torch.testing.assert_close(seeded(traced)(*leaves), seeded(case.ours)(*leaves))
+
+
+def test_fx_symbolic_trace() -> None:
+    x, w, b = tensors(CASES["gelu"], torch.float32)
+    for function in (
+        lambda x, w, b: M.act_linear(x, w, b, "silu"),
+        lambda x, w, b: torch.cat(M.norm_linear(x, [w, w], [b, None], eps=1e-5), -1),
+        lambda x, w, b: M.dropout_linear(x, w, b, 0.0),
+    ):
+        traced = torch.fx.symbolic_trace(function)
+        torch.testing.assert_close(traced(x, w, b), function(x, w, b), rtol=0, atol=0)
+    for model in (memkit.nn.MLP(IN), memkit.nn.GatedMLP(IN), memkit.nn.ActLinear(IN, 8)):
+        torch.testing.assert_close(torch.fx.symbolic_trace(model)(x), model(x), rtol=0, atol=0)
+
+
+def test_a_traced_gradient_is_called_with_what_has_a_graph() -> None:
+    leaves = tensors(CASES["gelu"], torch.float32)
+
+    def slopes(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(M.act_linear(x, w, b).sum(), [x, w, b])
+
+    torch.testing.assert_close(make_fx(slopes)(*leaves)(*leaves), slopes(*leaves))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -238,3 +238,16 @@ def test_lean():
     model, x = Fire(joined), images()
     assert only(swap(model, sample=x, lean="call")).saved == "1 bit"
     assert_as_stock(model, x)
+
+
+@pytest.mark.parametrize("lean", [False, "call"])
+def test_of_a_sum_of_layers(lean):
+    """As an adapter beside a layer makes it: neither summand can be made again, so there is nothing to gain in lean."""
+
+    class Adapted(Fire):
+        def forward(self, x):
+            return self.then(self, self.act(self.first(x) + self.first(x.flip(0))))
+
+    model, x = Adapted(averaged, nn.ReLU()), images()
+    of_one_bit(swap(model, sample=x, lean=lean))
+    assert_as_stock(model, x)

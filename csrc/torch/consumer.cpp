@@ -97,6 +97,7 @@ Tensors gradients(const Tensors& grads, Tensors inputs, Tensors statistics, cons
 Tensors backward(const OptionalTensors& grads, const OptionalTensors& inputs, at::TensorList statistics, Text op,
                  Text act, Text packing, Params numbers, at::TensorList weights, at::IntArrayRef conv,
                  c10::List<bool> wanted) {
+  const at::AutoDispatchBelowADInplaceOrView below;  // what is written into needs no gradient
   std::vector<bool> asked;
   for (const bool each : wanted) asked.push_back(each);
   Tensors found = gradients(defined_or_not(grads), defined_or_not(inputs), statistics.vec(),
@@ -272,8 +273,8 @@ Results recorded(const OptionalTensors& inputs, Text op, Text act, Text packing,
   return results;
 }
 
-Results batched(const OptionalTensors& inputs, Text op, Text act, Text packing, Params numbers, at::TensorList weights,
-                const OptionalTensors& biases, at::IntArrayRef conv, std::optional<at::ScalarType> dtype) {
+Results by_parts(const OptionalTensors& inputs, Text op, Text act, Text packing, Params numbers, at::TensorList weights,
+                 const OptionalTensors& biases, at::IntArrayRef conv, std::optional<at::ScalarType> dtype) {
   const Tensors given = defined_or_not(inputs);
   return composed({op, act, packing, numbers, resolved(dtype, given)}, given,
                   {weights.vec(), defined_or_not(biases), conv});
@@ -319,7 +320,9 @@ MEMKIT_BACKEND(CUDA)
 MEMKIT_BACKEND(Meta)
 #undef MEMKIT_BACKEND
 TORCH_LIBRARY_IMPL(memkit, Autograd, m) { m.impl("_consumer", recorded); }
-TORCH_LIBRARY_IMPL(memkit, FuncTorchBatched, m) { m.impl("_consumer", batched); }
+TORCH_LIBRARY_IMPL(memkit, FuncTorchBatched, m) { m.impl("_consumer", by_parts); }
+// torch.jit.trace knows no lists of tensors some of which are missing.
+TORCH_LIBRARY_IMPL(memkit, Tracer, m) { m.impl("_consumer", by_parts); }
 TORCH_LIBRARY_IMPL(memkit, AutocastCPU, m) { m.impl("_consumer", in_autocast); }
 TORCH_LIBRARY_IMPL(memkit, AutocastCUDA, m) { m.impl("_consumer", in_autocast); }
 

@@ -16,11 +16,11 @@ void Consumers::check(const Tensor& input, at::ScalarType dtype) const {
   TORCH_CHECK_VALUE(!weights.empty() && weights.size() == biases.size() && (conv.empty() || conv.size() == 7),
                     "_consumer: expected a bias or None for each weight, got ", weights.size(), " and ", biases.size());
   const size_t dims = conv.empty() ? 2 : 4;
-  TORCH_CHECK_VALUE(input.dim() >= 1 && (conv.empty() || input.dim() == 4),
-                    "conv2d: expected an input of 4 dimensions, got ", input.sym_sizes());
+  const char* name = conv.empty() ? "linear" : "conv2d";
+  TORCH_CHECK_VALUE(conv.empty() ? input.dim() >= 1 : input.dim() == 4, name, ": expected an input of ",
+                    conv.empty() ? "at least 1 dimension" : "4 dimensions", ", got ", input.sym_sizes());
   for (size_t i = 0; i < weights.size(); ++i) {
     const Tensor &weight = weights[i], &bias = biases[i];
-    const char* name = conv.empty() ? "linear" : "conv2d";
     check_float_tensor(name, weight);
     TORCH_CHECK_VALUE(size_t(weight.dim()) == dims, name, ": expected a weight of ", dims, " dimensions, got ",
                       weight.sym_sizes());

@@ -27,6 +27,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Generator, Tensor
 from torch.compiler import is_compiling
+from torch.fx import Proxy
 
 from .. import _C
 from .._sharding import call
@@ -48,6 +49,7 @@ __all__ = [
 
 Tensors = Sequence[Tensor]
 Biases = Sequence["Tensor | None"]
+_ONE = (Tensor, Proxy)  # what stands for a single weight
 
 
 @overload
@@ -140,7 +142,7 @@ def dropout_linear(
     elif act == "identity" and act_bias is None:  # nothing in front of the layers
         weights, biases = _layers("dropout_linear", weight, bias)
         outs = tuple(torch.nn.functional.linear(input, w, b) for w, b in zip(weights, biases, strict=True))
-        return outs[0] if isinstance(weight, Tensor) else outs
+        return outs[0] if isinstance(weight, _ONE) else outs
     return _linear(
         "dropout_linear", "activation", [input, act_bias, seed], weight, bias, act, numbers=numbers
     )
@@ -352,8 +354,8 @@ def _linear(
     numbers: Sequence[float] = (),
 ) -> Tensor | tuple[Tensor, ...]:
     weights, biases = _layers(name, weight, bias)
-    outputs, _ = _consumer(inputs, op, act, packing, numbers, weights, biases, [])
-    return outputs[0] if isinstance(weight, Tensor) else tuple(outputs)
+    outputs = _consumer(inputs, op, act, packing, numbers, weights, biases, [])[0]
+    return outputs[0] if isinstance(weight, _ONE) else tuple(outputs[i] for i in range(len(weights)))
 
 
 def _consumer(*args: Any) -> tuple[list[Tensor], list[Tensor]]:
@@ -368,7 +370,7 @@ def _layers(
     op: str, weight: Tensor | Tensors, bias: Tensor | Biases | None
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """A bias or None for each weight."""
-    if isinstance(weight, Tensor):
+    if isinstance(weight, _ONE):
         return [weight], [bias]  # type: ignore[list-item]
     weights = list(weight)
     biases: list[Tensor | None] = [None] * len(weights) if bias is None else list(bias)

@@ -44,6 +44,7 @@ class Call:
     """The key of its storage, as of the output's."""
     output: int = 0
     of_a_sum: bool = False
+    """Of two results that may become memkit's, so that it can be made again."""
     of_a_norm: bool = False
     """Of channels that becomes memkit's, so that its result can be made again."""
     norms: set[nn.Module] = field(default_factory=set)
@@ -90,7 +91,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.saved_elsewhere.update(self.keys(input))  # memkit keeps it too
             self.wanted |= self.norms_before(input)
         node = _made_by(input)
-        call.of_a_sum = type(node).__name__ == "AddBackward0"
+        call.of_a_sum = _is_sum(node) and all(self.is_of_a_site(before) for before, _ in node.next_functions)
         call.of_a_norm = node in self.made_again
         call.norms = self.norms_before(input)
         self.calls.setdefault(site, []).append(call)
@@ -124,11 +125,13 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.made_again[node] = norm
             self.norms.add(norm)
 
+    def is_of_a_site(self, node: Any) -> bool:
+        return node in self.made_again or any(node in made for made in self.nodes.values())
+
     def norms_before(self, tensor: Tensor) -> set[nn.Module]:
         """Those that are called again when the tensor is made again: it is their result, or the sum of two."""
         node = _made_by(tensor)
-        is_sum = type(node).__name__ == "AddBackward0"
-        nodes = [before for before, _ in node.next_functions] if is_sum else [node]
+        nodes = [before for before, _ in node.next_functions] if _is_sum(node) else [node]
         return {self.made_again[each] for each in nodes if each in self.made_again}
 
     def saved(self, tensor: Tensor) -> None:
@@ -244,6 +247,10 @@ def _made_by(tensor: Tensor) -> Any:
     while node is not None and "View" in type(node).__name__:
         node = node.next_functions[0][0]
     return node
+
+
+def _is_sum(node: Any) -> bool:
+    return type(node).__name__ == "AddBackward0"
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
