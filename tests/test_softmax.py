@@ -160,7 +160,7 @@ def test_masks_along_other_dims_and_long_rows(log: bool) -> None:
         compare(x, dim, log=log, mask=torch.randn(6, 1))
     x = torch.randn(3, 5, 2, 2, 2, 7)  # a mask of many dimensions
     compare(x, log=log, mask=torch.randn(3, 1, 2, 1, 2, 7))
-    x = torch.randn(2, 40000)
+    x = torch.randn(16, 40000)  # of two rows chance decides: how the logarithm of a sum is rounded
     compare(x, log=log, mask=torch.rand(40000) < 0.5, scale=2.0)
     compare(x, log=log, causal=True)
 
