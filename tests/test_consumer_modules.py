@@ -38,6 +38,11 @@ def test_bad_input() -> None:
             TypeError,
             r"act_linear: expected parameters \['alpha'\]",
         ),
+        (
+            lambda: M.act_linear(x, None),
+            TypeError,
+            "act_linear: expected weight to be a Tensor or several, got None",
+        ),
         (lambda: M.act_linear([1.0], w), TypeError, "expected a tensor argument to be a Tensor, got list"),
         (lambda: M.act_linear(x.long(), w), TypeError, "expected float32, float64, float16 or bfloat16"),
         (lambda: M.act_linear(x, w, act_bias=torch.randn(3)), ValueError, r"expected a bias of shape \[6\]"),
@@ -58,7 +63,7 @@ def test_bad_input() -> None:
             "glu_linear: expected a bias or None for each of 1",
         ),
         (lambda: M.norm_linear(x, [w], []), ValueError, "norm_linear: expected a bias or None for each of 1"),
-        (lambda: M.act_linear(x, []), ValueError, "expected a bias or None for each weight"),
+        (lambda: M.act_linear(x, []), ValueError, "act_linear: expected at least 1 weight, got 0"),
         (lambda: M.act_linear(x[0, 0], w), ValueError, "linear: expected an input of at least 1 dimension"),
         (
             lambda: M.dropout_linear(x, w, p=1.5),

@@ -372,7 +372,14 @@ def _layers(
     """A bias or None for each weight."""
     if isinstance(weight, _ONE):
         return [weight], [bias]  # type: ignore[list-item]
-    weights = list(weight)
+    try:
+        weights = list(weight)
+    except TypeError:
+        raise TypeError(
+            f"{op}: expected weight to be a Tensor or several, got {type(weight).__name__}"
+        ) from None
+    if not weights:
+        raise ValueError(f"{op}: expected at least 1 weight, got 0")
     biases: list[Tensor | None] = [None] * len(weights) if bias is None else list(bias)
     if len(biases) != len(weights):
         raise ValueError(
