@@ -333,12 +333,22 @@ def test_swapped_models(lean):
 
 
 def test_checkpoints_drop_alike():
-    """Recomputation draws the seed again, and the first rank's counts again."""
+    """Recomputation draws the seed again, and the first rank's counts again.
+
+    The others draw from generators of their own: as threads, all ranks share the one that a checkpoint sets back.
+    """
 
     def rank():
         mesh = init_device_mesh("cpu", (RANKS,))
         x = distributed(torch.ones(8, 64, requires_grad=True), mesh, "R")
-        y = checkpoint(lambda x: 2 * F.act_dropout(x, "relu", 0.5), x, use_reentrant=False)
+        first = dist.get_rank() == 0
+        own = None if first else torch.Generator().manual_seed(dist.get_rank())
+        y = checkpoint(
+            lambda x: 2 * F.act_dropout(x, "relu", 0.5, generator=own),
+            x,
+            use_reentrant=False,
+            preserve_rng_state=first,
+        )
         y.sum().backward()
         assert torch.equal(x.grad.to_local() != 0, y.to_local() != 0)
 
