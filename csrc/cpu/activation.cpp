@@ -80,6 +80,7 @@ struct Tiles {
     if (n == kTile) return Lanes::put_tile(tile, y);
     Lanes::narrow(tile, y, n);
   }
+
   template <class F>
   MEMKIT_FN static void for_tiles(int64_t n, const F& f) {
     for (int64_t first = 0; first < n; first += kTile) f(first, std::min(kTile, n - first));

@@ -65,8 +65,9 @@ struct Argument {
       TORCH_CHECK_TYPE(PyTuple_Check(object) || PyList_Check(object), op, ": expected a tuple or list of ",
                        std::is_arithmetic_v<typename T::value_type> ? "numbers" : "tensors", ", got ",
                        Py_TYPE(object)->tp_name);
-      for (const pybind11::handle value : pybind11::handle(object))
-        if (Argument<typename T::value_type>::listens(value.ptr(), op)) return true;
+      if constexpr (!std::is_arithmetic_v<typename T::value_type>)
+        for (const pybind11::handle value : pybind11::handle(object))
+          if (Argument<typename T::value_type>::listens(value.ptr(), op)) return true;
       return false;
     } else {
       return false;
