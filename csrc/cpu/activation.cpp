@@ -95,24 +95,27 @@ struct Tiles {
     });
   }
 
-  MEMKIT_FN static void slope(const ActParams& params, const S* x, const S* grad, S* out, int64_t n) {
+  // f(tile, grads): of x and of the gradient, which becomes that of the input.
+  template <class F>
+  MEMKIT_FN static void gradients(const S* x, const S* grad, S* out, int64_t n, const F& f) {
     for_tiles(n, [&](int64_t first, int64_t count) MEMKIT_INLINE {
       alignas(64) Tile tile, grads;
       read(x + first, tile, count);
       read(grad + first, grads, count);
-      Each::slope(params, tile, grads, grads, kTile);
+      f(tile, grads);
       write(grads, out + first, count);
     });
   }
 
+  MEMKIT_FN static void slope(const ActParams& params, const S* x, const S* grad, S* out, int64_t n) {
+    gradients(x, grad, out, n,
+              [&](const Tile& tile, Tile& grads) MEMKIT_INLINE { Each::slope(params, tile, grads, grads, kTile); });
+  }
+
   MEMKIT_FN static void slope_from_output(const ActParams& params, const S* y, const S* grad, S* out, int64_t n) {
     if constexpr (!Op::branch)
-      for_tiles(n, [&](int64_t first, int64_t count) MEMKIT_INLINE {
-        alignas(64) Tile tile, grads;
-        read(y + first, tile, count);
-        read(grad + first, grads, count);
+      gradients(y, grad, out, n, [&](const Tile& tile, Tile& grads) MEMKIT_INLINE {
         Each::slope_from_output(params, tile, nullptr, grads, grads, kTile);
-        write(grads, out + first, count);
       });
   }
 };
