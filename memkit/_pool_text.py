@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ._devices import cuda_device
 from ._pool_snapshot import frames
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -41,18 +42,12 @@ def parse_device(device: torch.device | str, pin_memory: bool) -> torch.device:
     except (RuntimeError, TypeError):
         raise ValueError(f"Pool: expected a device like 'cpu' or 'cuda:0', got {device!r}") from None
     if target.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (target.index or 0) >= count:
-            raise ValueError(
-                f"Pool: expected one of the {count} CUDA devices that PyTorch sees, got {str(target)!r}"
-            )
+        target = cuda_device("Pool", target)
     elif target.type != "cpu":
         raise ValueError(f"Pool: expected a device of type cpu or cuda, got {str(target)!r}")
     if pin_memory and target.type != "cpu":
         raise ValueError(f"Pool: expected device 'cpu' with pin_memory=True, got {str(target)!r}")
-    if target.type == "cpu":
-        return torch.device("cpu")
-    return target if target.index is not None else torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if target.type == "cpu" else target
 
 
 def held_text(held: Sequence[tuple[str, int, str, int]]) -> str:

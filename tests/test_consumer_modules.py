@@ -105,6 +105,15 @@ def test_bad_input() -> None:
             ValueError,
             "norm_act_conv2d: expected more than 1 value per channel",
         ),
+        (lambda: M.act_linear("x", w), TypeError, "act_linear: expected input to be a Tensor, got str"),  # type: ignore[call-overload]
+        (lambda: M.dropout_linear(None, w), TypeError, "dropout_linear: expected input to be a Tensor"),  # type: ignore[call-overload]
+        (lambda: M.act_linear(x, w, 3), TypeError, "act_linear: expected a tensor argument .*, got int"),  # type: ignore[call-overload]
+        (
+            lambda: M.norm_linear(x, [w, "w"]),
+            TypeError,
+            "norm_linear: expected a tensor argument .*, got str",
+        ),  # type: ignore[list-item]
+        (lambda: M.glu_linear(x, 3, w), TypeError, "glu_linear: expected a tensor argument .*, got int"),  # type: ignore[call-overload]
         (
             lambda: torch.ops.memkit._consumer([x], "softmax", "", "", [], [w], [None], []),
             ValueError,

@@ -96,6 +96,7 @@ def test_bad_input() -> None:
     x, weight = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3)
     for call, error, text in (
         (lambda: M.conv2d(x[0, 0], weight), ValueError, "conv2d: expected an input .N, C, H, W."),
+        (lambda: M.conv2d("x", weight), TypeError, "conv2d: expected input to be a Tensor, got str"),  # type: ignore[arg-type]
         (lambda: M.conv2d(x.int(), weight), TypeError, "conv2d: expected float32"),
         (lambda: M.conv2d(x, weight.double()), TypeError, "conv2d: expected a weight of the input's dtype"),
         (lambda: M.conv2d(x[:, :2], weight), ValueError, "conv2d: expected 3 channels"),

@@ -415,7 +415,7 @@ def test_arguments_are_checked(call, monkeypatch):
         with pytest.raises(ValueError, match=f"{name}: expected device None, 'cpu' or 'cuda', got "):
             call(lambda: 1, device=device)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match=f"{name}: expected one of the 0 CUDA devices .*, got 'cuda:1'"):
+    with pytest.raises(ValueError, match=f"{name}: expected a CUDA device .* there are 0, got 'cuda:1'"):
         call(lambda: 1, device="cuda:1")
 
 

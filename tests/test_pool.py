@@ -56,9 +56,7 @@ def test_wrong_devices_and_limits():
         Pool("1MiB", "gpu")
     with pytest.raises(ValueError, match="expected a device of type cpu or cuda, got 'meta'"):
         Pool("1MiB", "meta")
-    with pytest.raises(
-        ValueError, match=r"expected one of the \d+ CUDA devices that PyTorch sees, got 'cuda:99'"
-    ):
+    with pytest.raises(ValueError, match=r"expected a CUDA device .* there are \d+, got 'cuda:99'"):
         Pool("1MiB", "cuda:99")
     with pytest.raises(ValueError, match="expected a max of at least the size"):
         Pool("2MiB", max="1MiB")

@@ -132,6 +132,7 @@ def dropout_linear(
 
     Drops what :func:`dropout` and :func:`act_dropout` drop under the same seed. The rest as in :func:`act_linear`.
     """
+    _check_tensor("dropout_linear", "input", input)
     check_probability("dropout_linear", p)
     act = act or "identity"
     numbers = _parameters("dropout_linear", act, params)
@@ -276,12 +277,14 @@ def _convolved(
     bias: Tensor | None,
     *how: Any,
 ) -> Tensor:
+    _check_tensor(op, "input", input)
     if input.dim() == 3:
         return _convolved(op, act, numbers, input.unsqueeze(0), weight, bias, *how).squeeze(0)
     if input.dim() != 4:
         raise ValueError(f"{op}: expected an input [N, C, H, W] or [C, H, W], got {list(input.shape)}")
     conv = _convolution(op, *how)
-    outputs, _ = _consumer([input, None, None], "activation", act, "", numbers, [weight], [bias], conv)
+    inputs = [input, None, None]
+    outputs, _ = _consumer(op, inputs, "activation", act, "", numbers, [weight], [bias], conv)
     return outputs[0]
 
 
@@ -309,6 +312,7 @@ def norm_act_conv2d(
     The first arguments are those of ``torch.nn.functional.conv2d``, the others those of :func:`batch_norm_act`.
     ``padding`` in numbers. ``ValueError``: one value a channel in training.
     """
+    _check_tensor("norm_act_conv2d", "input", input)
     if input.dim() != 4:
         raise ValueError(
             f"norm_act_conv2d: expected an input of 4 dimensions, [N, C, H, W], got {list(input.shape)}"
@@ -325,6 +329,7 @@ def norm_act_conv2d(
     conv = _convolution("norm_act_conv2d", stride, padding, dilation, groups)
     given = (None, None) if training else (running_mean, running_var)
     outputs, statistics = _consumer(
+        "norm_act_conv2d",
         [input, norm_weight, norm_bias, *given],
         "batch_norm",
         act or "",
@@ -353,17 +358,40 @@ def _linear(
     packing: str = "",
     numbers: Sequence[float] = (),
 ) -> Tensor | tuple[Tensor, ...]:
+    _check_tensor(name, "input", inputs[0])
     weights, biases = _layers(name, weight, bias)
-    outputs = _consumer(inputs, op, act, packing, numbers, weights, biases, [])[0]
+    outputs = _consumer(name, inputs, op, act, packing, numbers, weights, biases, [])[0]
     return outputs[0] if isinstance(weight, _ONE) else tuple(outputs[i] for i in range(len(weights)))
 
 
-def _consumer(*args: Any) -> tuple[list[Tensor], list[Tensor]]:
+def _consumer(
+    name: str,
+    inputs: list[Tensor | None],
+    op: str,
+    act: str,
+    packing: str,
+    numbers: Sequence[float],
+    weights: list[Tensor],
+    biases: list[Tensor | None],
+    conv: list[int],
+) -> tuple[list[Tensor], list[Tensor]]:
     """The layers' results and the producer's statistics."""
-    results = None if is_compiling() else _C.consumer(*args)
+    args = inputs, op, act, packing, numbers, weights, biases, conv
+    try:
+        results = None if is_compiling() else _C.consumer(*args)
+    except TypeError:  # looked into where something is wrong, and not in every call
+        for each in [*inputs[1:], *weights, *biases]:
+            if each is not None:
+                _check_tensor(name, "a tensor argument", each)
+        raise
     if results is None:
         results = call("_consumer", *args)
     return results
+
+
+def _check_tensor(op: str, argument: str, value: Any) -> None:
+    if not isinstance(value, _ONE) and not hasattr(type(value), "__torch_function__"):
+        raise TypeError(f"{op}: expected {argument} to be a Tensor, got {type(value).__name__}")
 
 
 def _layers(

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.utils._pytree import tree_leaves
 
+from .._devices import cuda_device
 from ._meters import CpuMeter, CudaMeter, Meter
 from ._saved import SavedStorages
 
@@ -142,13 +143,7 @@ def _meter(
         raise ValueError(f"{name}: expected device None, 'cpu' or 'cuda', got {device!r}")
     if target.type == "cpu":
         return CpuMeter(samples), torch.device("cpu")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if (target.index or 0) >= count:
-        raise ValueError(
-            f"{name}: expected one of the {count} CUDA devices that PyTorch sees, got {str(target)!r}"
-        )
-    if target == torch.device("cuda"):  # without an index
-        target = torch.device("cuda", torch.cuda.current_device())
+    target = cuda_device(name, target)
     return CudaMeter(target), target
 
 
