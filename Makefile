@@ -30,7 +30,7 @@ CODE := -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh'
 SOURCES := setup.py setup_checks.py $(shell find csrc $(CODE))
 BINARY := $(or $(wildcard memkit/_build_info.py),FORCE) $(or $(wildcard memkit/_C.*.so),FORCE)
 
-.PHONY: setup build bench bench-ops bench-models bench-matrix test test-all test-simt lint format wheel gpu clean FORCE
+.PHONY: setup build bench bench-ops bench-models bench-matrix test test-all test-torches test-simt lint format wheel gpu clean FORCE
 .DELETE_ON_ERROR:
 
 setup: $(CORE) $(EXTRAS)
@@ -60,6 +60,12 @@ test: build $(MODELS)
 
 test-all: build $(MODELS) $(ENGINES) test-simt
 	$(call run_tests,run long,)
+
+# The torches that memkit is for beside TORCH, each in an environment of its own.
+TORCHES ?= 2.11.0 2.13.0 2.15.0
+
+test-torches:
+	for torch in $(TORCHES); do $(MAKE) test TORCH=$$torch VENV=$(VENV)-$$torch || exit; done
 
 # CUDA's kernels without a GPU: built for the CPU, where threads take turns (tests/simt), and given the tensors there.
 SIMT := $(foreach t,activation activation_bias activation_edges channel_norm dropout dropout_forms glu linear_loss loss norm \
