@@ -46,9 +46,21 @@ class XIELUActivation(nn.Module):
         return torch.where(x > 0, softplus(self.alpha_p) * x * x, below) + 0.5 * x
 
 
+class VocoderSnakeBeta(nn.Module):
+    """The activation of codecs and vocoders, with parameters for each feature."""
+
+    def __init__(self):
+        super().__init__()
+        self.alpha, self.beta = nn.Parameter(torch.rand(2 * D)), nn.Parameter(torch.rand(2 * D))
+
+    def forward(self, x):
+        return x + torch.exp(self.beta).reciprocal() * torch.sin(x * torch.exp(self.alpha)).pow(2)
+
+
 KNOWN = {
     "gate": (LimitedExperts, 2 * D + 4 * D),
     "activation": (lambda: nn.Sequential(nn.Linear(D, 2 * D), XIELUActivation(), nn.Linear(2 * D, D)), 4 * D),
+    "snake": (lambda: nn.Sequential(nn.Linear(D, 2 * D), VocoderSnakeBeta(), nn.Linear(2 * D, D)), 4 * D),
 }
 """With what is kept of each row beside the input: what was given, and the result, which the next layer keeps."""
 known = pytest.mark.parametrize("name", KNOWN)

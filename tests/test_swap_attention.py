@@ -85,6 +85,7 @@ class Attention(nn.Module):
         mask=False,
         bias=False,
         named=False,
+        learned=False,
         **options,
     ):
         super().__init__()
@@ -100,7 +101,10 @@ class Attention(nn.Module):
         self.bias = nn.Parameter(torch.randn(1, HEADS, TOKENS, TOKENS)) if bias else None
         low = torch.finfo(torch.float32).min
         causal = torch.zeros(TOKENS, TOKENS).masked_fill(torch.ones(TOKENS, TOKENS).triu(1).bool(), low)
-        self.register_buffer("mask", causal[None, None] if mask else None)
+        if learned:
+            self.mask = nn.Parameter(torch.randn(1, HEADS, TOKENS, TOKENS))
+        else:
+            self.register_buffer("mask", causal[None, None] if mask else None)
 
     def forward(self, x, attention_mask=None):
         parts = self.qkv(x).split(self.sizes, -1) if self.packed else (self.q(x), self.k(x), self.v(x))
@@ -137,18 +141,22 @@ LAYERS = {
     "masked by name": {"mask": True, "named": True},
     "capped": {"softcap": 2.0, "mask": True},
     "biased": {"bias": True},
+    "a learned mask": {"learned": True},
+    "a learned mask by name": {"learned": True, "named": True},
     "dropout": {"dropout": 0.3, "mask": True},
     "another function": {"function": "half", "mask": True},
     "a parameter of its own": {"function": "gain"},
     "fused": {"function": "sdpa"},
     "fused, masked": {"function": "sdpa", "mask": True},
     "fused, a learned bias": {"function": "sdpa", "bias": True},
+    "fused, a learned mask": {"function": "sdpa", "learned": True},
     "fused, dropout": {"function": "sdpa", "dropout": 0.3},
     "packed": {"function": "sdpa", "packed": True},
 }
 KEEP_WEIGHTS = (
     *("plain", "masked", "masked by name", "capped", "biased", "dropout"),
-    *("fused, a learned bias", "fused, dropout"),
+    *("a learned mask", "a learned mask by name"),
+    *("fused, a learned bias", "fused, a learned mask", "fused, dropout"),
 )
 every = pytest.mark.parametrize("name", LAYERS)
 
@@ -269,6 +277,31 @@ def test_functions_that_take_the_mask_by_name_alone(function, written_out_as, mo
     stock = copy.deepcopy(model)
     swap(model, lean="call")
     torch.testing.assert_close(step(model, x), step(stock, x), rtol=1e-4, atol=1e-5)
+
+
+def test_a_function_that_takes_little_else(written_out_as):
+    """It is given what the layer gives it, when it is tried out too."""
+    plain = written_out
+
+    def of_few(module, query, key, value, attention_mask, scaling, dropout=0.0):
+        return plain(module, query, key, value, attention_mask, scaling, dropout)
+
+    written_out_as(of_few)
+    model, x = make("masked")
+    stock = copy.deepcopy(model)
+    swap(model, lean="call")
+    torch.testing.assert_close(step(model, x), step(stock, x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in KEEP_WEIGHTS if "dropout" not in name])
+def test_no_forward_is_run_again(name, monkeypatch):
+    """A checkpoint would take longer."""
+    model, x = make(name)
+    swap(model, lean="call")
+    calls = []
+    monkeypatch.setattr(attention_module, "checkpointed", lambda *args, **kwargs: calls.append(args))
+    step(model, x)
+    assert not calls
 
 
 def test_names_patched_later(written_out_as):

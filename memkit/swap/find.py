@@ -191,12 +191,13 @@ class _Search:
         recipe = RECIPES.get(type(parent))
         if is_sequence(parent):
             children = called_in_turn(parent)
-            fuses = type(parent) is nn.Sequential and "batch_norm_act" in self.names
+            norms_change = "batch_norm_act" in self.names
             for i, child in enumerate(children):
                 if child in self.activations:
-                    behind_norm = fuses and i > 0 and _is_pair(children[i - 1], child)
-                    self.activations[child].add_place(children[i + 1 :], 1, behind_norm)
-                    if behind_norm and parent not in self.found.sequences:
+                    behind_norm = norms_change and i > 0 and _is_pair(children[i - 1], child)
+                    fuses = behind_norm and type(parent) is nn.Sequential
+                    self.activations[child].add_place(children[i + 1 :], 1, behind_norm, fuses)
+                    if fuses and parent not in self.found.sequences:
                         self.found.sequences.append(parent)
         elif recipe is not None:
             held = getattr(parent, recipe.attribute)

@@ -47,6 +47,7 @@ def prove(
             decisions[site] = _decide(site, calls, watch, exact, lean, by_norms)
             if decisions[site].proof is LEAN:
                 watch.wanted.update(*(call.norms for call in calls))
+                watch.rebuilt.update(call.output for call in calls)
         # What several sites keep counts for the first of them.
         watch.saved_elsewhere.update(_kept(site, watch, None))
         watch.kept_elsewhere.update(_kept(site, watch, decisions[site].proof))
@@ -132,6 +133,8 @@ def _decide_layer(
     if not site.may_keep_output or written:
         reason = f"keeps its input: {written}" if site.may_keep_output else ""
         return Decision(Choice("input", hooked, exact), reason, before, from_input)
+    if watch.rebuilt.issuperset(call.input for call in calls):  # and with it what the norm returns
+        return Decision(Choice("input", hooked, exact), "", before, from_input)
     after = _after_norm(site, calls, watch, "auto")
     inputs = _kept(site, watch, Choice("input"))
     shared = _beyond({key: size for key, size in inputs.items() if undecided[key]}, watch.kept_elsewhere)
@@ -143,7 +146,7 @@ def _decide_layer(
 def _after_norm(site: LayerSite, calls: list[Call], watch: Watch, save: Save) -> int:
     """What a norm would keep that nothing else keeps."""
     statistics = sum(_statistics(site, call, _from_output(site, call, save)) for call in calls if call.own)
-    return _beyond(_kept(site, watch, Choice(save)), watch.kept_elsewhere) + statistics
+    return _beyond(_kept(site, watch, Choice(save)), watch.kept_elsewhere | watch.rebuilt) + statistics
 
 
 def _statistics(site: LayerSite, call: Call, from_output: bool) -> int:

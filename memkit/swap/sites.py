@@ -19,6 +19,9 @@ NAMES: dict[type[nn.Module], str] = {twin._stock: name for name, twin in TWINS.i
 LEAN = Proof(False, save="input")
 """Of an activation that keeps its input inside `memkit.lean()` and is stock outside."""
 
+LEAN_IN_TURN = LEAN._replace(callers=True)
+"""The same of one that overwrites its input, where the code that calls it is known not to read that again."""
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -49,19 +52,28 @@ class Site:
     variables: int = 1
     """In which that code holds its input."""
     norms: list[bool] = field(default_factory=list)
-    """For each of those places: whether a batch norm comes before it, with which it runs as one."""
+    """For each of those places: whether a batch norm comes before it that becomes memkit's."""
+    fuses: list[bool] = field(default_factory=list)
+    """Whether it runs as one with that."""
 
     method: ClassVar[str] = "forward"
     is_block: ClassVar[bool] = False
 
-    def add_place(self, followers: list[nn.Module], variables: int, behind_norm: bool = False) -> None:
+    def add_place(
+        self, followers: list[nn.Module], variables: int, behind_norm: bool = False, fuses: bool = False
+    ) -> None:
         self.followers.append(followers)
         self.variables = min(self.variables, variables)
         self.norms.append(behind_norm)
+        self.fuses.append(fuses)
+
+    @property
+    def behind_norms(self) -> bool:
+        return bool(self.norms) and all(self.norms) and not has_hooks(self.module)
 
     @property
     def fused(self) -> bool:
-        return bool(self.norms) and all(self.norms) and not has_hooks(self.module)
+        return self.behind_norms and all(self.fuses)
 
     @property
     def feeds_convolution(self) -> bool:
@@ -109,7 +121,7 @@ class Site:
             return "unchanged", "output" if keeps_output else "input"
         if proof is FUSED:
             return "with the norm", "input of the norm"
-        if proof is LEAN:
+        if proof in (LEAN, LEAN_IN_TURN):
             return "in lean()", "input"
         if proof.save == "bit":
             return "in place" if proof.inplace else "bit", "1 bit"

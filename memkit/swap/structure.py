@@ -12,7 +12,7 @@ from .. import _C
 from .._hooks import has_hooks
 from .layers import FUSED, Choice
 from .report import UNPROVEN
-from .sites import LEAN, AnySite, Decision, LayerSite, Site
+from .sites import LEAN, LEAN_IN_TURN, AnySite, Decision, LayerSite, Site
 from .types import KEEPS_OUTPUT, NEEDS_BIT, TWO_SLOPES, Proof
 
 # Modules that keep their input for backward, give a new tensor, and change nothing; with a weight, where it is trained.
@@ -63,6 +63,8 @@ def by_structure(site: AnySite, exact: bool, lean: bool, pools: Collection[nn.Mo
         return Decision(Choice(exact=exact), f"keeps its input: {UNPROVEN}" if site.may_keep_output else "")
     if site.fused:
         return Decision(FUSED)
+    if lean and site.behind_norms:  # whose result is made again where nobody overwrites it
+        return Decision(LEAN_IN_TURN if site.overwrites else LEAN)
     decision = _of_activation(site, exact, pools)
     if site.keeps_output_already and not lean and not takes_bit(decision):
         return Decision(None, ALREADY)

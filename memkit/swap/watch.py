@@ -46,7 +46,7 @@ class Call:
     of_a_sum: bool = False
     """Of two results that may become memkit's, so that it can be made again."""
     of_a_norm: bool = False
-    """Of channels that becomes memkit's, so that its result can be made again."""
+    """That becomes memkit's, so that its result can be made again, or is what the norm keeps."""
     norms: set[nn.Module] = field(default_factory=set)
     """Those norms whose result, or the sum of whose results, its input is."""
     own: dict[int, int] = field(default_factory=dict)
@@ -73,6 +73,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.made_again: dict[Any, nn.Module] = {}  # by their nodes, norms whose results can be
         self.norms: set[nn.Module] = set()  # the same
         self.wanted: set[nn.Module] = set()  # those whose results somebody keeps
+        self.rebuilt: set[int] = set()  # results of activations that will be made again, by key
         self.saved_elsewhere: set[int] = set()
         self.kept_elsewhere: set[int] = set()  # the same of the swapped model
         self.inputs: dict[int, list[Call]] = {}
@@ -92,7 +93,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.wanted |= self.norms_before(input)
         node = _made_by(input)
         call.of_a_sum = _is_sum(node) and all(self.is_of_a_site(before) for before, _ in node.next_functions)
-        call.of_a_norm = node in self.made_again
+        call.of_a_norm = node in self.made_again or self.is_of_rows(input)
         call.norms = self.norms_before(input)
         self.calls.setdefault(site, []).append(call)
         if isinstance(site, LayerSite):  # never in place
@@ -124,6 +125,12 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if "BatchNorm" in type(node).__name__ or "GroupNorm" in type(node).__name__:
             self.made_again[node] = norm
             self.norms.add(norm)
+
+    def is_of_rows(self, tensor: Tensor) -> bool:
+        """Whether a norm over rows that becomes memkit's returned it, or what it is a view of."""
+        made = (call for key in self.keys(tensor) for call in self.outputs.get(key, ()))
+        sites = [call.site for call in made if isinstance(call.site, LayerSite) and call.site.may_keep_output]
+        return bool(sites) and not (self.exact and torch.is_autocast_enabled(tensor.device.type))
 
     def is_of_a_site(self, node: Any) -> bool:
         return node in self.made_again or any(node in made for made in self.nodes.values())

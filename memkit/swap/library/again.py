@@ -18,8 +18,8 @@ from .scans import Scan, calls_scan
 from .standardized import StandardizedConv, is_standardized
 from .twin import Twin, checkpointed, own_tensors
 
-ACTIVATIONS = frozenset({"XIELUActivation"})
-"""Names of classes that call no other modules, which might work in place."""
+ACTIVATIONS = "XIELUActivation", "Snake1d", "SnakeBeta"
+"""How names end of classes that call no other modules, which might work in place."""
 
 
 class ActivationAgain(Twin, kind="activation_again"):
@@ -42,7 +42,7 @@ def made_again(module: nn.Module, names: frozenset[str]) -> str:
         return Scan.kind
     if "conv2d" in names and is_standardized(cls):
         return StandardizedConv.kind
-    return ActivationAgain.kind if "act_linear" in names and cls.__name__ in ACTIVATIONS else ""
+    return ActivationAgain.kind if "act_linear" in names and cls.__name__.endswith(ACTIVATIONS) else ""
 
 
 def _again(

@@ -131,6 +131,8 @@ def _as_written(
     """Mask, bias and scores for `attend`, where it computes what the function does."""
     mask, *more = args or (kwargs.get("attention_mask"),)
     bias, scale, cap = kwargs.get("position_bias"), kwargs.get("scaling"), kwargs.get("softcap")
+    if learned := bias is None and _is_learned(mask):
+        mask, bias = None, mask
     plain = (
         not more
         and not kwargs.get("dropout", 0.0)
@@ -154,14 +156,14 @@ def _as_written(
             return None
     if mask is not None and (mask.requires_grad or (mask.dtype == torch.bool) != (bias is not None)):
         return None
-    if mask is None and _is_fused(function):
+    if mask is None and not learned and _is_fused(function):
         causal = kwargs.get("is_causal")
         if query.shape[2] > 1 and (getattr(module, "is_causal", True) if causal is None else causal):
             mask = query.new_ones(1, 1, query.shape[2], key.shape[2], dtype=torch.bool).tril_()
     how = (mask, bias, Scores(scale, cap))
     given = tuple(sorted(name for name, held in kwargs.items() if held is not None))
     groups = query.shape[1] // key.shape[1]
-    seen = (function, type(module), module.training, given, mask is None, query.dtype, groups)
+    seen = (function, type(module), module.training, given, mask is None, learned, query.dtype, groups)
     if seen not in _same:
         _same[seen] = _is_same(function, module, (query, key, value), args, how, kwargs)
     return how if _same[seen] else None
@@ -185,13 +187,20 @@ def _is_same(function: Any, module: Any, tensors: Any, args: Any, how: Any, kwar
         query, key, value = ((x + numbers(x.shape, x)).requires_grad_() for x in some)
         named = "attention_mask" in kwargs
         given = kwargs["attention_mask"] if named else (*args, None)[0]
+        learned = given is not None and given is bias
         given, mask, bias = (
             x if x is None else x[:1, :, :TOKENS, :TOKENS].detach().clone() for x in (given, mask, bias)
         )
         leaves = [query, key, value]
         if bias is not None:
             leaves.append(bias.requires_grad_())
-        options = {**kwargs, "position_bias": bias} | ({"attention_mask": given} if named else {})
+        options = dict(kwargs)
+        if learned:
+            given = bias
+        elif bias is not None:
+            options["position_bias"] = bias
+        if named:
+            options["attention_mask"] = given
         theirs, weights = function(module, query, key, value, *(() if named else (given,)), **options)
         ours, our_weights = attend(query, key, value, mask, bias, scores)
         pairs = [(ours.transpose(1, 2), theirs)]
