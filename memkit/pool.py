@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakSet
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from . import _C, _pool_snapshot
+from ._older import OLD
 from ._pool_text import parse_device, parse_size, size_text
 from ._pool_with import PoolReplay, PoolScope, PoolTag, PoolUse
 from .plan import Plan, Plans, record
@@ -358,6 +360,20 @@ class Pool(_C.PoolBase):
     def __reduce__(self) -> NoReturn:
         raise TypeError("Pool: expected to stay in its process, got pickled or copied; its tensors can be")
 
+
+class _Method:
+    """A method as an old compiler finds it, which asks the instance for what is a function in its class."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        self.function = function
+
+    def __get__(self, pool: Pool | None, owner: type[Pool]) -> Callable[..., Tensor]:
+        return self.function if pool is None else partial(self.function, pool)
+
+
+if OLD:
+    for _name in ("empty", "zeros", "ones", "full"):
+        setattr(Pool, _name, _Method(vars(Pool)[_name]))
 
 _DTYPES = {int: torch.int64, bool: torch.bool}
 

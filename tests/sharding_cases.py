@@ -2,6 +2,7 @@
 
 import contextlib
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -9,10 +10,13 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.common_distributed import spawn_threads_and_init_comms
 
 import memkit.functional as F
+from memkit._older import OLD
 
 
 def on_ranks(function, ranks=3):
     """Runs it in as many threads, each a rank; an error in one ends all and is raised here."""
+    if OLD:
+        pytest.skip("stock's DTensor crashes in threads up to 2.12; distributed/sharded.py has processes")
     errors = []
 
     def rank(_):
@@ -105,7 +109,10 @@ def check(function, tensors, row, mesh, rtol=1e-9, atol=1e-9, compiled=False):
                 full(ours.grad), theirs.grad, rtol=rtol, atol=atol, msg=lambda m: f"gradient, {row}: {m}"
             )
     for text, x in zip(grads.split(), (x for x in sharded if x.requires_grad), strict=bool(grads)):
-        assert tuple(x.grad.placements) == placements(text), (row, x.grad.placements)
+        wanted = [placements(text)]
+        if OLD:  # stock's redistribution, and what it compiles, give all of a gradient to every rank
+            wanted.append((Replicate(),) * mesh.ndim)
+        assert tuple(x.grad.placements) in wanted, (row, x.grad.placements)
 
 
 X = (5, 4, 6)

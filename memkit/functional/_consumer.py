@@ -431,5 +431,5 @@ def _convolution(
             raise ValueError(
                 f"{op}: expected {name} of one or two whole numbers, at least {least}, got {value!r}"
             )
-        numbers += map(operator.index, pair)
+        numbers += [operator.index(each) for each in pair]
     return [*numbers, groups]

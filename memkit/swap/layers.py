@@ -19,13 +19,14 @@ from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_dynamo_compiling, is_exporting
+from torch.compiler import is_dynamo_compiling
 
 from .. import _C
 from .. import functional as F
 from .. import nn as memkit_nn
 from .._hooks import has_global_hooks, has_hooks, shows_result
 from .._lean import is_lean
+from .._older import is_exporting
 from .._sharding import is_dtensor
 from ..functional import Save, norm_saves
 from ..functional._activation import _PARAMETERS

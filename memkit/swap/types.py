@@ -24,13 +24,14 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch._C import _len_torch_dispatch_stack
-from torch.compiler import is_dynamo_compiling, is_exporting
+from torch.compiler import is_dynamo_compiling
 from torch.nn.modules.module import _global_forward_pre_hooks
 
 from .. import _C
 from .. import nn as memkit_nn
 from .._hooks import shows_result
 from .._lean import is_lean
+from .._older import is_exporting
 from .._sharding import is_dtensor
 from ..functional._activation import TWO_SLOPES as TWO_SLOPES
 from ..functional._activation import Inplace, Save, _dispatched
@@ -258,7 +259,7 @@ class ReLU6(Swapped, memkit_nn.ReLU6):
 
     @property
     def _params(self) -> tuple[float, ...]:  # type: ignore[override]
-        return () if self._op == "relu6" else (self.min_val, self.max_val)
+        return () if (self.min_val, self.max_val) == (0, 6) else (self.min_val, self.max_val)
 
 
 class Hardsigmoid(Swapped, memkit_nn.Hardsigmoid):

@@ -93,15 +93,19 @@ def activation_of(act: Any) -> tuple[str, dict[str, float]] | None:
         return None
     if not only_read(act):
         return None
-    view: Any = act
     if not swapped:
         if (op := library_activation(act)) is not None:
             return op, {}
         if twin is None:
             return None
-        view = twin.__new__(twin)
-        object.__setattr__(view, "__dict__", vars(act))
-    return view._op, dict(zip(_PARAMETERS.get(view._op, ()), view._params, strict=True))
+    op = _said(twin or type(act), "_op", act)
+    return op, dict(zip(_PARAMETERS.get(op, ()), _said(twin or type(act), "_params", act), strict=True))
+
+
+def _said(twin: type[nn.Module], name: str, act: nn.Module) -> Any:
+    """What a twin says of an activation that need not be one; compilers follow this, and no view of it as its twin."""
+    said = getattr(twin, name)
+    return said.fget(act) if isinstance(said, property) else said  # type: ignore[misc]
 
 
 _STOCK: dict[type[nn.Module], type[Swapped]] = {twin._stock: twin for twin in TWINS.values()}
