@@ -43,7 +43,7 @@ def test_bad_input() -> None:
             TypeError,
             "act_linear: expected weight to be a Tensor or several, got None",
         ),
-        (lambda: M.act_linear([1.0], w), TypeError, "expected a tensor argument to be a Tensor, got list"),
+        (lambda: M.act_linear([1.0], w), TypeError, "act_linear: expected input to be a Tensor, got list"),
         (lambda: M.act_linear(x.long(), w), TypeError, "expected float32, float64, float16 or bfloat16"),
         (lambda: M.act_linear(x, w, act_bias=torch.randn(3)), ValueError, r"expected a bias of shape \[6\]"),
         (lambda: M.act_linear(torch.tensor(1.0), w), ValueError, "expected an input of"),
