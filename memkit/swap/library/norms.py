@@ -115,7 +115,7 @@ def _held(module: nn.Module, name: str) -> Tensor | None:
 def _looks_on(module: nn.Module) -> bool:
     """Whether a child of a norm, which stood there for nothing, is something else now or has hooks."""
     children = module._modules
-    return bool(children) and not all(type(c) is nn.Identity and only_read(c) for c in children.values())
+    return len(children) > 0 and not all(type(c) is nn.Identity and only_read(c) for c in children.values())
 
 
 def norm_kinds(module: nn.Module) -> tuple[str, ...]:
