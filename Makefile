@@ -30,7 +30,7 @@ CODE := -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh'
 SOURCES := setup.py setup_checks.py $(shell find csrc $(CODE))
 BINARY := $(or $(wildcard memkit/_build_info.py),FORCE) $(or $(wildcard memkit/_C.*.so),FORCE)
 
-.PHONY: setup build bench bench-ops bench-models bench-matrix test test-all test-torches test-simt lint format wheel gpu clean FORCE
+.PHONY: setup build bench bench-ops bench-models bench-matrix test test-all test-torches test-simt test-emulated lint format wheel gpu clean FORCE
 .DELETE_ON_ERROR:
 
 setup: $(CORE) $(EXTRAS)
@@ -83,6 +83,16 @@ test-simt: $(EXTRAS)
 	MEMKIT_CUDA=simt $(if $(SANITIZE),$(SANITIZED)) $(BIN)/python setup.py -q build --build-lib build/simt
 	$(if $(SANITIZE),$(UNDER_ASAN)) PYTHONPATH=build/simt $(BIN)/python -P -m pytest -q -n $(JOBS) --dist worksteal \
 	  -m "not slow" $(SIMT) $(SIMT_NOT:%=--deselect '%') $(ARGS)
+
+# The GPU's tests without a GPU: CUDA's runtime on the CPU (tests/simt/runtime.cpp), with PyTorch's operators and memkit's
+# kernels over it. Left out: bounds to stock's kernels, which are the CPU's here; sizes that take threads in turns too long.
+EMULATED := build/emulated
+EMULATED_NOT := tests/test_cuda.py::test_more_elements_than_the_grid_covers_at_a_time
+
+test-emulated: $(EXTRAS)
+	MEMKIT_CUDA=emulated $(BIN)/python setup.py -q build --build-lib $(EMULATED)
+	LD_PRELOAD="$$(echo $(EMULATED)/memkit/_cuda.*.so)" PYTHONPATH=$(EMULATED) $(BIN)/python -P -m pytest -q -n $(JOBS) \
+	  --dist worksteal -m "cuda and not slow" $(EMULATED_NOT:%=--deselect '%') $(ARGS)
 
 lint: $(LINTERS)
 	$(BIN)/ruff check .

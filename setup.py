@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))  # PEP 517 builds do not put the source folder the
 # A virtual environment need not be activated to hold the ninja that builds.
 os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
 
-from setuptools import setup  # noqa: E402
+from setuptools import Extension, setup  # noqa: E402
 from setuptools.errors import BaseError  # noqa: E402
 
 import setup_checks as checks  # noqa: E402
@@ -42,6 +42,8 @@ UNITS = {
     "cuda_3.cu": "cuda/pooling cuda/row_norm cuda/rotary cuda/softmax",
     "cuda_4.cu": "cuda/glu cuda/loss cuda/optimizer",
 }
+# Ahead of a kernel compiled for the CPU; CUDA's own header then finds its guard.
+PLAYED = '#include "../../tests/simt/cuda_runtime.h"\n#define __CUDA_RUNTIME_H__\n'
 
 
 def say(text: str) -> None:
@@ -63,8 +65,11 @@ def use_ccache(toolkit: checks.Toolkit | None) -> None:
         os.environ.setdefault("PYTORCH_NVCC", f"{ccache} {toolkit.root / 'bin' / 'nvcc'}")
 
 
-def sources(suffixes: Container[str], simt: bool) -> list[str]:
-    """The files to compile: each unit, written into build/units where it changed, for ninja's sake, and what is in none."""
+def sources(suffixes: Container[str], played: bool) -> list[str]:
+    """The files to compile: each unit, written into build/units where it changed, for ninja's sake, and what is in none.
+
+    played: kernels are compiled for the CPU, over tests/simt/cuda_runtime.h in the place of CUDA's.
+    """
     csrc, folder = ROOT / "csrc", ROOT / "build" / "units"
     folder.mkdir(parents=True, exist_ok=True)
     alone = {path for path in csrc.rglob("*") if path.suffix in suffixes}
@@ -77,8 +82,8 @@ def sources(suffixes: Container[str], simt: bool) -> list[str]:
         alone -= files
         text = "".join(f'#include "{path.relative_to(csrc)}"\n' for path in sorted(files))
         unit = folder / name
-        if simt and suffix == ".cu":
-            unit, text = unit.with_suffix(".cpp"), "#include <cuda_runtime.h>\n" + text
+        if played and suffix == ".cu":
+            unit, text = unit.with_suffix(".cpp"), PLAYED + text
         if not unit.exists() or unit.read_text() != text:
             unit.write_text(text)
         units.append(unit)
@@ -109,7 +114,7 @@ def build_arguments() -> dict[str, Any]:
 
     if not hasattr(cpp_extension, "_wrap_compiler"):
         use_ccache(toolkit)
-    simt = os.environ.get("MEMKIT_CUDA") == "simt"
+    simt, emulated = (os.environ.get("MEMKIT_CUDA") == wish for wish in ("simt", "emulated"))
     macros = [("MEMKIT_TORCH_VERSION", f'"{torch.__version__}"'), ("MEMKIT_CUDA_VERSION", '""')]
     include_dirs, libraries, link = [str(ROOT / "csrc")], [], ["-fopenmp"]
     if toolkit:
@@ -121,16 +126,26 @@ def build_arguments() -> dict[str, Any]:
     if simt:
         macros.append(("MEMKIT_SIMT", "1"))
         include_dirs.append(str(ROOT / "tests" / "simt"))
-    extension = cpp_extension.CppExtension(
-        "memkit._C",
-        sources([".cpp", ".cu"] if toolkit or simt else [".cpp"], simt),
-        define_macros=macros,
-        extra_compile_args={"cxx": CXX_FLAGS, "nvcc": nvcc_flags},
-        include_dirs=include_dirs,
-        libraries=libraries,
-        extra_link_args=link,
-    )
+    files = sources([".cpp", ".cu"] if toolkit or simt else [".cpp"], simt or emulated)
+    extensions = [
+        cpp_extension.CppExtension(
+            "memkit._C",
+            [*files, "tests/simt/operators.cpp"] if emulated else files,
+            define_macros=macros,
+            extra_compile_args={"cxx": CXX_FLAGS, "nvcc": nvcc_flags},
+            include_dirs=include_dirs,
+            libraries=libraries,
+            extra_link_args=link,
+        )
+    ]
+    if toolkit and emulated:  # to be preloaded, under the name by which the driver is looked for
+        name = ["-Wl,-soname,libcuda.so.1"]
+        include = [str(toolkit.include)]
+        extensions.append(
+            Extension("memkit._cuda", ["tests/simt/runtime.cpp"], include_dirs=include, extra_link_args=name)
+        )
     version = torch.__version__ + ("-cuda" + toolkit.version if toolkit else "-simt" if simt else "")
+    version += "-emulated" if emulated else ""
 
     class Build(cpp_extension.BuildExtension):  # type: ignore[misc]
         """Checks first, keeps objects a torch version apart, and writes down what the binary was built for."""
@@ -176,7 +191,7 @@ def build_arguments() -> dict[str, Any]:
     return {
         "version": f"{base_version()}+{local}",
         "install_requires": [checks.torch_requirement(torch.__version__)],
-        "ext_modules": [extension],
+        "ext_modules": extensions,
         "cmdclass": {"build_ext": Build},
     }
 

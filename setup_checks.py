@@ -224,13 +224,15 @@ def choose_cuda(
 ) -> tuple[Toolkit | None, str]:
     """The toolkit to build the CUDA half with, or None and the reason. MEMKIT_CUDA=1 turns a reason into an error."""
     wish = env.get("MEMKIT_CUDA", "")
-    if wish not in ("", "0", "1", "simt"):
-        raise BuildError(f"memkit: expected MEMKIT_CUDA to be 0, 1, simt or unset, got {wish!r}")
+    if wish not in ("", "0", "1", "simt", "emulated"):
+        raise BuildError(f"memkit: expected MEMKIT_CUDA to be 0, 1, simt, emulated or unset, got {wish!r}")
     if wish in ("0", "simt"):
         return None, f"MEMKIT_CUDA={wish}"
     if torch_cuda is None:
-        if wish == "1":
-            raise BuildError(f"memkit: MEMKIT_CUDA=1 needs a CUDA build of torch, got torch {torch_version}")
+        if wish:
+            raise BuildError(
+                f"memkit: MEMKIT_CUDA={wish} needs a CUDA build of torch, got torch {torch_version}"
+            )
         return None, f"torch {torch_version} is not a CUDA build"
     toolkit, turned_down = find(torch_cuda)
     if toolkit is not None:
@@ -243,8 +245,8 @@ def choose_cuda(
         if wheels
         else f"install NVIDIA's CUDA {major} toolkit and set CUDA_HOME (PyPI has no whole nvcc of CUDA {major})"
     )
-    if wish == "1":
-        raise BuildError(f"memkit: MEMKIT_CUDA=1, but {reason}.\n{cure}")
+    if wish:
+        raise BuildError(f"memkit: MEMKIT_CUDA={wish}, but {reason}.\n{cure}")
     return None, f"{reason}. The CUDA half is left out; to have it: {cure}"
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 import torch.nn.functional as F
 from consumer_cases import CASES, seeded, tensors, with_gradients
 from norm_cases import assert_as_good_as_stock
+from torch.backends import cudnn
 
 import memkit
 import memkit.functional as M
@@ -19,10 +22,11 @@ cases = pytest.mark.parametrize("name", CASES)
 
 
 @pytest.fixture(autouse=True)
-def exact() -> None:
+def exact() -> Iterator[None]:
     """float32 matrix products and convolutions in float32, and the same each time."""
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    torch.backends.cudnn.deterministic = True
+    torch.backends.cuda.matmul.allow_tf32 = False
+    with cudnn.flags(enabled=cudnn.enabled, deterministic=True, allow_tf32=False):
+        yield
 
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)

@@ -365,7 +365,9 @@ def test_memkit_cuda_0_asks_no_nvcc():
             None,
             f"MEMKIT_CUDA={wish}",
         )
-    with pytest.raises(checks.BuildError, match="expected MEMKIT_CUDA to be 0, 1, simt or unset, got 'yes'"):
+    with pytest.raises(
+        checks.BuildError, match="expected MEMKIT_CUDA to be 0, 1, simt, emulated or unset, got 'yes'"
+    ):
         checks.choose_cuda({"MEMKIT_CUDA": "yes"}, "2.14.0+cu130", "13.0", find)
 
 
@@ -415,7 +417,10 @@ def build_command(env: dict[str, str], *arguments: str) -> subprocess.CompletedP
     ("env", "message"),
     [
         ({"CXX": "/no/such/g++"}, "error: memkit: needs a C++ compiler, and '/no/such/g++' does not run"),
-        ({"MEMKIT_CUDA": "maybe"}, "memkit: expected MEMKIT_CUDA to be 0, 1, simt or unset, got 'maybe'"),
+        (
+            {"MEMKIT_CUDA": "maybe"},
+            "memkit: expected MEMKIT_CUDA to be 0, 1, simt, emulated or unset, got 'maybe'",
+        ),
         ({"MAX_JOBS": "0"}, "error: memkit: expected MAX_JOBS to be a number from 1, got '0'"),
     ],
 )
@@ -492,7 +497,13 @@ def test_make_test_runs_pytest_though_a_cpp_test_fails(target, tmp_path):
         "-s",
         *(
             word
-            for name in ("build", "test-simt", f"{tmp_path}/.memkit/models", f"{tmp_path}/.memkit/engines")
+            for name in (
+                "build",
+                "test-simt",
+                "test-emulated",
+                f"{tmp_path}/.memkit/models",
+                f"{tmp_path}/.memkit/engines",
+            )
             for word in ("-o", name)
         ),
         target,

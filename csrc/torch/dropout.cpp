@@ -25,9 +25,11 @@ using OptionalGenerator = std::optional<at::Generator>;
 Tensor draw_seed(const Tensor& input, const OptionalGenerator& generator) {
   using Limits = std::numeric_limits<int64_t>;
   const bool given = generator && generator->defined();
-  const auto device = given ? generator->device() : input.device();
-  TORCH_CHECK(!given || device == input.device() || device.is_cpu(), "dropout: expected a generator on ",
-              input.device(), " or the CPU, got one on ", device);
+  const auto owner = given ? generator->device() : input.device();
+  const bool fits = owner.type() == input.device().type() && (!owner.has_index() || owner == input.device());
+  TORCH_CHECK(fits || owner.is_cpu(), "dropout: expected a generator on ", input.device(), " or the CPU, got one on ",
+              owner);
+  const auto device = fits ? input.device() : owner;
   const Tensor seed =
       at::randint(Limits::min(), Limits::max(), {}, generator, input.options().dtype(at::kLong).device(device));
   return device == input.device() ? seed : seed.to(input.device(), /*non_blocking=*/true);

@@ -17,6 +17,8 @@
 #include <random>
 #include <vector>
 
+#include "runtime.h"
+
 #define MEMKIT_SIMT_DEVICE 1  // the formulas' branches for a device
 
 #define __global__
@@ -195,12 +197,8 @@ inline void run_block(Block& block) {
 }
 
 template <class... P>
-void launch(void (*kernel)(P...), dim3 grid, dim3 block, cudaStream_t, P... arguments) {
+void play(void (*kernel)(P...), dim3 grid, dim3 block, P... arguments) {
   const std::lock_guard<std::mutex> lock(device());
-  const uint64_t threads = uint64_t(block.x) * block.y * block.z;
-  if (threads == 0 || threads > 1024 || grid.x == 0 || grid.x > 0x7fffffffu || grid.y == 0 || grid.y > 65535 ||
-      block.z != 1 || grid.z != 1)
-    fail("a launch that hardware refuses");
   const auto body = [&] { kernel(arguments...); };
   Block own;
   own.grid = grid, own.block = block, own.body = &body;
@@ -212,6 +210,19 @@ void launch(void (*kernel)(P...), dim3 grid, dim3 block, cudaStream_t, P... argu
     own.index = dim3(unsigned(i % grid.x), unsigned(i / grid.x));
     run_block(own);
   }
+}
+
+// At once, or as work of the stream where there are streams (simt/runtime.cpp is loaded).
+template <class... P>
+void launch(void (*kernel)(P...), dim3 grid, dim3 block, cudaStream_t stream, P... arguments) {
+  const uint64_t threads = uint64_t(block.x) * block.y * block.z;
+  if (threads == 0 || threads > 1024 || grid.x == 0 || grid.x > 0x7fffffffu || grid.y == 0 || grid.y > 65535 ||
+      block.z != 1 || grid.z != 1)
+    fail("a launch that hardware refuses");
+  if (enqueue)
+    enqueue(stream, [=] { play(kernel, grid, block, arguments...); });
+  else
+    play(kernel, grid, block, arguments...);
 }
 
 template <class T>
