@@ -11,7 +11,9 @@
 #include <cuda_runtime_api.h>
 #include <torch/library.h>
 
+#include <array>
 #include <memory>
+#include <numeric>
 #include <set>
 #include <string>
 #include <utility>
@@ -106,7 +108,7 @@ void on_the_cpu(const c10::OperatorHandle& op, Stack* stack) {
     }
     const c10::AliasInfo* info = schema.arguments()[i].alias_info();
     const bool writes = info && info->isWrite();
-    if (writes && value.isTensor() && !value.toTensor().numel()) {
+    if (writes && value.isTensor() && value.toTensor().sizes() == at::IntArrayRef{0}) {
       grown.emplace_back(value.toTensor(), i);
       value = at::empty({0}, value.toTensor().options().device(at::kCPU));
     }
@@ -203,6 +205,25 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
   return self;
 }
 
+// That of an operator which PyTorch has for GPUs alone.
+std::tuple<at::Tensor, at::Tensor> rms_norm_backward(const at::Tensor& grad, const at::Tensor& input,
+                                                     at::IntArrayRef shape, const at::Tensor& rstd,
+                                                     const std::optional<at::Tensor>& weight, std::array<bool, 2>) {
+  const auto wide = input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  std::vector<int64_t> inner(shape.size()), outer(input.dim() - shape.size());
+  std::iota(outer.begin(), outer.end(), int64_t(0));
+  std::iota(inner.begin(), inner.end(), int64_t(outer.size()));
+  const at::Tensor g = grad.to(wide), scale = rstd.to(wide), normed = input.to(wide) * scale;
+  const at::Tensor weighted = weight && weight->defined() ? g * weight->to(wide) : g;
+  const at::Tensor along = (weighted * normed).mean(inner, true);
+  at::Tensor of_weight;
+  if (weight && weight->defined()) {
+    of_weight = outer.empty() ? g * normed : (g * normed).sum(outer);
+    of_weight = of_weight.to(weight->scalar_type());
+  }
+  return {(scale * (weighted - normed * along)).to(input.scalar_type()), of_weight};
+}
+
 // What allocates, looks at no numbers, or is done by copies of the runtime's.
 const std::set<std::string> kKept = {"empty.memory_format",
                                      "empty_strided",
@@ -229,6 +250,8 @@ void take_over() {
   const c10::WarningUtils::WarningHandlerGuard guard(&quiet);
   auto& library = *new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
   library.impl("copy_", &copy_);
+  auto& cpu = *new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CPU, __FILE__, __LINE__);
+  cpu.impl("_fused_rms_norm_backward", &rms_norm_backward);
   for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
     if (name.name.rfind("aten::", 0) != 0) continue;
     const auto op = c10::Dispatcher::singleton().findOp(name);
@@ -236,7 +259,8 @@ void take_over() {
     const std::string plain = plain_name(name);
     const bool convolves = plain == "convolution" || plain == "convolution_backward";
     const bool has_cpu = op->hasKernelForDispatchKey(c10::DispatchKey::CPU) ||
-                         op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd);
+                         op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) ||
+                         op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
     if (kKept.count(plain) || !has_cpu || (!convolves && !op->hasKernelForDispatchKey(c10::DispatchKey::CUDA)))
       continue;
     bool views = false;
