@@ -78,13 +78,20 @@ def test_a_capture_records_and_does_nothing() -> None:
         assert y.eq(2 * value).all()
 
 
-@pytest.mark.parametrize("forbidden", [torch.cuda.synchronize, lambda: EVENT.query(), lambda: EVENT.synchronize()])
+@pytest.mark.parametrize(
+    "forbidden", [torch.cuda.synchronize, lambda: EVENT.query(), lambda: EVENT.synchronize()]
+)
 def test_what_a_capture_forbids_spoils_it(forbidden: Callable[[], object]) -> None:
     EVENT.record()
     x = torch.zeros(8, device="cuda")
-    with pytest.raises(RuntimeError, match="Capture"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        x.add_(1)
-        forbidden()
+
+    def capture() -> None:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            x.add_(1)
+            forbidden()
+
+    with pytest.raises(RuntimeError, match="Capture"):
+        capture()
     torch.cuda.synchronize()
     assert x.eq(0).all()
 
