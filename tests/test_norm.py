@@ -57,6 +57,22 @@ def test_where_auto_keeps_the_output_it_is_as_exact_as_stock(op: str, dtype: tor
         assert_as_good_as_stock("y input weight bias"[: 14 if op == "rms_norm" else None], mine, theirs, want)
 
 
+@pytest.mark.parametrize("columns", [1, 2, 3, 5, 7, 8, 16])
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@ops
+def test_short_rows_are_as_exact_as_stock(op: str, dtype: torch.dtype, columns: int) -> None:
+    """Of one or two elements without centring, the gradient is what is left of numbers far larger."""
+    tensors = [inputs("normal", (2000, columns), dtype), *weights(op, columns, dtype)]
+    grads = [normal((2000, columns), dtype, 3)]
+    want = run(stock(op, columns), tensors, grads, torch.float64)[:2]
+    theirs = run(stock(op, columns), tensors, grads)[:2]
+    function = ours(op, columns)
+    kept = "input" if op == "rms_norm" and columns < 8 else "output"
+    assert M.norm_saves(function(*(t.requires_grad_() for t in tensors))) == kept
+    mine = run(function, tensors, grads)[:2]
+    assert_as_good_as_stock("y input", mine, theirs, want)
+
+
 @saves
 @ops
 def test_float64(op: str, save: str) -> None:

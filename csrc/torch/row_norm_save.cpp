@@ -15,6 +15,14 @@ namespace {
 
 using at::Tensor;
 
+// In shorter rows that were not centred, the gradient that is left when what lies along the output has been taken off may
+// be any small part of it, and the output's rounding is not.
+constexpr int64_t kShortRow = 8;
+
+bool is_short(const RowNorm& norm, const Tensor& input) {
+  return !norm.centered && c10::multiply_integers(input.sizes().slice(input.dim() - norm.dims)) < kShortRow;
+}
+
 OutputVerdict verdict_of(int flaws) { return {flaws == 0, !(flaws & kNotInvertible)}; }
 
 // Measurements that run beside the program, each with the weight it is about, which may die and whose address another
@@ -84,14 +92,16 @@ Kept resolve_kept(const RowNorm& norm, const Tensor& input, const OptionalTensor
   if (save == "input") return Kept::input;
   if (!is_plain(input) || (weight && !is_plain(*weight)) || (bias && !is_plain(*bias)))  // values unknown
     return save == "output" ? Kept::output : Kept::input;
-  const OutputVerdict verdict = output_verdict(norm, weight, bias, rounded || is_autocast(input));
+  OutputVerdict verdict = output_verdict(norm, weight, bias, rounded || is_autocast(input));
+  if (is_short(norm, input)) verdict.exact = false;
   if (save == "auto" && !inplace) return verdict.exact ? Kept::output : Kept::input;
   TORCH_CHECK_VALUE(verdict.possible, norm.name(), ": expected, ", inplace ? "in place" : "with save='output'",
                     ", finite weights other than 0, from which the input follows, got some that are not; use ",
                     inplace ? "inplace='auto'" : "save='auto'");
   TORCH_CHECK_VALUE(verdict.exact || save == "output", norm.name(),
-                    ": expected, in place, weights at least as large as their biases and as precise as the output, or "
-                    "the gradient from the output would not be exact; use inplace='auto', or save='output' to accept "
+                    ": expected, in place, weights at least as large as their biases and as precise as the output",
+                    norm.centered ? "" : ", and rows of at least 8 elements",
+                    ", or the gradient from the output would not be exact; use inplace='auto', or save='output' to accept "
                     "the error");
   return Kept::output;
 }

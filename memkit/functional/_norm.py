@@ -7,9 +7,9 @@ twins, in their order; ``add_layer_norm`` and ``add_rms_norm`` add a residual fi
     What backward rebuilds the normalised input from. ``"input"``: exact whatever the weights; keeps the input. ``"output"``:
     ``(y - bias) / weight``; keeps the output, which a following Linear keeps too, so that it costs nothing. ``"auto"``:
     the output where the weights let it be as exact as stock PyTorch, else the input. That is measured in
-    each call: every ``|bias| <= |weight|``, no weight so small or large that outputs leave the dtype's normal range, and
+    each call: every ``|bias| <= |weight|``, no weight so small or large that outputs leave the dtype's normal range,
     weights of no more digits than the output (under autocast they may have more: the gradient that arrives has been
-    rounded already). On CUDA what the call before has measured holds. :func:`norm_saves` tells which one it was. What the
+    rounded already), and in ``rms_norm`` rows of at least 8 elements. On CUDA what the call before has measured holds. :func:`norm_saves` tells which one it was. What the
     output is kept for must not be changed in place afterwards: backward would raise. In a compiled function ``"auto"`` is
     the input.
 ``inplace``
