@@ -98,11 +98,12 @@ Kept resolve_kept(const RowNorm& norm, const Tensor& input, const OptionalTensor
   TORCH_CHECK_VALUE(verdict.possible, norm.name(), ": expected, ", inplace ? "in place" : "with save='output'",
                     ", finite weights other than 0, from which the input follows, got some that are not; use ",
                     inplace ? "inplace='auto'" : "save='auto'");
-  TORCH_CHECK_VALUE(verdict.exact || save == "output", norm.name(),
-                    ": expected, in place, weights at least as large as their biases and as precise as the output",
-                    norm.centered ? "" : ", and rows of at least 8 elements",
-                    ", or the gradient from the output would not be exact; use inplace='auto', or save='output' to accept "
-                    "the error");
+  TORCH_CHECK_VALUE(
+      verdict.exact || save == "output", norm.name(),
+      ": expected, in place, weights at least as large as their biases and as precise as the output",
+      norm.centered ? "" : ", and rows of at least 8 elements",
+      ", or the gradient from the output would not be exact; use inplace='auto', or save='output' to accept "
+      "the error");
   return Kept::output;
 }
 

@@ -9,9 +9,9 @@ twins, in their order; ``add_layer_norm`` and ``add_rms_norm`` add a residual fi
     the output where the weights let it be as exact as stock PyTorch, else the input. That is measured in
     each call: every ``|bias| <= |weight|``, no weight so small or large that outputs leave the dtype's normal range,
     weights of no more digits than the output (under autocast they may have more: the gradient that arrives has been
-    rounded already), and in ``rms_norm`` rows of at least 8 elements. On CUDA what the call before has measured holds. :func:`norm_saves` tells which one it was. What the
-    output is kept for must not be changed in place afterwards: backward would raise. In a compiled function ``"auto"`` is
-    the input.
+    rounded already), and in ``rms_norm`` rows of at least 8 elements. On CUDA what the call before has measured holds.
+    :func:`norm_saves` tells which one it was. What the output is kept for must not be changed in place afterwards:
+    backward would raise. In a compiled function ``"auto"`` is the input.
 ``inplace``
     ``False``: a new tensor. ``True``: the input's memory is overwritten with the output (with a residual: the
     residual's with the sum); raises where that would corrupt a value or a gradient, or where the gradient from the
