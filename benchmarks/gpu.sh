@@ -40,7 +40,8 @@ path.write_text(json.dumps(whole, indent=2) + "\n")
 PY
 }
 
-# stage NAME LIMIT LOG COMMAND...: runs COMMAND for at most LIMIT seconds or what is left of BUDGET.
+# stage NAME LIMIT LOG COMMAND...: runs COMMAND for at most LIMIT seconds or what is left of BUDGET. It is then interrupted, so
+# that pytest still says what has failed.
 stage() {
   local name=$1 limit=$2 log=$3 left=$((BUDGET - SECONDS)) start=$SECONDS took status=0 word=ok
   shift 3
@@ -49,7 +50,7 @@ stage() {
     echo "$name: not started, ${BUDGET} s are used up" | tee -a "$log"
     status=124
   else
-    timeout -k 5 "$limit" "$@" </dev/null 2>&1 | tee -a "$log" || status=${PIPESTATUS[0]}
+    timeout -s INT -k 8 "$limit" "$@" </dev/null 2>&1 | tee -a "$log" || status=${PIPESTATUS[0]}
   fi
   took=$((SECONDS - start))
   [ "$status" = 0 ] || { failed=1 && word=failed; }
@@ -98,7 +99,9 @@ export TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-$capability} MEMKIT_CUDA=1
 if stage build 240 "$OUT/build.log" "$PYTHON" setup.py -q build_ext --inplace; then
   if "$PYTHON" -c 'import pytest' 2>/dev/null; then
     pytest=("$PYTHON" -m pytest -q -p no:cacheprovider)
-    stage tests_cuda 120 "$OUT/tests.log" "${pytest[@]}" -m "cuda and not slow"
+    parallel=()
+    if "$PYTHON" -c 'import xdist' 2>/dev/null; then parallel=(-n 4 --dist worksteal); fi
+    stage tests_cuda 120 "$OUT/tests.log" "${pytest[@]}" "${parallel[@]}" -m "cuda and not slow"
     # Each tensor its own cudaMalloc: behind the caching allocator a write past the end lands in a neighbour unseen.
     for tool in memcheck racecheck; do
       stage $tool 90 "$OUT/$tool.log" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
