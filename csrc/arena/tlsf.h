@@ -50,11 +50,17 @@ class Tlsf {
   // Frees a block on its lane and coalesces it.
   void give(Block* block);
   // Makes one free block out of neighbours free on different lanes, when that gives `size` bytes, aligned. Appends the
-  // lanes it joined. Looks at every block.
-  Block* join(std::size_t size, std::size_t alignment, std::vector<LaneId>* lanes);
-  // Every free block of no capture becomes clean, and coalesces.
-  void settle();
-  // Moves what is free on `from` to `to`, and what is in use.
+  // lanes it joined. Looks at every block. `spares`: not those of a lane that is being recorded.
+  Block* join(std::size_t size, std::size_t alignment, bool spares, std::vector<LaneId>* lanes);
+  // Every free block of a lane that is done becomes clean, and coalesces.
+  template <class Done>
+  void settle(const Done& done) {
+    for (const auto& chunk : chunks_)
+      for (Block* block = chunk->first; block; block = block->after)
+        if (block->state == State::free && block->lane != &clean_ && done(*block->lane)) cleanse(block);
+    coalesce_all();
+  }
+  // What is free on `from` becomes clean, what is in use goes to `to`.
   void move(Lane* from, Lane* to);
 
   const std::vector<std::unique_ptr<Chunk>>& chunks() const { return chunks_; }
@@ -73,6 +79,8 @@ class Tlsf {
   void absorb(Block* block, Block* after);
   [[gnu::noinline]] Block* cut(Block* block, std::size_t size, std::size_t alignment, Lane* lane);
   [[gnu::noinline]] Block* renew(Block* old);
+  void cleanse(Block* block);
+  void coalesce_all();
   [[gnu::noinline]] void coalesce(Block* block, bool joins_before, bool joins_after);
   void replace(const Block* block, Block* by) { (block->before ? block->before->after : block->chunk->first) = by; }
   bool coalesces(const Block* block, const Lane* lane) const {
