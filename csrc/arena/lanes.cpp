@@ -100,6 +100,8 @@ void Arena::seal(CaptureId id) {
   Lock lock(lock_);
   for (const auto& lane : lanes_)
     if (lane->capture && lane->capture->id == id) lane->capture = nullptr, lane->redirect = nullptr;
+  settle_recent();
+  heap_.coalesce_all();
   leave(lock);
 }
 

@@ -225,14 +225,15 @@ void Tlsf::cleanse(Block* block) {
   link(block);
 }
 
-// Clean memory is its free neighbour's, unless that is a capture's.
 void Tlsf::coalesce_all() {
+  const auto join = [&](const Block* block, const Block* after) {
+    return coalesces(after, block->lane) || (after && after->state == State::free && coalesces(block, after->lane));
+  };
   for (const auto& chunk : chunks_)
     for (Block* block = chunk->first; block; block = block->after) {
       if (block->state != State::free) continue;
-      for (Block* after = block->after;
-           coalesces(after, block->lane) || (after && block->lane == &clean_ && after->state == State::free && !after->lane->pinned);
-           after = block->after) {
+      while (join(block, block->after)) {
+        Block* after = block->after;
         unlink(block);
         unlink(after);
         if (block->lane == &clean_) block->lane = after->lane;

@@ -18,6 +18,8 @@ struct Lane {
   Lane(LaneId id, std::size_t granule, bool pinned = false) : id(id), pinned(pinned), index(granule) {}
 
   Lane* serving() { return redirect ? redirect : this; }
+  // Whether clean memory joins what is free here. A capture needs it clean: nothing else comes without a wait.
+  bool mixes() const { return !pinned && !capture; }
 
   LaneId id;
   bool pinned;                 // of a capture
@@ -60,6 +62,8 @@ class Tlsf {
         if (block->state == State::free && block->lane != &clean_ && done(*block->lane)) cleanse(block);
     coalesce_all();
   }
+  // All that may be; after the end of a capture.
+  void coalesce_all();
   // What is free on `from` becomes clean, what is in use goes to `to`.
   void move(Lane* from, Lane* to);
 
@@ -80,11 +84,10 @@ class Tlsf {
   [[gnu::noinline]] Block* cut(Block* block, std::size_t size, std::size_t alignment, Lane* lane);
   [[gnu::noinline]] Block* renew(Block* old);
   void cleanse(Block* block);
-  void coalesce_all();
   [[gnu::noinline]] void coalesce(Block* block, bool joins_before, bool joins_after);
   void replace(const Block* block, Block* by) { (block->before ? block->before->after : block->chunk->first) = by; }
   bool coalesces(const Block* block, const Lane* lane) const {
-    return block && block->state == State::free && (block->lane == lane || (block->lane == &clean_ && !lane->pinned));
+    return block && block->state == State::free && (block->lane == lane || (block->lane == &clean_ && lane->mixes()));
   }
   std::string check_chunk(const Chunk& chunk, std::size_t* nodes, std::size_t* blocks, std::size_t* bytes) const;
 

@@ -323,7 +323,10 @@ class State : public std::enable_shared_from_this<State> {
     }
     const std::size_t frees = dead.empty() ? 0 : arena.stats().frees;
     const bool idle = dead.empty() || (captures_.empty() && synchronize(device_));
-    if (!dead.empty() && idle) arena.settle(frees);
+    if (!dead.empty() && idle) {
+      collect(arena, false);
+      arena.settle(frees);
+    }
     std::vector<unsigned long long> later;
     for (const unsigned long long id : dead)
       if (!idle || !arena.unpin(id, frees)) later.push_back(id);
