@@ -6,6 +6,8 @@ import warnings
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from . import _C
 from ._pool_text import held_text
 from .plan import Plan, Plans
@@ -60,7 +62,12 @@ class PoolUse(_Within):
         self._entered.append(use)
         return self._pool
 
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        refusal = self._core.refusal()
+        if refusal and kind is torch.OutOfMemoryError and error is not None:
+            error.args = (f"{error}\nPool: {refusal}",)  # torch tells of the device alone
         if self._entered[-1].leave():
             self._entered.pop()
         elif kind is None:

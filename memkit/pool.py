@@ -96,7 +96,7 @@ class Pool(_C.PoolBase):
             whichever is more. Tensors never move.
         max: bytes that growth stops at, as `size`.
         debug: fills new memory with NaN and freed memory with another pattern, guards both ends of each block
-            (outside scopes), and notes Python stacks. Much slower.
+            (outside scopes and captures), and notes Python stacks. Much slower.
 
     Memory is touched in advance, so that a tensor costs no page faults. A block returns to the pool with the
     last reference to its storage: views, autograd, numpy and DLPack keep it. Tensors stay valid when the pool is
@@ -225,7 +225,7 @@ class Pool(_C.PoolBase):
     def scope(self) -> PoolScope:
         """`with pool.scope():` tensors that this thread makes from the pool lie one behind the other; all go at its end.
 
-        May be nested. Raises RuntimeError at the end if a tensor of the scope is still alive, and names it; that
+        May be nested. On CUDA each stream, and what a graph captures, has its own row. Raises RuntimeError at the end if a tensor of the scope is still alive, and names it; that
         tensor stays valid. An error inside the `with` is passed on instead.
         """
         return PoolScope(self)
@@ -236,6 +236,8 @@ class Pool(_C.PoolBase):
         May be nested, also with other pools: the innermost serves. Other threads go on as before; on CUDA those that
         work on the same stream do not, because backward runs on a thread of its own. There torch's caching allocator
         cuts the tensors from large blocks of the pool, and keeps those until `torch.cuda.empty_cache()`.
+
+        What a graph records comes from torch's memory for the graph, not from the pool.
 
         A process that is forked inside (a DataLoader's worker) goes on with torch's own allocator.
         """
@@ -327,12 +329,13 @@ class Pool(_C.PoolBase):
             tag: only what has this tag, in scopes and replays, too. By default all of the pool.
             file: by default a temporary one.
 
-        Until `wake()` nobody may read or write the tensors that sleep, and nothing can be
+        Until `wake()` nobody may read or write the tensors that sleep, nor replay a graph that does, and nothing can be
         allocated from the pool, or under the tag. Freeing is allowed, and so is `close()`.
 
         Raises:
             ValueError: a tag that nothing in this pool ever had.
-            RuntimeError: the pool is closed, sleeps already, or its contents do not fit the file; it stays as it was.
+            RuntimeError: the pool is closed, sleeps already, its contents do not fit the file, or a graph is being
+                captured; it stays as it was.
         """
         if tag == "":
             raise ValueError("Pool.sleep: expected a tag or None, got an empty one")

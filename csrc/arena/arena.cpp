@@ -121,9 +121,11 @@ Allocation Arena::allocate(const Request& request) {
     fail(&result, closed_ ? Failure::closed : Failure::invalid, request);
     return result;
   }
-  const std::size_t front = marks_ ? alignment : 0, back = marks_ ? granule : 0;
-  const std::size_t size = round_up(std::max<std::size_t>(front + request.size + back, 1), granule);
   Lane* lane = last_lane_ && last_lane_->id == request.lane ? last_lane_ : lane_of(request.lane);
+  // A capture writes when it is replayed, which nobody tells us of: its blocks have no canaries.
+  const bool guarded = marks_ && !lane->redirect;
+  const std::size_t front = guarded ? alignment : 0, back = guarded ? granule : 0;
+  const std::size_t size = round_up(std::max<std::size_t>(front + request.size + back, 1), granule);
   settle_recent();
   Block* block = heap_.find(*lane->serving(), size, alignment, false);
   if (!block) block = search(lane, size, alignment, &result.waits);
@@ -138,7 +140,7 @@ Allocation Arena::allocate(const Request& request) {
   block->front = std::uint32_t(front);
   admit(block, request);
   lock.unlock();
-  if (marks_) mark(block);
+  if (guarded) mark(block);
   return result;
 }
 
@@ -210,6 +212,7 @@ Block* Arena::grow(Lock& lock, Lane* lane, std::size_t size, std::size_t alignme
 
 // Unhooks the chunks that nobody uses: the grown ones or all. Blocks that a capture may write again keep their chunk.
 Chunk* Arena::detach_empty(bool all) {
+  if (recording()) return nullptr;
   settle_recent();
   Chunk* detached = nullptr;
   for (std::size_t i = heap_.chunks().size(); i-- > 0;) {
@@ -294,7 +297,7 @@ Freed Arena::accept(Lock& lock, Block* block) noexcept {
   }
   retire(block);
   std::string wrong;
-  if (marks_) {
+  if (marks_ && block->front) {
     // Parked, so that nobody else gets it and a second free is seen, while its memory is read and written.
     lock.unlock();
     wrong = inspect(block);

@@ -45,6 +45,7 @@ struct Request {
   TagId tag = 0;
   StackId stack = 0;
   std::size_t alignment = 0;  // a power of two; 0: the arena's
+  CaptureId capture = 0;      // that records the lane, for those who stand before the arena
 };
 
 struct Holder {
@@ -146,13 +147,17 @@ class Arena final : public Owner {
 
   // A capture on a lane: from pin() to seal() what is allocated on the lane belongs to the capture, and what is freed
   // there and did not belong to it is parked. Blocks of a capture are reused by itself only (after another pin() also),
-  // until unpin() gives all of them to their lanes. Waits that an allocation of a capture returns cannot be captured:
-  // settle() before capturing makes them unlikely.
+  // until unpin(), when all work is done, makes them clean. Waits that an allocation of a capture returns cannot be
+  // captured: settle() before makes them unlikely. While a capture records, no other lane gets memory of its lanes, and
+  // no chunk goes upstream, which would wait for the device.
   bool pin(CaptureId capture, LaneId lane);  // false: another capture records this lane
   void seal(CaptureId capture);
-  void unpin(CaptureId capture);
+  bool unpin(CaptureId capture, std::size_t frees);  // false: as in settle()
 
-  void settle();       // every lane's work is done (a device synchronisation): what is free is clean
+  // The work of these lanes is done, or of all: what is free on them is clean. Looked at when so many frees had been
+  // counted (stats()); false, and nothing done, if there was another since, whose work may go on.
+  bool settle(std::size_t frees, const std::vector<LaneId>* lanes = nullptr);
+  std::vector<LaneId> idle_lanes() const;  // that have free memory, and that no capture records
   std::size_t trim();  // gives grown chunks that are wholly free upstream; how many bytes
   void close();        // allocates no more; chunks go upstream as their last blocks are freed
   bool closed() const;
@@ -214,6 +219,7 @@ class Arena final : public Owner {
   Lane* lane_of(LaneId id);
   Block* search(Lane* lane, std::size_t size, std::size_t alignment, std::vector<LaneId>* waits);
   Block* borrow(Lane* lane, std::size_t size, std::size_t alignment, std::vector<LaneId>* waits);
+  bool recording() const;
 
   // debug.cpp
   void mark(const Block* block) const;

@@ -29,7 +29,7 @@ Block* Arena::search(Lane* lane, std::size_t size, std::size_t alignment, std::v
 Block* Arena::borrow(Lane* lane, std::size_t size, std::size_t alignment, std::vector<LaneId>* waits) {
   for (bool exact : {false, true})
     for (const auto& other : lanes_) {
-      if (other.get() == lane && !lane->redirect) continue;
+      if (other.get() == lane ? !lane->redirect : other->capture && !lane->redirect) continue;
       if (Block* block = heap_.find(*other, size, alignment, exact)) {
         waits->push_back(other->id);
         return block;
@@ -37,7 +37,7 @@ Block* Arena::borrow(Lane* lane, std::size_t size, std::size_t alignment, std::v
     }
   const auto holds = [](const auto& one) { return !one->index.empty(); };
   if (std::count_if(lanes_.begin(), lanes_.end(), holds) < 2) return nullptr;  // a single lane's have coalesced
-  Block* block = heap_.join(size, alignment, waits);
+  Block* block = heap_.join(size, alignment, !lane->redirect, waits);
   if (block && !lane->redirect) waits->erase(std::remove(waits->begin(), waits->end(), lane->id), waits->end());
   return block;
 }
@@ -100,30 +100,55 @@ void Arena::seal(CaptureId id) {
   Lock lock(lock_);
   for (const auto& lane : lanes_)
     if (lane->capture && lane->capture->id == id) lane->capture = nullptr, lane->redirect = nullptr;
+  settle_recent();
+  heap_.coalesce_all();
+  leave(lock);
 }
 
-void Arena::unpin(CaptureId id) {
-  if (inherited()) return;
-  seal(id);
+bool Arena::recording() const {
+  return !captures_.empty() && std::any_of(lanes_.begin(), lanes_.end(), [](const auto& one) { return one->capture; });
+}
+
+bool Arena::unpin(CaptureId id, std::size_t frees) {
+  if (inherited()) return true;
   Lock lock(lock_);
+  if (stats_.frees != frees) return false;
   const auto at = std::find_if(captures_.begin(), captures_.end(), [&](const auto& one) { return one->id == id; });
-  if (at == captures_.end()) return;
+  if (at == captures_.end()) return true;
   settle_recent();
   const std::unique_ptr<Capture> capture = std::move(*at);
   captures_.erase(at);
-  for (const auto& [lane, own] : capture->lanes) heap_.move(own.get(), lane);
+  for (const auto& [lane, own] : capture->lanes) {
+    if (lane->capture == capture.get()) lane->capture = nullptr, lane->redirect = nullptr;
+    heap_.move(own.get(), lane);
+  }
   for (Block *block = capture->parked, *next; block; block = next) {
     next = block->next;
     reuse(block);
   }
   leave(lock);
+  return true;
 }
 
-void Arena::settle() {
-  if (inherited()) return;
+bool Arena::settle(std::size_t frees, const std::vector<LaneId>* lanes) {
+  if (inherited()) return true;
   Lock lock(lock_);
+  if (stats_.frees != frees) return false;
   settle_recent();
-  heap_.settle();
+  heap_.settle([&](const Lane& lane) {
+    return !lane.pinned && (!lanes || std::find(lanes->begin(), lanes->end(), lane.id) != lanes->end());
+  });
+  return true;
+}
+
+std::vector<LaneId> Arena::idle_lanes() const {
+  std::vector<LaneId> ids;
+  if (inherited()) return ids;
+  const Lock lock(lock_);
+  settle_recent();
+  for (const auto& lane : lanes_)
+    if (!lane->index.empty() && !lane->capture) ids.push_back(lane->id);
+  return ids;
 }
 
 }  // namespace memkit::arena

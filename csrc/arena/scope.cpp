@@ -16,7 +16,7 @@ Scope::~Scope() {
   for (Block* region : regions_) free(region);
 }
 
-Allocation Scope::allocate(const Request& request) {
+Allocation Scope::allocate(const Request& request, const Wait& wait) {
   Allocation result;
   const std::size_t alignment = std::max(request.alignment, granule_);
   const bool valid =
@@ -45,6 +45,10 @@ Allocation Scope::allocate(const Request& request) {
     if (!region) {
       region.failure->asked = request.size;
       return region;
+    }
+    if (wait && !region.waits.empty()) {
+      if (!wait(region)) continue;
+      region.waits.clear();
     }
     result.waits.insert(result.waits.end(), region.waits.begin(), region.waits.end());
     const Lock lock(lock_);

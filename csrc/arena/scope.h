@@ -1,6 +1,7 @@
 // Bump allocation with nested marks: a pointer moves forward, and back to the mark when all that came after it is dead.
 #pragma once
 
+#include <functional>
 #include <vector>
 
 #include "guest.h"
@@ -34,8 +35,12 @@ class Scope final : public Guest {
   // regions are given back for one of their sum: a steady state lives in a single one.
   static Pointer create(Arena& arena, std::size_t region_bytes, LaneId lane = 0, TagId tag = 0);
 
-  // The lane of the request is the scope's; debug mode adds no canaries here.
-  Allocation allocate(const Request& request);
+  // What is done with each region that must wait for other lanes, before it is used; false: it is kept back there, and
+  // another is asked for.
+  using Wait = std::function<bool(const Allocation&)>;
+  // The lane of the request is the scope's; debug mode adds no canaries here. Without `wait` the result says what to
+  // wait for.
+  Allocation allocate(const Request& request, const Wait& wait = nullptr);
   // The quick part of it: nullptr when there is no room in the region.
   Block* bump(const Request& request);
   Freed take_back(Block* block) noexcept override;

@@ -172,13 +172,13 @@ void Tlsf::coalesce(Block* block, bool joins_before, bool joins_after) {
   link(block);
 }
 
-Block* Tlsf::join(std::size_t size, std::size_t alignment, std::vector<LaneId>* lanes) {
+Block* Tlsf::join(std::size_t size, std::size_t alignment, bool spares, std::vector<LaneId>* lanes) {
   if (free_bytes_ < size) return nullptr;
   for (const auto& chunk : chunks_) {
     // A run of free blocks from `first` to `last`; its first block holds an aligned start.
     Block* first = nullptr;
     for (Block* last = chunk->first; last; last = last->after) {
-      if (last->state != State::free || last->lane->pinned) {
+      if (last->state != State::free || last->lane->pinned || (spares && last->lane->capture)) {
         first = nullptr;
         continue;
       }
@@ -219,18 +219,27 @@ Block* Tlsf::join(std::size_t size, std::size_t alignment, std::vector<LaneId>* 
   return nullptr;
 }
 
-void Tlsf::settle() {
-  const auto frees = [](const Block* block) { return block && block->state == State::free && !block->lane->pinned; };
+void Tlsf::cleanse(Block* block) {
+  unlink(block);
+  block->lane = &clean_;
+  link(block);
+}
+
+void Tlsf::coalesce_all() {
+  const auto join = [&](const Block* block, const Block* after) {
+    return coalesces(after, block->lane) || (after && after->state == State::free && coalesces(block, after->lane));
+  };
   for (const auto& chunk : chunks_)
     for (Block* block = chunk->first; block; block = block->after) {
-      if (!frees(block)) continue;
-      unlink(block);
-      while (frees(block->after)) {
-        unlink(block->after);
-        absorb(block, block->after);
+      if (block->state != State::free) continue;
+      while (join(block, block->after)) {
+        Block* after = block->after;
+        unlink(block);
+        unlink(after);
+        if (block->lane == &clean_) block->lane = after->lane;
+        absorb(block, after);
+        link(block);
       }
-      block->lane = &clean_;
-      link(block);
     }
 }
 
@@ -238,26 +247,12 @@ void Tlsf::move(Lane* from, Lane* to) {
   for (const auto& chunk : chunks_)
     for (Block* block = chunk->first; block; block = block->after) {
       if (block->lane != from) continue;
-      if (block->state == State::free) {
-        unlink(block);
+      if (block->state == State::free)
+        cleanse(block);
+      else
         block->lane = to;
-        while (coalesces(block->after, to) ||
-               (block->after && block->after->state == State::free && block->after->lane == from)) {
-          unlink(block->after);
-          absorb(block, block->after);
-        }
-        if (coalesces(block->before, to)) {
-          Block* before = block->before;
-          unlink(before);
-          absorb(before, block);
-          block = before;
-          block->lane = to;
-        }
-        link(block);
-      } else {
-        block->lane = to;
-      }
     }
+  coalesce_all();
 }
 
 std::string Tlsf::check_chunk(const Chunk& chunk, std::size_t* nodes, std::size_t* blocks, std::size_t* bytes) const {

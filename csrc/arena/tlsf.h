@@ -18,6 +18,8 @@ struct Lane {
   Lane(LaneId id, std::size_t granule, bool pinned = false) : id(id), pinned(pinned), index(granule) {}
 
   Lane* serving() { return redirect ? redirect : this; }
+  // Whether clean memory joins what is free here. A capture needs it clean: nothing else comes without a wait.
+  bool mixes() const { return !pinned && !capture; }
 
   LaneId id;
   bool pinned;                 // of a capture
@@ -50,11 +52,19 @@ class Tlsf {
   // Frees a block on its lane and coalesces it.
   void give(Block* block);
   // Makes one free block out of neighbours free on different lanes, when that gives `size` bytes, aligned. Appends the
-  // lanes it joined. Looks at every block.
-  Block* join(std::size_t size, std::size_t alignment, std::vector<LaneId>* lanes);
-  // Every free block of no capture becomes clean, and coalesces.
-  void settle();
-  // Moves what is free on `from` to `to`, and what is in use.
+  // lanes it joined. Looks at every block. `spares`: not those of a lane that is being recorded.
+  Block* join(std::size_t size, std::size_t alignment, bool spares, std::vector<LaneId>* lanes);
+  // Every free block of a lane that is done becomes clean, and coalesces.
+  template <class Done>
+  void settle(const Done& done) {
+    for (const auto& chunk : chunks_)
+      for (Block* block = chunk->first; block; block = block->after)
+        if (block->state == State::free && block->lane != &clean_ && done(*block->lane)) cleanse(block);
+    coalesce_all();
+  }
+  // All that may be; after the end of a capture.
+  void coalesce_all();
+  // What is free on `from` becomes clean, what is in use goes to `to`.
   void move(Lane* from, Lane* to);
 
   const std::vector<std::unique_ptr<Chunk>>& chunks() const { return chunks_; }
@@ -73,10 +83,11 @@ class Tlsf {
   void absorb(Block* block, Block* after);
   [[gnu::noinline]] Block* cut(Block* block, std::size_t size, std::size_t alignment, Lane* lane);
   [[gnu::noinline]] Block* renew(Block* old);
+  void cleanse(Block* block);
   [[gnu::noinline]] void coalesce(Block* block, bool joins_before, bool joins_after);
   void replace(const Block* block, Block* by) { (block->before ? block->before->after : block->chunk->first) = by; }
   bool coalesces(const Block* block, const Lane* lane) const {
-    return block && block->state == State::free && (block->lane == lane || (block->lane == &clean_ && !lane->pinned));
+    return block && block->state == State::free && (block->lane == lane || (block->lane == &clean_ && lane->mixes()));
   }
   std::string check_chunk(const Chunk& chunk, std::size_t* nodes, std::size_t* blocks, std::size_t* bytes) const;
 

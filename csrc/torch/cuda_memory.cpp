@@ -24,24 +24,21 @@ bool good(cudaError_t error) {
 
 class PlainMemory final : public CudaMemory {
  public:
-  explicit PlainMemory(int device) : device_(device) {}
+  explicit PlainMemory(int device) : CudaMemory(device) {}
 
-  void* allocate(std::size_t bytes) override {
+  void* take(std::size_t bytes) override {
     const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device_));
     const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);  // a capture may go on
     void* memory = nullptr;
     return good(cudaMalloc(&memory, bytes)) ? memory : nullptr;
   }
-  void release(void* memory, std::size_t) override {
+  void give(void* memory, std::size_t) override {
     const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device_));
-    good(cudaFree(memory));  // waits for the device
+    good(cudaFree(memory));
   }
   const char* sleep_blocker() const override { return "its driver maps no virtual memory"; }
   std::size_t discard(void*, std::size_t) override { return 0; }
   void restore(void*, std::size_t) override {}
-
- private:
-  const int device_;
 };
 
 // The driver's entry points, from the library that the runtime has loaded: memkit links the runtime alone.
@@ -76,6 +73,7 @@ struct Driver {
 // A range of addresses for each chunk, mapped page by page, so that any page may go.
 class MappedMemory final : public CudaMemory {
  public:
+  explicit MappedMemory(int device) : CudaMemory(device) {}
   static std::shared_ptr<MappedMemory> make(int device) {
     const Driver& driver = Driver::get();
     int supported = 0;
@@ -83,9 +81,8 @@ class MappedMemory final : public CudaMemory {
         driver.attribute(&supported, CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, device) != CUDA_SUCCESS ||
         !supported)
       return nullptr;
-    auto memory = std::make_shared<MappedMemory>();
+    auto memory = std::make_shared<MappedMemory>(device);
     memory->driver_ = &driver;
-    memory->device_ = device;
     memory->kind_.type = CU_MEM_ALLOCATION_TYPE_PINNED;
     memory->kind_.location = {CU_MEM_LOCATION_TYPE_DEVICE, device};
     const auto best = CU_MEM_ALLOC_GRANULARITY_RECOMMENDED;
@@ -93,7 +90,7 @@ class MappedMemory final : public CudaMemory {
     return memory;
   }
 
-  void* allocate(std::size_t bytes) override {
+  void* take(std::size_t bytes) override {
     const std::size_t size = whole_pages(bytes);
     if (size < bytes) return nullptr;
     const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device_));
@@ -105,11 +102,10 @@ class MappedMemory final : public CudaMemory {
     return nullptr;
   }
 
-  void release(void* memory, std::size_t bytes) override {
+  void give(void* memory, std::size_t bytes) override {
     const auto start = reinterpret_cast<CUdeviceptr>(memory);
     const std::size_t size = whole_pages(bytes);
     const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device_));
-    good(cudaDeviceSynchronize());  // as cudaFree does: kernels in flight may read what was freed in their order
     unmap_pages(start, start + size);
     driver_->unreserve(start, size);
   }
@@ -175,14 +171,71 @@ class MappedMemory final : public CudaMemory {
   }
 
   const Driver* driver_ = nullptr;
-  int device_ = 0;
   CUmemAllocationProp kind_ = {};
   std::size_t page_ = 0;
   std::mutex mutex_;
   std::map<CUdeviceptr, CUmemGenericAllocationHandle> handles_;  // of mapped pages
 };
 
+// What is to go to the driver.
+struct Gone {
+  std::shared_ptr<CudaMemory> owner;
+  void* memory;
+  std::size_t bytes;
+};
+struct AllGone {
+  std::mutex mutex;
+  std::vector<Gone> list;
+
+  static AllGone& get() {
+    static AllGone& instance = *new AllGone;
+    return instance;
+  }
+};
+
 }  // namespace
+
+bool synchronize(int device) {
+  const auto index = static_cast<c10::DeviceIndex>(device);
+  const c10::cuda::CUDAGuard guard(index);
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  if (!good(cudaStreamIsCapturing(c10::cuda::getCurrentCUDAStream(index), &status)) || status) return false;
+  const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
+  return good(cudaDeviceSynchronize());
+}
+
+void* CudaMemory::allocate(std::size_t bytes) {
+  give_all();
+  return take(bytes);
+}
+
+void CudaMemory::release(void* memory, std::size_t bytes) {
+  {
+    const std::lock_guard<std::mutex> lock(AllGone::get().mutex);
+    AllGone::get().list.push_back({shared_from_this(), memory, bytes});
+  }
+  give_all();
+}
+
+void CudaMemory::give_all() {
+  AllGone& all = AllGone::get();
+  std::vector<Gone> list;
+  {
+    const std::lock_guard<std::mutex> lock(all.mutex);
+    list.swap(all.list);
+  }
+  std::map<int, bool> done;
+  for (Gone& gone : list) {
+    const int device = gone.owner->device_;
+    if (!done.count(device)) done[device] = synchronize(device);
+    if (done[device]) {
+      gone.owner->give(gone.memory, gone.bytes);
+    } else {
+      const std::lock_guard<std::mutex> lock(all.mutex);
+      all.list.push_back(std::move(gone));
+    }
+  }
+}
 
 std::shared_ptr<CudaMemory> make_cuda_memory(int device) {
   if (auto mapped = MappedMemory::make(device)) return mapped;

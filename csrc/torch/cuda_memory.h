@@ -9,13 +9,30 @@
 
 namespace memkit {
 
-class CudaMemory : public arena::Upstream {
+class CudaMemory : public arena::Upstream, public std::enable_shared_from_this<CudaMemory> {
  public:
+  void* allocate(std::size_t bytes) final;
+  // After all work of the device, as cudaFree does; where a capture forbids the wait, when it is over.
+  void release(void* memory, std::size_t bytes) final;
+
   virtual const char* sleep_blocker() const = 0;  // why pages cannot go, or nullptr
   // As in PoolDevice; what uses the range is done.
   virtual std::size_t discard(void* memory, std::size_t bytes) = 0;
   virtual void restore(void* memory, std::size_t bytes) = 0;
+
+ protected:
+  explicit CudaMemory(int device) : device_(device) {}
+  virtual void* take(std::size_t bytes) = 0;  // nullptr: there is no more
+  virtual void give(void* memory, std::size_t bytes) = 0;
+
+  const int device_;
+
+ private:
+  static void give_all();
 };
+
+// Waits for all work of the device; false where it cannot: a capture is on, which the call would end.
+bool synchronize(int device);
 
 // By the driver's virtual memory where there is that, else by cudaMalloc.
 std::shared_ptr<CudaMemory> make_cuda_memory(int device);

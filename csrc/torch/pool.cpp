@@ -37,14 +37,8 @@ class PoolAllocator final : public c10::Allocator {
 
   c10::DataPtr allocate(std::size_t nbytes) override {
     const std::shared_ptr<Pool> pool = nbytes ? pool_.lock() : nullptr;
-    if (pool && !pool->arena().closed() && !pool->arena().inherited() && !pool->asleep()) {
-      const arena::LaneId lane = pool->device().lane();
-      const arena::Allocation got = pool->arena().allocate({nbytes, lane});
-      if (got) {
-        if (!got.waits.empty()) pool->device().wait(lane, got);
-        return pool->device().wrap(got.block, nbytes);
-      }
-    }
+    if (pool && !pool->arena().inherited() && !pool->arena().closed())
+      if (Block* block = pool->spare(nbytes)) return pool->device().wrap(block, nbytes);
     return stock_->allocate(nbytes);
   }
   void copy_data(void* to, const void* from, std::size_t nbytes) const override { stock_->copy_data(to, from, nbytes); }
@@ -158,7 +152,7 @@ Block* Pool::take(std::size_t nbytes, Tag tag, bool for_torch) {
   }
   if (debug_) request.stack = capture_python_stack();
   if (asleep()) check_awake(request.tag);
-  device_->make_room(*arena_, nbytes);
+  request.capture = device_->make_room(*arena_, nbytes);
   PoolLayer* layer = pool_thread.layers;
   while (layer && (layer->pool.get() != this || (layer->torch_only && !for_torch))) layer = layer->outer;
   if (!layer)
@@ -166,11 +160,17 @@ Block* Pool::take(std::size_t nbytes, Tag tag, bool for_torch) {
       if (asleep()) wake_block(block);
       return block;
     }
-  const arena::Allocation got = layer ? layer->allocate(request) : arena_->allocate(request);
+  const arena::Allocation got = layer ? layer->allocate(request) : allocate(request);
   if (!got) raise_pool_failure(*got.failure);
-  if (!got.waits.empty()) device_->wait(request.lane, got);
   if (asleep()) wake_block(got.block);
   return got.block;
+}
+
+arena::Allocation Pool::allocate(const arena::Request& request) {
+  for (;;) {
+    arena::Allocation got = arena_->allocate(request);
+    if (got.waits.empty() || device_->wait(request.lane, got)) return got;
+  }
 }
 
 c10::DataPtr Pool::data(std::size_t nbytes, Tag tag) {
@@ -189,14 +189,22 @@ CpuBlock* Pool::allocate(std::size_t nbytes) {
   }
 }
 
-void* Pool::segment(std::size_t nbytes) {
-  if (asleep()) return nullptr;
-  const arena::LaneId lane = device_->lane();
-  device_->make_room(*arena_, nbytes);
-  const arena::Allocation got = arena_->allocate({nbytes, lane});
-  if (!got) return nullptr;
-  if (!got.waits.empty()) device_->wait(lane, got);
-  return got.block->data();
+Block* Pool::spare(std::size_t nbytes) {
+  arena::Allocation got;
+  std::string refusal = "it sleeps";
+  if (!asleep()) {
+    device_->make_room(*arena_, nbytes);
+    got = allocate({nbytes, device_->lane()});
+    refusal = got ? "" : got.failure->text();
+  }
+  const std::lock_guard<std::mutex> guard(mutex_);
+  refusal_ = std::move(refusal);
+  return got.block;
+}
+
+std::string Pool::refusal() {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  return std::exchange(refusal_, "");
 }
 
 at::Tensor Pool::wrap(std::size_t nbytes, Dtype dtype, Tag tag) {

@@ -73,10 +73,12 @@ class Pool final : public CpuSource, public std::enable_shared_from_this<Pool> {
   at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, Dtype dtype, Tag tag);
   c10::DataPtr data(std::size_t nbytes, Tag tag);
 
-  // For pool.use(): what torch's CPU allocator asks for on this thread, and the segments of torch's CUDA allocator,
-  // which go back by arena().free_pointer(); nullptr where there is no room.
+  // For pool.use(): what torch's CPU allocator asks for on this thread.
   CpuBlock* allocate(std::size_t nbytes) override;
-  void* segment(std::size_t nbytes);
+  // For the segments of torch's CUDA allocator and for resize_: past scopes and tags; nullptr where there is no room.
+  arena::Block* spare(std::size_t nbytes);
+  // Why spare() had no room when it was asked last, once; "": it had.
+  std::string refusal();
 
   // Scopes of the calling thread. The number that enter returns is what leave wants back.
   struct Left {
@@ -110,6 +112,7 @@ class Pool final : public CpuSource, public std::enable_shared_from_this<Pool> {
 
   Pool(std::unique_ptr<PoolDevice> device, arena::Options options);
   arena::Block* take(std::size_t nbytes, Tag tag, bool for_torch = false);
+  arena::Allocation allocate(const arena::Request& request);  // from the arena, waited for
   void check_awake(arena::TagId tag);
   void wake_block(arena::Block* block);
   at::Tensor wrap(std::size_t nbytes, Dtype dtype, Tag tag);
@@ -125,6 +128,7 @@ class Pool final : public CpuSource, public std::enable_shared_from_this<Pool> {
   std::atomic<std::size_t> scopes_{0};                     // entered so far
   std::atomic<bool> asleep_{false};
   mutable std::mutex mutex_;  // of what follows
+  std::string refusal_;
   int file_ = -1;
   Tag asleep_tag_;
   std::vector<Sleeper> sleepers_;

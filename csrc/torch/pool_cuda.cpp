@@ -65,7 +65,7 @@ CaptureInfo capture_of(const CUDAStream& stream) {
   // The legacy default stream refuses while another stream captures: then it does not capture itself.
   if (error != cudaSuccess) (void)cudaGetLastError();
   info.active = error == cudaSuccess && status == cudaStreamCaptureStatusActive;
-  return info;
+  return info.active ? info : CaptureInfo();
 }
 
 // An event at the end of a stream's work so far.
@@ -94,8 +94,14 @@ class Moment {
     if (error != cudaSuccess) (void)cudaGetLastError();
     return error == cudaSuccess;
   }
-  void wait() const { (void)cudaEventSynchronize(event_); }
-  void hold(const CUDAStream& stream) const { C10_CUDA_CHECK(cudaStreamWaitEvent(stream, event_, 0)); }
+  void wait() const {
+    const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
+    if (cudaEventSynchronize(event_) != cudaSuccess) (void)cudaGetLastError();
+  }
+  void hold(const CUDAStream& stream) const {
+    const c10::cuda::CUDAGuard guard(stream.device_index());  // which a default stream's handle does not say
+    C10_CUDA_CHECK(cudaStreamWaitEvent(stream, event_, 0));
+  }
 
  private:
   c10::DeviceIndex device_;
@@ -104,8 +110,26 @@ class Moment {
 
 struct Parked {
   Ticket ticket;
-  std::vector<LaneId> lanes;    // whose end is still to be marked, because a capture was on
-  std::vector<Moment> moments;  // that must pass
+  std::vector<CUDAStream> streams;  // whose end is still to be marked, because a capture records them
+  std::vector<Moment> moments;      // that must pass
+
+  // A moment of a stream that is being recorded would be one of the graph's.
+  void mark() {
+    const auto marked = [&](const CUDAStream& stream) {
+      if (capture_of(stream).active) return false;
+      try {
+        moments.emplace_back(stream);
+      } catch (const c10::Error&) {  // a capture that failed; or the device did, and nothing matters any more
+        (void)cudaGetLastError();
+        return false;
+      }
+      return true;
+    };
+    streams.erase(std::remove_if(streams.begin(), streams.end(), marked), streams.end());
+  }
+  bool passed() const {
+    return streams.empty() && std::all_of(moments.begin(), moments.end(), [](const Moment& m) { return m.passed(); });
+  }
 };
 
 // What outlives the pool with its tensors: blocks that other streams use, and captures.
@@ -113,44 +137,108 @@ class State : public std::enable_shared_from_this<State> {
  public:
   explicit State(c10::DeviceIndex device) : device_(device) {}
 
-  // Before an allocation on a lane.
-  void prepare(arena::Arena& arena, LaneId lane) {
-    const CUDAStream stream = stream_of(lane, device_);
-    const CaptureInfo now = capture_of(stream);
+  // Before an allocation on a lane. Returns the capture that records it, or 0.
+  arena::CaptureId prepare(arena::Arena& arena, LaneId lane) {
+    const CaptureInfo now = capture_of(stream_of(lane, device_));
     if (!now.active && !recording_.load(std::memory_order_relaxed) && !waiting_.load(std::memory_order_relaxed) &&
         !died_.load(std::memory_order_relaxed))
-      return;
+      return 0;
     const std::lock_guard<std::mutex> guard(mutex_);
     follow_captures(arena);
     if (now.active) {
       record(arena, now, lane);
-    } else if (captures_.empty()) {
-      collect(arena, false);
+      return now.id;
     }
+    collect(arena, false);
+    bury(arena);
+    return 0;
   }
 
-  bool capturing(LaneId lane) const { return capture_of(stream_of(lane, device_)).active; }
+  // Whether the lane may use the block now; false: it is parked, and no lane that is recorded lends any more.
+  bool wait(LaneId lane, const arena::Allocation& got) {
+    const CUDAStream stream = stream_of(lane, device_);
+    std::vector<CUDAStream> streams;
+    for (const LaneId other : got.waits) streams.push_back(stream_of(other, device_));
+    const bool captured = capture_of(stream).active;
+    bool waits = !captured;
+    try {
+      for (const LaneId other : got.waits) {
+        if (captured) break;
+        const CUDAStream from = stream_of(other, device_);
+        if (const CaptureInfo theirs = capture_of(from); theirs.active) {
+          const std::lock_guard<std::mutex> guard(mutex_);
+          record(*static_cast<arena::Arena*>(got.block->owner), theirs, other);
+          waits = false;
+        } else {
+          Moment(from).hold(stream);
+        }
+      }
+    } catch (...) {
+      park(got.block, std::move(streams));
+      throw;
+    }
+    if (!waits) park(got.block, std::move(streams));
+    TORCH_CHECK(!captured, "Pool: expected memory that no other stream used before, for a graph that is being captured, ",
+                "got none free; make the pool larger, or synchronize() the device and try again");
+    return waits;
+  }
 
   // A block that other streams use as well comes back when they are where they are now.
-  void park(Block* block, const std::vector<LaneId>& lanes) {
+  void park(Block* block, std::vector<CUDAStream> streams) {
     auto& arena = *static_cast<arena::Arena*>(block->owner);
-    if (arena.closed()) {  // serves no more: the memory goes upstream, which waits for the device
+    Parked parked{0, std::move(streams), {}};
+    parked.mark();
+    if (arena.closed()) {  // serves no more, and nobody asks
+      for (const Moment& moment : parked.moments) moment.wait();
       arena::free(block);
       return;
     }
     const std::lock_guard<std::mutex> guard(mutex_);
-    const Ticket ticket = next_ticket_++;
-    if (arena.defer(block, ticket) != arena::Freed::ok) return;
+    parked.ticket = next_ticket_++;
+    if (arena.defer(block, parked.ticket) != arena::Freed::ok) return;
     waiting_.store(true, std::memory_order_relaxed);
-    parked_.push_back({ticket, lanes, {}});
-    if (captures_.empty()) mark(parked_.back());
+    parked_.push_back(std::move(parked));
   }
 
-  // Waits for all that is parked.
+  // Waits for all that is parked, at a pool's end.
   void reclaim(arena::Arena& arena) {
+    bool leaves = false;
+    {
+      const std::lock_guard<std::mutex> guard(mutex_);
+      follow_captures(arena);
+      collect(arena, true);
+      arena_ = &arena;
+      leaves = bury(arena);
+    }
+    if (leaves) orphans().add(shared_from_this());
+  }
+
+  bool recording(arena::Arena& arena) {
     const std::lock_guard<std::mutex> guard(mutex_);
     follow_captures(arena);
-    collect(arena, true);
+    return !captures_.empty();
+  }
+
+  // Pools that are closed, but not all of their graphs are gone: who next needs memory looks after them.
+  class Orphans {
+   public:
+    void add(std::shared_ptr<State> state) {
+      const std::lock_guard<std::mutex> guard(mutex_);
+      if (std::find(states_.begin(), states_.end(), state) == states_.end()) states_.push_back(std::move(state));
+    }
+    void look_after() {
+      const std::lock_guard<std::mutex> guard(mutex_);
+      states_.erase(std::remove_if(states_.begin(), states_.end(), [](const auto& state) { return !state->outlives(); }),
+                    states_.end());
+    }
+
+   private:
+    std::mutex mutex_;
+    std::vector<std::shared_ptr<State>> states_;
+  };
+  static Orphans& orphans() {
+    static Orphans& instance = *new Orphans;
+    return instance;
   }
 
  private:
@@ -173,11 +261,16 @@ class State : public std::enable_shared_from_this<State> {
   void record(arena::Arena& arena, const CaptureInfo& now, LaneId lane) {
     auto at = std::find_if(captures_.begin(), captures_.end(), [&](const Recording& r) { return r.id == now.id; });
     if (at == captures_.end()) {
+      settle(arena);
       auto graph = std::make_unique<Graph>(Graph{shared_from_this(), now.id});
       cudaUserObject_t object = nullptr;
       C10_CUDA_CHECK(cudaUserObjectCreate(&object, graph.get(), &graph_died, 1, cudaUserObjectNoDestructorSync));
       graph.release();
-      C10_CUDA_CHECK(cudaGraphRetainUserObject(now.graph, object, 1, cudaGraphUserObjectMove));
+      ++graphs_;
+      if (const cudaError_t error = cudaGraphRetainUserObject(now.graph, object, 1, cudaGraphUserObjectMove)) {
+        (void)cudaUserObjectRelease(object, 1);
+        C10_CUDA_CHECK(error);
+      }
       captures_.push_back({now.id, {}});
       recording_.store(true, std::memory_order_relaxed);
       at = captures_.end() - 1;
@@ -187,8 +280,26 @@ class State : public std::enable_shared_from_this<State> {
     at->lanes.push_back(lane);
   }
 
-  // Ends recordings whose capture is over, and gives back what dead graphs used.
+  // A capture cannot wait for other streams: so what those are done with becomes clean before.
+  void settle(arena::Arena& arena) {
+    const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
+    const std::size_t frees = arena.stats().frees;
+    std::vector<LaneId> done;
+    for (const LaneId lane : arena.idle_lanes()) {
+      const CUDAStream stream = stream_of(lane, device_);
+      if (capture_of(stream).active) continue;
+      const c10::cuda::CUDAGuard guard(device_);
+      if (cudaStreamQuery(stream) == cudaSuccess)
+        done.push_back(lane);
+      else
+        (void)cudaGetLastError();
+    }
+    if (!done.empty()) arena.settle(frees, &done);
+  }
+
+  // Ends recordings whose capture is over.
   void follow_captures(arena::Arena& arena) {
+    if (captures_.empty()) return;
     const auto over = [&](const Recording& recording) {
       for (const LaneId lane : recording.lanes) {
         const CaptureInfo info = capture_of(stream_of(lane, device_));
@@ -199,30 +310,54 @@ class State : public std::enable_shared_from_this<State> {
     };
     captures_.erase(std::remove_if(captures_.begin(), captures_.end(), over), captures_.end());
     recording_.store(!captures_.empty(), std::memory_order_relaxed);
-    const std::lock_guard<std::mutex> guard(dead_mutex_);
-    for (const unsigned long long id : dead_) arena.unpin(id);
-    dead_.clear();
-    died_.store(false, std::memory_order_relaxed);
   }
 
-  void mark(Parked& parked) {
-    for (const LaneId lane : parked.lanes) parked.moments.emplace_back(stream_of(lane, device_));
-    parked.lanes.clear();
+  // Gives back what dead graphs used, after a wait for the device: any stream may have used their results. The arena
+  // may go with the last. Returns whether something is left that will need this again.
+  bool bury(arena::Arena& arena) {
+    std::vector<unsigned long long> dead;
+    {
+      const std::lock_guard<std::mutex> guard(dead_mutex_);
+      dead.swap(dead_);
+      died_.store(false, std::memory_order_relaxed);
+    }
+    const std::size_t frees = dead.empty() ? 0 : arena.stats().frees;
+    const bool idle = dead.empty() || (captures_.empty() && synchronize(device_));
+    if (!dead.empty() && idle) {
+      collect(arena, false);
+      arena.settle(frees);
+    }
+    std::vector<unsigned long long> later;
+    for (const unsigned long long id : dead)
+      if (!idle || !arena.unpin(id, frees)) later.push_back(id);
+    graphs_ -= dead.size() - later.size();
+    if (!later.empty()) {
+      const std::lock_guard<std::mutex> guard(dead_mutex_);
+      dead_.insert(dead_.end(), later.begin(), later.end());
+      died_.store(true, std::memory_order_relaxed);
+    }
+    return graphs_ > 0 || !captures_.empty() || !parked_.empty();
+  }
+
+  // A closed pool's: whether it has to be looked after again.
+  bool outlives() {
+    const std::lock_guard<std::mutex> guard(mutex_);
+    follow_captures(*arena_);
+    collect(*arena_, false);
+    return bury(*arena_);
   }
 
   void collect(arena::Arena& arena, bool wait) {
+    if (parked_.empty()) return;
     std::deque<Parked> left;
     for (Parked& parked : parked_) {
-      mark(parked);
+      parked.mark();
       if (wait)
         for (const Moment& moment : parked.moments) moment.wait();
-      const bool passed =
-          std::all_of(parked.moments.begin(), parked.moments.end(), [](const Moment& m) { return m.passed(); });
-      if (passed) {
+      if (parked.passed())
         arena.release_deferred(parked.ticket);
-      } else {
+      else
         left.push_back(std::move(parked));
-      }
     }
     parked_ = std::move(left);
     waiting_.store(!parked_.empty(), std::memory_order_relaxed);
@@ -231,40 +366,64 @@ class State : public std::enable_shared_from_this<State> {
   const c10::DeviceIndex device_;
   std::atomic<bool> recording_{false}, waiting_{false}, died_{false};
   std::mutex mutex_;
+  arena::Arena* arena_ = nullptr;  // of a closed pool; it stays as long as something of it is left here
   Ticket next_ticket_ = 1;
   std::deque<Parked> parked_;
   std::vector<Recording> captures_;
+  std::size_t graphs_ = 0;  // that are alive, or not buried
   std::mutex dead_mutex_;
   std::vector<unsigned long long> dead_;
+};
+
+// torch asks before it asks the driver for memory.
+class LookAfterOrphans final : public c10::FreeMemoryCallback {
+ public:
+  bool Execute() override {
+    State::orphans().look_after();
+    return false;  // nothing of torch's own
+  }
 };
 
 // The context of a tensor's data pointer.
 struct Held {
   Block* block;
   std::shared_ptr<State> state;
-  c10::DeviceIndex device;
-  LaneId lane;
+  CUDAStream stream;
+  bool captured;  // made in a capture
   std::size_t nbytes;
+  int generation;  // of the process, as forks count
   std::mutex mutex;
-  std::vector<LaneId> users;  // streams other than its own that record_stream() named
+  std::vector<CUDAStream> users;  // streams other than its own that record_stream() named
 };
 
 void report(const Held& held, int64_t change) {
   if (c10::memoryProfilingEnabled())
-    c10::reportMemoryUsageToProfiler(held.block->data(), change, 0, 0, c10::Device(c10::DeviceType::CUDA, held.device));
+    c10::reportMemoryUsageToProfiler(held.block->data(), change, 0, 0, held.stream.device());
+}
+
+// The stream waits for another, where both are recorded by one capture or by none.
+void follow(const CUDAStream& stream, const CUDAStream& other) noexcept try {
+  const CaptureInfo own = capture_of(stream), theirs = capture_of(other);
+  if (own.active == theirs.active && own.id == theirs.id) Moment(other).hold(stream);
+} catch (const c10::Error&) {  // the device's error: its own next call raises it
 }
 
 void release(void* context) {
   const std::unique_ptr<Held> held(static_cast<Held*>(context));
+  if (held->generation != arena::fork_generation.load(std::memory_order_relaxed)) return;  // the parent's
   report(*held, -static_cast<int64_t>(held->nbytes));
   Block* block = held->block;
+  // A graph's result belongs to the stream that recorded it, and is used on others, after a replay.
+  if (held->captured) {
+    const CUDAStream now = c10::cuda::getCurrentCUDAStream(held->stream.device_index());
+    if (now != held->stream && !capture_of(now).active) held->users.push_back(now);
+  }
   if (held->users.empty()) {
     arena::free(block);
   } else if (block->chunk) {
-    held->state->park(block, held->users);
+    held->state->park(block, std::move(held->users));
   } else {  // in a scope: its stream waits, and what comes after on it may have the memory
-    for (const LaneId user : held->users)
-      Moment(stream_of(user, held->device)).hold(stream_of(held->lane, held->device));
+    for (const CUDAStream& user : held->users) follow(held->stream, user);
     arena::free(block);
   }
 }
@@ -277,15 +436,16 @@ void record_stream(at::Tensor& self, c10::Stream stream) {
     return;
   }
   auto* held = static_cast<Held*>(data.get_context());
-  const LaneId user = lane_of(CUDAStream(stream));
-  if (held->lane == user) return;
+  const CUDAStream user(stream);
+  if (held->stream == user) return;
   const std::lock_guard<std::mutex> guard(held->mutex);
   if (std::find(held->users.begin(), held->users.end(), user) == held->users.end()) held->users.push_back(user);
 }
 
 // With the first CUDA pool, for good. The dispatcher warns of replaced kernels; this one passes on what is not ours.
-void take_over_record_stream() {
+void join_torch() {
   static const bool once = [] {
+    c10::FreeCudaMemoryCallbacksRegistry()->Register("memkit", [] { return std::make_unique<LookAfterOrphans>(); });
     struct Quiet final : c10::WarningHandler {
       void process(const c10::Warning&) override {}
     } quiet;
@@ -302,14 +462,18 @@ void take_over_record_stream() {
 class DebugMemory final : public arena::Memory {
  public:
   explicit DebugMemory(c10::DeviceIndex device) : device_(device) {}
+  // A capture would do both later, again and again.
   void fill(LaneId lane, void* at, std::uint8_t byte, std::size_t bytes) override {
+    const CUDAStream stream = stream_of(lane, device_);
+    if (capture_of(stream).active) return;
     const c10::cuda::CUDAGuard guard(device_);
-    (void)cudaMemsetAsync(at, byte, bytes, stream_of(lane, device_));
+    (void)cudaMemsetAsync(at, byte, bytes, stream);
   }
   bool holds(LaneId lane, const void* at, std::uint8_t byte, std::size_t bytes) override {
     const CUDAStream stream = stream_of(lane, device_);
-    if (!bytes || capture_of(stream).active) return true;  // a capture runs later
+    if (!bytes || capture_of(stream).active) return true;
     const c10::cuda::CUDAGuard guard(device_);
+    const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);  // another's may go on
     std::vector<std::uint8_t> copy(bytes);
     if (cudaMemcpyAsync(copy.data(), at, bytes, cudaMemcpyDeviceToHost, stream) != cudaSuccess ||
         cudaStreamSynchronize(stream) != cudaSuccess)
@@ -335,26 +499,28 @@ class CudaDevice final : public PoolDevice {
 
   LaneId lane() const override { return lane_of(c10::cuda::getCurrentCUDAStream(index_)); }
 
-  void wait(LaneId lane, const arena::Allocation& got) override {
-    if (state_->capturing(lane)) {
-      state_->park(got.block, got.waits);
-      TORCH_CHECK(false, "Pool: expected memory that no other stream used before, for a graph that is being captured, ",
-                  "got none free; make the pool larger, or synchronize() the device and try again");
-    }
-    const CUDAStream stream = stream_of(lane, index_);
-    for (const LaneId other : got.waits) Moment(stream_of(other, index_)).hold(stream);
+  bool wait(LaneId lane, const arena::Allocation& got) override { return state_->wait(lane, got); }
+
+  arena::CaptureId make_room(arena::Arena& arena, std::size_t) override { return state_->prepare(arena, lane()); }
+  void reclaim(arena::Arena& arena) override {
+    state_->reclaim(arena);
+    State::orphans().look_after();
   }
 
-  void make_room(arena::Arena& arena, std::size_t) override { state_->prepare(arena, lane()); }
-  void reclaim(arena::Arena& arena) override { state_->reclaim(arena); }
-
   c10::DataPtr wrap(Block* block, std::size_t nbytes) override {
-    auto* held = new Held{block, state_, index_, lane(), nbytes, {}, {}};
+    const CUDAStream stream = c10::cuda::getCurrentCUDAStream(index_);
+    auto* held = new Held{block,  state_, stream, capture_of(stream).active,
+                          nbytes, arena::fork_generation.load(std::memory_order_relaxed),
+                          {},     {}};
     report(*held, static_cast<int64_t>(nbytes));
     return {block->data(), held, &release, device()};
   }
 
-  const char* sleep_blocker() const override { return memory_->sleep_blocker(); }
+  const char* sleep_blocker(arena::Arena& arena) const override {
+    if (capture_of(c10::cuda::getCurrentCUDAStream(index_)).active || state_->recording(arena))
+      return "a graph is being captured";
+    return memory_->sleep_blocker();
+  }
   void save(int file, const void* memory, std::size_t bytes) override {
     transfer(file, const_cast<void*>(memory), bytes, true);
   }
@@ -388,7 +554,8 @@ class CudaDevice final : public PoolDevice {
 bool is_cuda_pool_memory(const c10::DataPtr& data) { return data.get_deleter() == &release; }
 
 std::unique_ptr<PoolDevice> make_cuda_device(int index) {
-  take_over_record_stream();
+  join_torch();
+  State::orphans().look_after();
   return std::make_unique<CudaDevice>(static_cast<c10::DeviceIndex>(index));
 }
 

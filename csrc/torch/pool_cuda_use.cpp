@@ -18,9 +18,9 @@ std::shared_ptr<PoolUse> make_cuda_use(std::shared_ptr<Pool>) {
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/csrc/cuda/CUDAPluggableAllocator.h>
 
+#include <algorithm>
 #include <map>
 #include <mutex>
-#include <thread>
 #include <type_traits>
 #include <vector>
 
@@ -32,11 +32,19 @@ namespace {
 namespace caching = c10::cuda::CUDACachingAllocator;
 using Allocator = std::shared_ptr<caching::CUDAAllocator>;
 
+class CudaUse;
+thread_local std::vector<std::shared_ptr<CudaUse>> entered;
+
 // A MemPool for each memkit pool, for good: tensors and graphs may outlive both (pytorch#146431).
 struct Route {
   c10::DeviceIndex device;
   Allocator allocator;
   std::unique_ptr<at::cuda::MemPool> pool;
+  std::mutex turn;   // to begin and to end; taken before torch's own lock
+  std::mutex mutex;  // of what follows; taken after it
+  std::vector<CudaUse*> uses;
+
+  bool serves(cudaStream_t stream);
 };
 
 // An allocator of raw pointers before PyTorch 2.12, of shared ones since.
@@ -62,16 +70,16 @@ Route& route_of(const std::shared_ptr<Pool>& pool) {
   arena::Arena* const arena = &pool->arena();
   const auto allocate = [weak](std::size_t bytes, int, cudaStream_t) -> void* {
     const std::shared_ptr<Pool> pool = weak.lock();
-    return pool ? pool->segment(bytes) : nullptr;  // nullptr: torch frees what it caches, tries again, and raises
+    arena::Block* block = pool ? pool->spare(bytes) : nullptr;
+    return block ? block->data() : nullptr;  // nullptr: torch frees what it caches, tries again, and raises
   };
   const auto release = [arena](void* memory, std::size_t, int, cudaStream_t) { arena->free_pointer(memory); };
-  Route route{device, torch::cuda::CUDAPluggableAllocator::createCustomAllocator(allocate, release), nullptr};
+  Route& route = routes[pool->id()];
+  route.device = device;
+  route.allocator = torch::cuda::CUDAPluggableAllocator::createCustomAllocator(allocate, release);
   route.pool = make_mempool(route.allocator);
-  return routes.emplace(pool->id(), std::move(route)).first->second;
+  return route;
 }
-
-class CudaUse;
-thread_local std::vector<std::shared_ptr<CudaUse>> entered;
 
 class CudaUse final : public PoolUse, public std::enable_shared_from_this<CudaUse> {
  public:
@@ -79,44 +87,77 @@ class CudaUse final : public PoolUse, public std::enable_shared_from_this<CudaUs
 
   void enter() override {
     pool_->check_open("Pool.use");
-    stream_ = c10::cuda::getCurrentCUDAStream(route_.device).stream();
-    if (CudaUse* outer = enclosing()) outer->end();
+    const cudaStream_t current = c10::cuda::getCurrentCUDAStream(route_.device).stream();
+    CudaUse* outer = innermost(route_.device);
     entered.push_back(shared_from_this());
-    begin();
+    if (outer) outer->end();
+    begin(current);
   }
 
   bool leave() override {
     if (entered.empty() || entered.back().get() != this) return false;
     end();
     entered.pop_back();
-    if (CudaUse* outer = enclosing()) outer->begin();
+    if (CudaUse* outer = innermost(route_.device)) outer->begin(nullptr);
     return true;
   }
 
- private:
-  // Torch asks the filters in the order of their beginning: an outer one must stand aside.
-  CudaUse* enclosing() const {
+  // Of this thread.
+  static CudaUse* innermost(c10::DeviceIndex device) {
     for (auto at = entered.rbegin(); at != entered.rend(); ++at)
-      if ((*at)->route_.device == route_.device) return at->get();
+      if ((*at)->route_.device == device) return at->get();
     return nullptr;
   }
 
-  // What this thread allocates, and on its stream whoever does: backward runs on a thread of its own.
-  void begin() {
-    const auto mine = [thread = std::this_thread::get_id(), stream = stream_](cudaStream_t asked) {
-      return asked == stream || std::this_thread::get_id() == thread;
-    };
-    caching::beginAllocateToPool(route_.device, route_.pool->id(), mine);
+  bool goes_by(const Route* route) const { return &route_ == route; }
+  bool works_on(cudaStream_t stream) const { return std::find(streams_.begin(), streams_.end(), stream) != streams_.end(); }
+  void add(cudaStream_t stream) {
+    if (!works_on(stream)) streams_.push_back(stream);
+  }
+
+ private:
+  // An outer one stands aside, or it would go on serving the streams of its thread.
+  void begin(cudaStream_t stream) {
+    const std::lock_guard<std::mutex> turn(route_.turn);
+    bool first = false;
+    {
+      const std::lock_guard<std::mutex> guard(route_.mutex);
+      if (streams_.empty()) streams_.push_back(stream);
+      first = route_.uses.empty();
+      route_.uses.push_back(this);
+    }
+    Route* const route = &route_;
+    if (first)
+      caching::beginAllocateToPool(route_.device, route_.pool->id(), [route](cudaStream_t asked) { return route->serves(asked); });
   }
   void end() {
+    const std::lock_guard<std::mutex> turn(route_.turn);
+    {
+      const std::lock_guard<std::mutex> guard(route_.mutex);
+      route_.uses.erase(std::find(route_.uses.begin(), route_.uses.end(), this));
+      if (!route_.uses.empty()) return;
+    }
     caching::endAllocateToPool(route_.device, route_.pool->id());
     caching::releasePool(route_.device, route_.pool->id());
   }
 
   const std::shared_ptr<Pool> pool_;
   Route& route_;
-  cudaStream_t stream_ = nullptr;
+  std::vector<cudaStream_t> streams_;  // that its thread has allocated on
 };
+
+// What the threads within use() allocate, and on their streams who is in none: backward runs on a thread of its own.
+// Not what a graph records: torch keeps that apart for the graph.
+bool Route::serves(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  if (cudaStreamIsCapturing(stream, &status) != cudaSuccess) (void)cudaGetLastError();
+  if (status != cudaStreamCaptureStatusNone) return false;
+  CudaUse* const own = CudaUse::innermost(device);
+  if (own && !own->goes_by(this)) return false;
+  const std::lock_guard<std::mutex> guard(mutex);
+  if (own) own->add(stream);
+  return own || std::any_of(uses.begin(), uses.end(), [&](const CudaUse* use) { return use->works_on(stream); });
+}
 
 }  // namespace
 

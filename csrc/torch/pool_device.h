@@ -25,11 +25,13 @@ class PoolDevice {
 
   // A CUDA pool's lane is the current stream; an allocation that takes over another lane's memory waits for it.
   virtual arena::LaneId lane() const { return 0; }
-  // Where it cannot wait it keeps the block until others are done with it, and raises.
-  virtual void wait(arena::LaneId, const arena::Allocation&) {}
+  // Where it cannot wait it keeps the block until others are done with it, and answers false, which says to allocate
+  // anew, or raises.
+  virtual bool wait(arena::LaneId, const arena::Allocation&) { return true; }
 
-  // Before an allocation: blocks that work in flight may still read come back here, if they are needed.
-  virtual void make_room(arena::Arena&, std::size_t) {}
+  // Before an allocation: blocks that work in flight may still read come back here, if they are needed. Returns the
+  // capture that records the current lane, or 0.
+  virtual arena::CaptureId make_room(arena::Arena&, std::size_t) { return 0; }
   // Takes back all blocks that were freed and wait for work in flight, after a wait for it.
   virtual void reclaim(arena::Arena&) {}
   // Before memory is taken from tensors at once (the end of a scope, sleep): all work that may use it is done.
@@ -38,8 +40,8 @@ class PoolDevice {
   // The data pointer that frees the block when it dies: from any thread, without Python, after the pool too.
   virtual c10::DataPtr wrap(arena::Block* block, std::size_t nbytes) = 0;
 
-  // Why this device's memory cannot sleep, or nullptr.
-  virtual const char* sleep_blocker() const { return nullptr; }
+  // Why this device's memory cannot sleep now, or nullptr.
+  virtual const char* sleep_blocker(arena::Arena&) const { return nullptr; }
   virtual void save(int file, const void* memory, std::size_t bytes) = 0;  // at the file's position, which moves on
   virtual void load(int file, void* memory, std::size_t bytes) = 0;
   // Gives the whole pages in a range back, keeps addresses; how many bytes.

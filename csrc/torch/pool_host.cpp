@@ -151,9 +151,9 @@ class PinnedDevice final : public CpuDevice {
   std::shared_ptr<arena::Upstream> upstream() override { return std::make_shared<PinnedUpstream>(); }
   c10::Allocator* stock() const override { return at::globalContext().getPinnedMemoryAllocator(c10::DeviceType::CUDA); }
 
-  void make_room(arena::Arena& arena, std::size_t bytes) override {
-    if (!parked_->any.load(std::memory_order_relaxed) || arena.stats().largest_free >= bytes) return;
-    reclaim(arena);
+  arena::CaptureId make_room(arena::Arena& arena, std::size_t bytes) override {
+    if (parked_->any.load(std::memory_order_relaxed) && arena.stats().largest_free < bytes) reclaim(arena);
+    return 0;
   }
 
   void reclaim(arena::Arena& arena) override {
@@ -178,7 +178,7 @@ class PinnedDevice final : public CpuDevice {
     return {block->data(), new Held{block, parked_}, &park, device()};
   }
 
-  const char* sleep_blocker() const override { return "its pages are locked for transfers"; }
+  const char* sleep_blocker(arena::Arena&) const override { return "its pages are locked for transfers"; }
 
   static void park(void* context) {
     const std::unique_ptr<Held> held(static_cast<Held*>(context));

@@ -8,25 +8,72 @@ namespace {
 
 using arena::Scope;
 
+// A scope for each lane that allocates in it, and for each capture apart, whose memory a graph keeps.
 class ScopeLayer final : public PoolLayer {
  public:
-  struct Open {
-    std::size_t number;
-    Scope::Mark mark;
-  };
-
-  ScopeLayer(std::shared_ptr<Pool> owner, std::size_t region)
-      : PoolLayer(std::move(owner)), scope(Scope::create(pool->arena(), region, pool->device().lane())) {}
+  ScopeLayer(std::shared_ptr<Pool> owner, std::size_t region) : PoolLayer(std::move(owner)), region_(region) {}
 
   arena::Allocation allocate(const arena::Request& request) override {
+    Part& part = part_of(request);
     arena::Allocation got;
-    got.block = scope->bump(request);
-    if (!got.block) got = scope->allocate(request);
+    got.block = part.scope->bump(request);
+    if (!got.block)
+      got = part.scope->allocate(request, [&](const arena::Allocation& region) {
+        return pool->device().wait(request.lane, region);
+      });
     return got;
   }
 
-  const Scope::Pointer scope;
-  std::vector<Open> open;
+  void enter(std::size_t number) {
+    open_.push_back(number);
+    for (Part& part : parts_) part.marks.push_back(part.scope->mark());
+  }
+  // How many scopes end with this one; 0: it has ended.
+  std::size_t depth(std::size_t number) const {
+    const auto mine = std::find(open_.rbegin(), open_.rend(), number);
+    return mine == open_.rend() ? 0 : static_cast<std::size_t>(mine - open_.rbegin()) + 1;
+  }
+  // Ends the innermost. What outlived an inner one is the outer one's.
+  std::vector<Scope::Held> leave() {
+    std::vector<Scope::Held> held;
+    for (Part& part : parts_) {
+      const std::vector<Scope::Held> here = part.scope->release(part.marks.back()).held;
+      held.insert(held.end(), here.begin(), here.end());
+      part.marks.pop_back();
+    }
+    open_.pop_back();
+    return held;
+  }
+  bool ended() const { return open_.empty(); }
+  std::size_t reserved() const {
+    std::size_t most = 0;
+    for (const Part& part : parts_) most = std::max(most, part.scope->reserved());
+    return most;
+  }
+
+ private:
+  struct Part {
+    arena::LaneId lane;
+    arena::CaptureId capture;
+    Scope::Pointer scope;
+    std::vector<Scope::Mark> marks;  // of the open scopes
+  };
+
+  Part& part_of(const arena::Request& request) {
+    const auto serves = [&](const Part& part) { return part.lane == request.lane && part.capture == request.capture; };
+    if (last_ < parts_.size() && serves(parts_[last_])) return parts_[last_];
+    last_ = static_cast<std::size_t>(std::find_if(parts_.begin(), parts_.end(), serves) - parts_.begin());
+    if (last_ == parts_.size()) {
+      parts_.push_back({request.lane, request.capture, Scope::create(pool->arena(), region_, request.lane), {}});
+      while (parts_.back().marks.size() < open_.size()) parts_.back().marks.push_back(parts_.back().scope->mark());
+    }
+    return parts_[last_];
+  }
+
+  const std::size_t region_;
+  std::size_t last_ = 0;
+  std::vector<Part> parts_;
+  std::vector<std::size_t> open_;
 };
 
 ScopeLayer* scope_layer(const Pool* pool) {
@@ -81,24 +128,19 @@ std::size_t Pool::enter_scope() {
     push_layer(std::move(fresh));
   }
   const std::size_t number = scopes_.fetch_add(1, std::memory_order_relaxed);
-  layer->open.push_back({number, layer->scope->mark()});
+  layer->enter(number);
   return number;
 }
 
 Pool::Left Pool::leave_scope(std::size_t number) {
   ScopeLayer* layer = scope_layer(this);
   if (!layer) return {};
-  auto& open = layer->open;
-  const auto mine = std::find_if(open.rbegin(), open.rend(), [&](const auto& one) { return one.number == number; });
-  if (mine == open.rend()) return {};
-  Left left{static_cast<std::size_t>(mine - open.rbegin()) + 1, {}};
+  Left left{layer->depth(number), {}};
+  if (!left.scopes) return left;
   device_->finish();
-  const std::size_t reserved = layer->scope->reserved();
-  for (std::size_t i = 0; i < left.scopes; ++i) {
-    left.held = layer->scope->release(open.back().mark).held;  // what outlived an inner scope is the outer one's
-    open.pop_back();
-  }
-  if (open.empty()) {
+  const std::size_t reserved = layer->reserved();
+  for (std::size_t i = 0; i < left.scopes; ++i) left.held = layer->leave();
+  if (layer->ended()) {
     if (reserved > region_.load(std::memory_order_relaxed)) region_.store(reserved, std::memory_order_relaxed);
     take_layer(layer);  // its memory goes back at once, or with the last block that is still alive
   }

@@ -209,7 +209,8 @@ void bind_pool(py::module_& m) {
       .def("pop_tag", &Pool::pop_tag)
       .def("sleep", &Pool::sleep, py::call_guard<py::gil_scoped_release>())
       .def("wake", &Pool::wake, py::call_guard<py::gil_scoped_release>())
-      .def("asleep", &Pool::asleep);
+      .def("asleep", &Pool::asleep)
+      .def("refusal", &Pool::refusal);
   py::class_<PoolUse, std::shared_ptr<PoolUse>>(m, "PoolUse")
       .def(py::init(&make_use))
       .def("enter", &PoolUse::enter)

@@ -35,7 +35,7 @@ std::size_t Pool::sleep(const std::string& name, int file) {
   check_open("Pool.sleep");
   TORCH_CHECK(!asleep(), "Pool.sleep: expected a pool that is awake, got one that sleeps already");
   const Tag tag = name.empty() ? Tag() : Tag(known_tag(*arena_, name));
-  const char* blocker = device_->sleep_blocker();
+  const char* blocker = device_->sleep_blocker(*arena_);
   TORCH_CHECK(!blocker, "Pool.sleep: expected memory that can be given back, got a pool that cannot: ", blocker);
   device_->finish();
   asleep_tag_ = tag;
@@ -121,9 +121,9 @@ void Pool::wake() {
   for (const Sleeper& chunk : chunks) device_->restore(chunk.at, chunk.bytes);
   off_t position = 0;
   for (const Sleeper& one : sleepers_) {
+    if (asleep_tag_) device_->restore(one.at, one.bytes);  // of the dead, too: what comes next may get it
     if (alive.count({one.at, one.tag})) {
       TORCH_CHECK(lseek(file_, position, SEEK_SET) == position, "Pool.wake: expected a file, got one closed");
-      if (asleep_tag_) device_->restore(one.at, one.bytes);
       device_->load(file_, one.at, one.bytes);
     }
     position += static_cast<off_t>(one.bytes);

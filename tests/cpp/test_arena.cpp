@@ -410,12 +410,12 @@ void test_freed_last() {
   Block* grown = arena->allocate({kMiB}).block;
   CHECK(grown && free(grown) == Freed::ok && arena->trim() == kMiB, "its chunk can go");
   free(small);
-  arena->settle();
+  arena->settle(arena->stats().frees);
   arena->pin(1, 0);
   Block* captured = arena->allocate({kMiB}).block;
   CHECK(captured && arena->stats().growths == 1, "clean after settle()");
   free(captured);
-  arena->unpin(1);
+  arena->unpin(1, arena->stats().frees);
   CHECK(arena->stats().largest_free == kMiB, "%zu", arena->stats().largest_free);
   CHECK_SOUND(*arena);
 }

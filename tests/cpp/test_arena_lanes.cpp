@@ -52,7 +52,7 @@ void test_order() {
   CHECK(left.waits == Lanes{2}, "the rest of the last piece");
   for (Block* block : {guard, other.block, all.block, left.block}) free(block);
   CHECK(arena->stats().free_blocks > 1, "several lanes");
-  arena->settle();
+  arena->settle(arena->stats().frees);
   CHECK_SOUND(*arena);
   Allocation clean = arena->allocate({64 * kKiB, 7});
   CHECK(clean && clean.waits.empty(), "all clean");
@@ -121,13 +121,55 @@ void test_capture() {
   CHECK(arena->pin(77, 1), "captured again");
   all.push_back(arena->allocate({kKiB, 1}).block);
   CHECK(all.back()->data() == place, "with its own memory");
-  arena->unpin(77);
+  arena->unpin(77, arena->stats().frees);
   CHECK_SOUND(*arena);
   CHECK(arena->stats().parked_blocks == 0, "unpinned");
   for (Block* block : all) free(block);
-  arena->unpin(77);  // nothing to do
+  arena->unpin(77, arena->stats().frees);  // nothing to do
   CHECK_SOUND(*arena);
   CHECK(arena->stats().active == 0, "all back");
+}
+
+void test_recorded_lanes_lend_nothing() {
+  ArenaPtr arena = make(64 * kKiB, false);
+  std::vector<Block*> all;
+  for (int i = 0; i < 64; ++i) all.push_back(arena->allocate({kKiB, i % 2 && i < 32 ? LaneId(1) : LaneId(2)}).block);
+  for (Block* block : all) free(block);
+  CHECK(arena->pin(5, 1), "pinned");
+  CHECK(arena->idle_lanes() == Lanes{2}, "one can be asked");
+  std::vector<Block*> got;
+  while (Block* block = arena->allocate({kKiB, 2}).block) got.push_back(block);
+  CHECK(got.size() == 48, "its own alone: %zu", got.size());
+  for (Block* block : got) free(block);
+  CHECK(!arena->allocate({40 * kKiB, 3}), "nor in pieces");
+  Allocation told = arena->allocate({kKiB, 1});
+  CHECK(told.waits == Lanes{2}, "a capture cannot wait, and is told");
+  const void* place = told.block->data();
+  free(told.block);
+  const Lanes done{2};
+  CHECK(!arena->settle(arena->stats().frees - 1, &done) && arena->settle(arena->stats().frees, &done), "settled");
+  CHECK_SOUND(*arena);
+  Allocation again = arena->allocate({kKiB, 1}), clean = arena->allocate({30 * kKiB, 1});
+  CHECK(again.block->data() == place && again.waits.empty(), "its own");
+  free(again.block);
+  CHECK(clean && clean.waits.empty(), "needs not");
+  free(clean.block);
+  arena->unpin(5, arena->stats().frees);
+}
+
+void test_nothing_goes_upstream_while_a_capture_records() {
+  auto upstream = std::make_shared<TestUpstream>(false);
+  Options options;
+  options.growth = kMiB;
+  ArenaPtr arena = Arena::create(options, upstream);
+  free(arena->allocate({kKiB, 2}).block);
+  CHECK(arena->pin(1, 1), "pinned");
+  CHECK(arena->trim() == 0, "a release waits for the device");
+  arena->close();
+  CHECK(upstream->held() == kMiB, "when closed, too");
+  arena->seal(1);
+  CHECK(upstream->held() == 0, "then");
+  arena->unpin(1, arena->stats().frees);
 }
 
 void test_capture_keeps_chunks() {
@@ -140,9 +182,10 @@ void test_capture_keeps_chunks() {
   free(arena->allocate({kKiB}).block);
   arena->seal(1);
   CHECK(arena->trim() == 0 && upstream->held() == kMiB, "a graph writes there");
+  CHECK(!arena->unpin(1, arena->stats().frees - 1), "freed since");
   owner.reset();
   CHECK(upstream->held() == kMiB, "even when the arena's pointer is gone");
-  arena->unpin(1);
+  arena->unpin(1, arena->stats().frees);
   CHECK(upstream->held() == 0, "the graph is gone");
 }
 
@@ -191,6 +234,7 @@ void test_random(bool debug, int operations) {
       ++served;
       waited += !got.waits.empty();
       const CaptureId capture = lane == 1 ? recording : 0;
+      CHECK(!recording || lane == 1 || !std::count(got.waits.begin(), got.waits.end(), 1), "nobody can wait for lane 1");
       each(got.block->address, got.block->size, [&](Cell& cell) {
         CHECK(!cell.used, "in use, or parked");
         CHECK(!cell.capture || cell.capture == capture, "of a capture");
@@ -227,19 +271,25 @@ void test_random(bool debug, int operations) {
       }
       tickets.clear();
     } else if (choice < 993) {
-      arena->settle();
+      const Lanes some{1 + random() % 4, 1 + random() % 4};
+      const bool all = random() % 2;
+      CHECK(!arena->settle(arena->stats().frees + 1), "freed since");
+      CHECK(arena->settle(arena->stats().frees, all ? nullptr : &some), "settled");
       for (Cell& cell : cells)
-        if (!cell.used && !cell.capture) cell.lane = 0;
+        if (!cell.used && !cell.capture && (all || std::count(some.begin(), some.end(), cell.lane))) cell.lane = 0;
     } else if (choice < 996) {
       if (!recording && !sealed) CHECK(arena->pin(recording = next_capture++, 1), "pinned");
     } else if (choice < 998) {
       if (recording) arena->seal(sealed = recording), recording = 0;
     } else if (sealed) {
-      arena->unpin(sealed);
+      arena->unpin(sealed, arena->stats().frees);
       for (const Range& range : parked) each(range.address, range.size, [](Cell& cell) { cell.used = false; });
       parked.clear();
       for (Cell& cell : cells)
-        if (cell.capture == sealed) cell.capture = 0;
+        if (cell.capture == sealed) {
+          cell.capture = 0;
+          if (!cell.used) cell.lane = 0;
+        }
       for (Live& one : live)
         if (one.capture == sealed) one.capture = 0;
       sealed = 0;
@@ -248,10 +298,10 @@ void test_random(bool debug, int operations) {
   }
   CHECK(served > operations / 10 && waited > 0, "%d served, %d waited", served, waited);
   if (recording) arena->seal(sealed = recording);
-  arena->unpin(sealed);
+  arena->unpin(sealed, arena->stats().frees);
   for (const auto& [ticket, ranges] : tickets) arena->release_deferred(ticket);
   for (const Live& one : live) free(one.block);
-  arena->settle();
+  arena->settle(arena->stats().frees);
   CHECK_SOUND(*arena);
   CHECK(arena->stats().free_blocks == 1 && arena->stats().active == 0, "all back");
 }
@@ -263,6 +313,8 @@ int main() {
   test_defer();
   test_deferred_arena_ends();
   test_capture();
+  test_recorded_lanes_lend_nothing();
+  test_nothing_goes_upstream_while_a_capture_records();
   test_capture_keeps_chunks();
   test_random(false, 100000);
   test_random(true, 100000);

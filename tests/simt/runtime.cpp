@@ -57,9 +57,24 @@ struct UserObject {
   int references;
 };
 
+void let_go(const std::vector<UserObject*>& objects) {
+  for (UserObject* object : objects)
+    if (--object->references == 0) {
+      object->destroy(object->data);
+      delete object;
+    }
+}
+
 struct Graph {
   std::vector<Work> work;
   std::vector<UserObject*> objects;
+
+  Graph() = default;
+  Graph(const Graph& other) : work(other.work), objects(other.objects) {
+    for (UserObject* object : objects) ++object->references;
+  }
+  Graph& operator=(const Graph&) = delete;
+  ~Graph() { let_go(objects); }
 };
 
 struct Capture {
@@ -231,16 +246,16 @@ bool allowed() {
   return true;
 }
 
+// A wait for a device asks the streams that capture there, too, whatever the mode.
+bool spoils(int device) {
+  bool any = false;
+  for (const auto& capture : runtime().captures)
+    if (capture->origin->device == device) any = capture->spoilt = true;
+  return any;
+}
+
 #define REFUSE_IN_CAPTURE() \
   if (!allowed()) return say(cudaErrorStreamCaptureUnsupported)
-
-void let_go(const std::vector<UserObject*>& objects) {
-  for (UserObject* object : objects)
-    if (--object->references == 0) {
-      object->destroy(object->data);
-      delete object;
-    }
-}
 
 bool on_device(const void* pointer) {
   const Range* range = range_of(pointer);
@@ -333,6 +348,7 @@ cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { return say(cudaErrorPeer
 cudaError_t cudaDeviceSynchronize() {
   const Guard guard(runtime().mutex);
   REFUSE_IN_CAPTURE();
+  if (spoils(device_now)) return say(cudaErrorStreamCaptureUnsupported);
   drain_device(device_now);
   return cudaSuccess;
 }
@@ -471,6 +487,8 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
 }
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
   const Guard guard(runtime().mutex);
+  if (of(stream)->capture) of(stream)->capture->spoilt = true;
+  if (of(stream)->capture) return say(cudaErrorStreamCaptureUnsupported);
   REFUSE_IN_CAPTURE();
   return of(stream)->steps.empty() ? cudaSuccess : say(cudaErrorNotReady);
 }
@@ -527,6 +545,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   Stream& own = *of(stream);
   Event& mark = *reinterpret_cast<Event*>(event);
   if (mark.device != own.device) return say(cudaErrorInvalidResourceHandle);
+  if (own.capture && own.capture->spoilt) return say(cudaErrorStreamCaptureInvalidated);
   mark.moment = std::make_shared<Moment>();
   mark.moment->stream = &own;
   mark.moment->capture = own.capture;
@@ -542,6 +561,7 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
   REFUSE_IN_CAPTURE();
   const MomentPtr moment = reinterpret_cast<Event*>(event)->moment;
   if (!moment) return cudaSuccess;
+  if (moment->capture) moment->capture->spoilt = true;
   if (moment->capture) return say(cudaErrorCapturedEvent);
   if (!moment->passed && ++moment->asked > 100) until(*moment);
   return moment->passed ? cudaSuccess : say(cudaErrorNotReady);
@@ -551,6 +571,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   REFUSE_IN_CAPTURE();
   const MomentPtr moment = reinterpret_cast<Event*>(event)->moment;
   if (!moment) return cudaSuccess;
+  if (moment->capture) moment->capture->spoilt = true;
   if (moment->capture) return say(cudaErrorCapturedEvent);
   until(*moment);
   return cudaSuccess;
@@ -589,7 +610,7 @@ cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
   all.captures.erase(std::find(all.captures.begin(), all.captures.end(), capture));
   *graph = nullptr;
   if (capture->spoilt) {
-    let_go(capture->graph->objects);
+    capture->graph = nullptr;
     return say(cudaErrorStreamCaptureInvalidated);
   }
   *graph = reinterpret_cast<cudaGraph_t>(capture->graph.release());
@@ -621,24 +642,26 @@ cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t*, std::size_t* 
 }
 cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* instance, cudaGraph_t graph, unsigned long long) {
   const Guard guard(runtime().mutex);
-  auto* copied = new Graph(*reinterpret_cast<Graph*>(graph));
-  for (UserObject* object : copied->objects) ++object->references;
-  *instance = reinterpret_cast<cudaGraphExec_t>(copied);
+  auto copied = std::make_shared<Graph>(*reinterpret_cast<Graph*>(graph));
+  *instance = reinterpret_cast<cudaGraphExec_t>(new std::shared_ptr<Graph>(std::move(copied)));
   return cudaSuccess;
 }
 cudaError_t cudaGraphLaunch(cudaGraphExec_t instance, cudaStream_t stream) {
   const Guard guard(runtime().mutex);
-  for (const Work& work : reinterpret_cast<Graph*>(instance)->work) put(*of(stream), work);
+  const auto graph = *reinterpret_cast<std::shared_ptr<Graph>*>(instance);
+  for (const Work& work : graph->work) put(*of(stream), work);
+  put(*of(stream), [graph] {});  // what it uses stays until the launch is done, also when the instance is destroyed
   return cudaSuccess;
 }
 cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
   const Guard guard(runtime().mutex);
-  const std::unique_ptr<Graph> dead(reinterpret_cast<Graph*>(graph));
-  let_go(dead->objects);
+  delete reinterpret_cast<Graph*>(graph);
   return cudaSuccess;
 }
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t instance) {
-  return cudaGraphDestroy(reinterpret_cast<cudaGraph_t>(instance));
+  const Guard guard(runtime().mutex);
+  delete reinterpret_cast<std::shared_ptr<Graph>*>(instance);
+  return cudaSuccess;
 }
 cudaError_t cudaUserObjectCreate(cudaUserObject_t* object, void* data, cudaHostFn_t destroy, unsigned references,
                                  unsigned) {
