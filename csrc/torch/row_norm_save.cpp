@@ -15,13 +15,21 @@ namespace {
 
 using at::Tensor;
 
-OutputVerdict verdict_of(int flaws) { return {flaws == 0, !(flaws & kNotInvertible)}; }
+struct OutputVerdict {
+  bool known;     // by a measurement
+  bool exact;     // within twice the error of stock PyTorch's gradients: WeightCheck in formulas/norm.h
+  bool possible;  // every weight can be divided by
+};
+
+OutputVerdict verdict_of(std::optional<int> flaws) {
+  return {flaws.has_value(), flaws == 0, !(flaws.value_or(0) & kNotInvertible)};
+}
 
 // Measurements that run beside the program, each with the weight it is about, which may die and whose address another
 // may take.
 class Measurements {
  public:
-  OutputVerdict of(const RowNorm& norm, const Tensor& weight, const OptionalTensor& bias) {
+  OutputVerdict of(const RowNorm& norm, const Tensor& weight, const OptionalTensor& bias, bool now) {
     const std::lock_guard<std::mutex> lock(mutex_);
     auto found = entries_.find(weight.unsafeGetTensorImpl());
     if (found == entries_.end() || found->second.weight.expired()) {
@@ -30,8 +38,10 @@ class Measurements {
       found = entries_.insert_or_assign(weight.unsafeGetTensorImpl(), std::move(entry)).first;
     }
     WeightMeasurement& measurement = found->second.measurement;
-    const int flaws = measurement.flaws();
+    if (now) measurement.wait();
+    std::optional<int> flaws = measurement.flaws();
     if (measurement.done()) measurement.start(norm, weight, bias);
+    if (now) measurement.wait(), flaws = measurement.flaws();
     return verdict_of(flaws);
   }
 
@@ -53,27 +63,28 @@ class Measurements {
   size_t sweep_at_ = 256;
 };
 
-OutputVerdict measured(const RowNorm& norm, const Tensor& weight, const OptionalTensor& bias) {
+OutputVerdict measured(const RowNorm& norm, const Tensor& weight, const OptionalTensor& bias, bool now) {
   if (!weight.is_cpu()) {
     static auto& measurements = *new Measurements;  // outlives every thread
-    return measurements.of(norm, weight, bias);
+    return measurements.of(norm, weight, bias, now);
   }
   WeightMeasurement measurement;
   measurement.start(norm, weight, bias);
   return verdict_of(measurement.flaws());
 }
 
-}  // namespace
-
+// now: waits for the device, so that it is about the weights as they are.
 OutputVerdict output_verdict(const RowNorm& norm, const OptionalTensor& weight, const OptionalTensor& bias,
-                             bool rounded) {
-  if (!weight) return {!bias.has_value(), true};
-  OutputVerdict verdict = measured(norm, *weight, bias);
+                             bool rounded, bool now) {
+  if (!weight) return {true, !bias.has_value(), true};
+  OutputVerdict verdict = measured(norm, *weight, bias, now);
   // A weight of more digits than the output: its gradient would have the output's, as a rounded one has already.
   const bool precise = c10::elementSize(weight->scalar_type()) > c10::elementSize(norm.dtype);
   if (precise && !rounded) verdict.exact = false;
   return verdict;
 }
+
+}  // namespace
 
 Kept resolve_kept(const RowNorm& norm, const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
                   std::string_view save, bool inplace, bool rounded) {
@@ -84,8 +95,11 @@ Kept resolve_kept(const RowNorm& norm, const Tensor& input, const OptionalTensor
   if (save == "input") return Kept::input;
   if (!is_plain(input) || (weight && !is_plain(*weight)) || (bias && !is_plain(*bias)))  // values unknown
     return save == "output" ? Kept::output : Kept::input;
-  const OutputVerdict verdict = output_verdict(norm, weight, bias, rounded || is_autocast(input));
+  rounded = rounded || is_autocast(input);
+  OutputVerdict verdict = output_verdict(norm, weight, bias, rounded, /*now=*/false);
   if (save == "auto" && !inplace) return verdict.exact ? Kept::output : Kept::input;
+  const bool fits = verdict.possible && (verdict.exact || save == "output");
+  if (!verdict.known || !fits) verdict = output_verdict(norm, weight, bias, rounded, /*now=*/true);
   TORCH_CHECK_VALUE(verdict.possible, norm.name(), ": expected, ", inplace ? "in place" : "with save='output'",
                     ", finite weights other than 0, from which the input follows, got some that are not; use ",
                     inplace ? "inplace='auto'" : "save='auto'");
