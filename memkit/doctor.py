@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import shutil
@@ -111,10 +112,14 @@ def _pool() -> str:
 def _measure() -> str:
     from . import memory
 
-    measured = memory.measure(lambda: torch.empty(1 << 20, dtype=torch.uint8).fill_(1).sum())
-    if measured.peak < 1 << 20:
-        raise RuntimeError(f"measure: expected a peak of at least {size(1 << 20)}, got {size(measured.peak)}")
-    return "ok: measure sees every allocation"
+    devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    for device in devices:
+        work = functools.partial(torch.ones, 1 << 20, dtype=torch.uint8, device=device)
+        measured = memory.measure(work, device=device)
+        if measured.peak < 1 << 20:
+            expected = f"a peak of at least {size(1 << 20)} on {device}"
+            raise RuntimeError(f"measure: expected {expected}, got {size(measured.peak)}")
+    return f"ok: measure sees every allocation, {' and '.join(devices)}"
 
 
 def _compiler() -> str:

@@ -139,6 +139,15 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"\n{name:<8} ok: " in printed for name in ("kernels", "dropout", "pool", "memory"))
 
 
+@pytest.mark.cuda
+def test_doctor_with_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each trial on its own device: CUDA is in use by then, which is where memkit.memory looks unless told."""
+    assert cli.main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    assert "\ncuda     ok: gelu in place" in printed
+    assert "\nmemory   ok: measure sees every allocation, cpu and cuda" in printed
+
+
 def test_doctor_reports_a_failed_trial(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -114,7 +114,7 @@ def test_the_choice_follows_the_weights_without_waiting() -> None:
     norm = memkit.nn.LayerNorm(64).to(CUDA)
 
     def settled() -> str | None:
-        for _ in range(2):  # the first may find one of before under way
+        for _ in range(2):  # the first may find a measurement running, of the weights before
             norm(x)
             torch.cuda.synchronize()
         return M.norm_saves(norm(x))
@@ -186,3 +186,27 @@ def test_channels(dtype: torch.dtype, last: bool, shape: tuple[int, ...]) -> Non
         mine = run(lambda x, *p: M.group_norm(x, 4, *p), tensors, grads)
         theirs = run(lambda x, *p: F.group_norm(x, 4, *p), tensors, grads)
         assert_as_good_as_stock("y input weight bias", mine, theirs, want, units=2)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_what_the_caller_insists_on_is_judged_by_the_weights_as_they_are(op: str) -> None:
+    """Whatever is known of them so far: nothing in the first call, and of those before where they have changed since."""
+    x = normal((4, 64), torch.float32, 0).to(CUDA)
+    function = {"layer_norm": M.layer_norm, "rms_norm": M.rms_norm}[op]
+    weight = torch.zeros(64, device=CUDA, requires_grad=True)
+    for refused in ("expected, with save='output', finite weights", "expected, in place, finite weights"):
+        with pytest.raises(ValueError, match=refused):
+            function(x * 1, (64,), weight, inplace="in place" in refused, save="output")
+    for value in (1.0, 2.0):
+        with torch.no_grad():
+            weight.fill_(value)
+        h = x * 1
+        assert function(h, (64,), weight, inplace=True).data_ptr() == h.data_ptr()
+        with torch.no_grad():
+            weight[3] = 0
+        torch.cuda.synchronize()
+        function(x, (64,), weight)
+        torch.cuda.synchronize()
+        with pytest.raises(ValueError, match="expected, in place, finite weights"):
+            function(x * 1, (64,), weight, inplace=True)
+    assert function(x, (64,), torch.ones_like(weight).requires_grad_(), save="output").requires_grad

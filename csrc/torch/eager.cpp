@@ -1,6 +1,8 @@
 #include "eager.h"
 
+#include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/grad_mode.h>
+#include <torch/csrc/PyInterpreter.h>
 
 #include "checks.h"
 
@@ -68,6 +70,18 @@ bool stands_for_tensor(PyObject* object, std::string_view op, const char* argume
   const bool stands = PyObject_HasAttrString(reinterpret_cast<PyObject*>(Py_TYPE(object)), "__torch_function__");
   TORCH_CHECK_TYPE(stands, op, ": expected ", argument, " to be a Tensor, got ", Py_TYPE(object)->tp_name);
   return true;
+}
+
+bool mode_listens() {
+  using Modes = at::impl::PythonTorchFunctionTLS;
+  if (!at::impl::torch_function_mode_enabled()) return false;
+  static const auto& default_device =
+      *new pybind11::object(pybind11::module_::import("torch.utils._device").attr("DeviceContext"));
+  for (int64_t i = 0; i < Modes::stack_len(); ++i) {
+    PyObject* const mode = Modes::get_stack_at(i)->ptr(getPyInterpreter());
+    if (!pybind11::type::handle_of(mode).is(default_device)) return true;
+  }
+  return false;
 }
 
 bool is_dead(const Tensor& x) {

@@ -2,7 +2,6 @@
 // like everyone else; what they leave out is the 3 us in which torch.ops parses its arguments.
 #pragma once
 
-#include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/Generator.h>
 #include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
@@ -31,6 +30,9 @@ int64_t integer(PyObject* object, std::string_view op);
 
 // Whether the object is no tensor but takes tensors' functions over, as torch.fx.Proxy does. Raises for anything else.
 bool stands_for_tensor(PyObject* object, std::string_view op, const char* argument);
+
+// Whether a torch function mode wants to see the calls. `torch.set_default_device` is one that looks at constructors alone.
+bool mode_listens();
 
 Inplace inplace_of(PyObject* object, std::string_view op);
 
@@ -126,8 +128,7 @@ struct Entry<function, name, R (*)(Args...)> {
  private:
   template <size_t... i>
   static PyObject* call(PyObject* const* args, std::index_sequence<i...>) {
-    if ((Argument<std::decay_t<Args>>::listens(args[i], name) || ...) || at::impl::torch_function_mode_enabled())
-      Py_RETURN_NONE;
+    if ((Argument<std::decay_t<Args>>::listens(args[i], name) || ...) || mode_listens()) Py_RETURN_NONE;
     return result(function(Argument<std::decay_t<Args>>::get(args[i], name)...));
   }
 };

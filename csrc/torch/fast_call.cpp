@@ -21,8 +21,7 @@ PyObject* activation_entry(PyObject*, PyObject* const* args, Py_ssize_t count) {
   std::string_view save = text(args[6], op);
   const bool biased = args[2] != Py_None;
   if (stands_for_tensor(args[1], op, "input") || (biased && stands_for_tensor(args[2], op, "bias")) ||
-      !THPVariable_CheckExact(args[1]) || (biased && !THPVariable_CheckExact(args[2])) ||
-      at::impl::torch_function_mode_enabled()) {
+      !THPVariable_CheckExact(args[1]) || (biased && !THPVariable_CheckExact(args[2])) || mode_listens()) {
     Py_RETURN_NONE;
   }
   const Tensor& input = THPVariable_Unpack(args[1]);

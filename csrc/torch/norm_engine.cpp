@@ -134,7 +134,8 @@ void WeightMeasurement::start(const RowNorm& norm, const Tensor& weight, const O
   });
   pending_->running = true;
 #else
-  on_stream(weight.device(), [&](auto stream) { return cuda::row_norm_flaws(args, &flaws_, stream); });
+  flaws_ = 0;
+  on_stream(weight.device(), [&](auto stream) { return cuda::row_norm_flaws(args, &*flaws_, stream); });
 #endif
 }
 
@@ -149,7 +150,13 @@ bool WeightMeasurement::done() {
   return true;
 }
 
-int WeightMeasurement::flaws() {
+void WeightMeasurement::wait() {
+#ifdef MEMKIT_WITH_CUDA
+  if (pending_ && pending_->running && !capturing()) pending_->event.synchronize();
+#endif
+}
+
+std::optional<int> WeightMeasurement::flaws() {
   done();
   return flaws_;
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 
 #include "../formulas/norm.h"
 #include "row_norm.h"
@@ -18,11 +19,13 @@ class WeightMeasurement {
  public:
   void start(const RowNorm& norm, const at::Tensor& weight, const OptionalTensor& bias);
   bool done();
-  // As far as known: what the last measurement that is done has found.
-  int flaws();
+  // What runs is done then, unless a graph is captured, while which nobody may wait.
+  void wait();
+  // What the last measurement that is done has found; nothing where there is none yet.
+  std::optional<int> flaws();
 
  private:
-  int flaws_ = kIllConditioned;
+  std::optional<int> flaws_;
   struct Pending;
   std::shared_ptr<Pending> pending_;
 };

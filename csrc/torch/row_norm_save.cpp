@@ -23,13 +23,21 @@ bool is_short(const RowNorm& norm, const Tensor& input) {
   return !norm.centered && c10::multiply_integers(input.sizes().slice(input.dim() - norm.dims)) < kShortRow;
 }
 
-OutputVerdict verdict_of(int flaws) { return {flaws == 0, !(flaws & kNotInvertible)}; }
+struct OutputVerdict {
+  bool known;     // by a measurement
+  bool exact;     // within twice the error of stock PyTorch's gradients: WeightCheck in formulas/norm.h
+  bool possible;  // every weight can be divided by
+};
+
+OutputVerdict verdict_of(std::optional<int> flaws) {
+  return {flaws.has_value(), flaws == 0, !(flaws.value_or(0) & kNotInvertible)};
+}
 
 // Measurements that run beside the program, each with the weight it is about, which may die and whose address another
 // may take.
 class Measurements {
  public:
-  OutputVerdict of(const RowNorm& norm, const Tensor& weight, const OptionalTensor& bias) {
+  OutputVerdict of(const RowNorm& norm, const Tensor& weight, const OptionalTensor& bias, bool now) {
     const std::lock_guard<std::mutex> lock(mutex_);
     auto found = entries_.find(weight.unsafeGetTensorImpl());
     if (found == entries_.end() || found->second.weight.expired()) {
@@ -38,8 +46,10 @@ class Measurements {
       found = entries_.insert_or_assign(weight.unsafeGetTensorImpl(), std::move(entry)).first;
     }
     WeightMeasurement& measurement = found->second.measurement;
-    const int flaws = measurement.flaws();
+    if (now) measurement.wait();
+    std::optional<int> flaws = measurement.flaws();
     if (measurement.done()) measurement.start(norm, weight, bias);
+    if (now) measurement.wait(), flaws = measurement.flaws();
     return verdict_of(flaws);
   }
 
@@ -61,27 +71,28 @@ class Measurements {
   size_t sweep_at_ = 256;
 };
 
-OutputVerdict measured(const RowNorm& norm, const Tensor& weight, const OptionalTensor& bias) {
+OutputVerdict measured(const RowNorm& norm, const Tensor& weight, const OptionalTensor& bias, bool now) {
   if (!weight.is_cpu()) {
     static auto& measurements = *new Measurements;  // outlives every thread
-    return measurements.of(norm, weight, bias);
+    return measurements.of(norm, weight, bias, now);
   }
   WeightMeasurement measurement;
   measurement.start(norm, weight, bias);
   return verdict_of(measurement.flaws());
 }
 
-}  // namespace
-
+// now: waits for the device, so that it is about the weights as they are.
 OutputVerdict output_verdict(const RowNorm& norm, const OptionalTensor& weight, const OptionalTensor& bias,
-                             bool rounded) {
-  if (!weight) return {!bias.has_value(), true};
-  OutputVerdict verdict = measured(norm, *weight, bias);
+                             bool rounded, bool now) {
+  if (!weight) return {true, !bias.has_value(), true};
+  OutputVerdict verdict = measured(norm, *weight, bias, now);
   // A weight of more digits than the output: its gradient would have the output's, as a rounded one has already.
   const bool precise = c10::elementSize(weight->scalar_type()) > c10::elementSize(norm.dtype);
   if (precise && !rounded) verdict.exact = false;
   return verdict;
 }
+
+}  // namespace
 
 Kept resolve_kept(const RowNorm& norm, const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
                   std::string_view save, bool inplace, bool rounded) {
@@ -92,9 +103,16 @@ Kept resolve_kept(const RowNorm& norm, const Tensor& input, const OptionalTensor
   if (save == "input") return Kept::input;
   if (!is_plain(input) || (weight && !is_plain(*weight)) || (bias && !is_plain(*bias)))  // values unknown
     return save == "output" ? Kept::output : Kept::input;
-  OutputVerdict verdict = output_verdict(norm, weight, bias, rounded || is_autocast(input));
-  if (is_short(norm, input)) verdict.exact = false;
+  rounded = rounded || is_autocast(input);
+  const auto ask = [&](bool now) {
+    OutputVerdict verdict = output_verdict(norm, weight, bias, rounded, now);
+    if (is_short(norm, input)) verdict.exact = false;
+    return verdict;
+  };
+  OutputVerdict verdict = ask(/*now=*/false);
   if (save == "auto" && !inplace) return verdict.exact ? Kept::output : Kept::input;
+  const bool fits = verdict.possible && (verdict.exact || save == "output");
+  if (!verdict.known || !fits) verdict = ask(/*now=*/true);
   TORCH_CHECK_VALUE(verdict.possible, norm.name(), ": expected, ", inplace ? "in place" : "with save='output'",
                     ", finite weights other than 0, from which the input follows, got some that are not; use ",
                     inplace ? "inplace='auto'" : "save='auto'");

@@ -186,4 +186,4 @@ Decisions = dict[AnySite, Decision]
 
 
 def _is_exact(value: float, dtype: torch.dtype) -> bool:
-    return torch.tensor(value, dtype=dtype).item() == value
+    return torch.tensor(value, dtype=dtype, device="cpu").item() == value

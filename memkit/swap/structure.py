@@ -44,7 +44,7 @@ def check(site: AnySite, lean: bool = False) -> str:
     as_twin = site.twin.__new__(site.twin)
     vars(as_twin).update(vars(module))
     try:
-        _C.activation(as_twin._op, torch.empty(0), None, -1, as_twin._params, False, "output")
+        _C.activation(as_twin._op, torch.empty(0, device="cpu"), None, -1, as_twin._params, False, "output")
     except (TypeError, ValueError) as error:
         return str(error)
     return ""

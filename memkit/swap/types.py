@@ -178,8 +178,8 @@ class _Counter(nn.Module):
 def _references_of_a_temporary() -> int:
     """What `getrefcount` says in a module's forward of an input that only the call holds."""
     count = _Counter()
-    temporary = cast(int, count(torch.empty(0)))
-    variable = torch.empty(0)
+    temporary = cast(int, count(torch.empty(0, device="cpu")))
+    variable = torch.empty(0, device="cpu")
     held = cast(int, count(variable))
     in_sequence = cast(int, nn.Sequential(nn.PReLU(), count)(variable))
     if not (held == in_sequence == temporary + 1):

@@ -347,3 +347,12 @@ def test_recurrences_keep_no_states(name, options):
     loss, ours = step(subject)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
     assert apart(ours, exact) <= 2 * apart(theirs, exact)
+
+
+def test_tensors_of_its_own_go_to_no_default_device():
+    """Losses and parts are compared on numbers that swap draws, by a generator of the CPU's."""
+    subject = make("llama")
+    with torch.device("meta"):
+        rows = by_path(swap(subject.model, sample=subject.sample))
+    assert rows["loss_function"].changed
+    assert rows["model.layers.0.mlp"].saved == "gate, up"

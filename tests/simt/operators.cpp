@@ -3,6 +3,7 @@
 // what makes a tensor has to know its shape and runs at once, after the stream. In a capture both go into the graph.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/OpMathType.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/cuda/CUDAGeneratorImpl.h>
@@ -12,10 +13,11 @@
 #include <torch/library.h>
 
 #include <array>
+#include <limits>
 #include <memory>
-#include <numeric>
 #include <set>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -181,6 +183,39 @@ void on_the_cpu(const c10::OperatorHandle& op, Stack* stack) {
     });
 }
 
+// Which PyTorch has for its GPUs alone; in the widths of its CUDA kernel: float32 for narrower dtypes.
+std::tuple<at::Tensor, at::Tensor> rms_norm(const at::Tensor& input, at::IntArrayRef shape,
+                                            const std::optional<at::Tensor>& weight, std::optional<double> eps) {
+  const at::ScalarType wide = at::toOpMathType(input.scalar_type());
+  std::vector<int64_t> dims;
+  for (std::size_t i = 0; i < shape.size(); ++i) dims.push_back(input.dim() - 1 - static_cast<int64_t>(i));
+  const double added = eps.value_or(wide == at::kDouble ? std::numeric_limits<double>::epsilon()
+                                                        : std::numeric_limits<float>::epsilon());
+  const at::Tensor x = input.to(wide);
+  const at::Tensor rstd = x.square().mean(dims, true).add(added).rsqrt();
+  const at::Tensor y = x * rstd;
+  return {(weight && weight->defined() ? y * weight->to(wide) : y).to(input.scalar_type()), rstd};
+}
+
+std::tuple<at::Tensor, at::Tensor> rms_norm_backward(const at::Tensor& grad, const at::Tensor& input,
+                                                     at::IntArrayRef shape, const at::Tensor& rstd,
+                                                     const std::optional<at::Tensor>& weight,
+                                                     std::array<bool, 2> wanted) {
+  const at::ScalarType wide = rstd.scalar_type();
+  std::vector<int64_t> dims, rows;
+  for (int64_t i = 0; i < input.dim(); ++i)
+    (i < input.dim() - static_cast<int64_t>(shape.size()) ? rows : dims).push_back(i);
+  const bool weighs = weight && weight->defined();
+  const at::Tensor y = input.to(wide) * rstd, g = grad.to(wide), gw = weighs ? g * weight->to(wide) : g;
+  at::Tensor input_grad, weight_grad;
+  if (wanted[0]) input_grad = ((gw - y * (gw * y).mean(dims, true)) * rstd).to(input.scalar_type());
+  if (wanted[1] && weighs) {
+    const at::Tensor product = g * y;
+    weight_grad = (rows.empty() ? product : product.sum(rows)).to(weight->scalar_type());
+  }
+  return {input_grad, weight_grad};
+}
+
 bool is_locked(const at::Tensor& tensor) {
   cudaPointerAttributes attributes;
   return cudaPointerGetAttributes(&attributes, tensor.data_ptr()) == cudaSuccess &&
@@ -205,27 +240,10 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
   return self;
 }
 
-// That of an operator which PyTorch has for GPUs alone.
-std::tuple<at::Tensor, at::Tensor> rms_norm_backward(const at::Tensor& grad, const at::Tensor& input,
-                                                     at::IntArrayRef shape, const at::Tensor& rstd,
-                                                     const std::optional<at::Tensor>& weight, std::array<bool, 2>) {
-  const auto wide = input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  std::vector<int64_t> inner(shape.size()), outer(input.dim() - shape.size());
-  std::iota(outer.begin(), outer.end(), int64_t(0));
-  std::iota(inner.begin(), inner.end(), int64_t(outer.size()));
-  const at::Tensor g = grad.to(wide), scale = rstd.to(wide), normed = input.to(wide) * scale;
-  const at::Tensor weighted = weight && weight->defined() ? g * weight->to(wide) : g;
-  const at::Tensor along = (weighted * normed).mean(inner, true);
-  at::Tensor of_weight;
-  if (weight && weight->defined()) {
-    of_weight = outer.empty() ? g * normed : (g * normed).sum(outer);
-    of_weight = of_weight.to(weight->scalar_type());
-  }
-  return {(scale * (weighted - normed * along)).to(input.scalar_type()), of_weight};
-}
-
 // What allocates, looks at no numbers, or is done by copies of the runtime's.
 const std::set<std::string> kKept = {"empty.memory_format",
+                                     "_fused_rms_norm",
+                                     "_fused_rms_norm_backward",
                                      "empty_strided",
                                      "set_.source_Storage",
                                      "set_.source_Storage_storage_offset",
@@ -250,8 +268,8 @@ void take_over() {
   const c10::WarningUtils::WarningHandlerGuard guard(&quiet);
   auto& library = *new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
   library.impl("copy_", &copy_);
-  auto& cpu = *new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CPU, __FILE__, __LINE__);
-  cpu.impl("_fused_rms_norm_backward", &rms_norm_backward);
+  library.impl("_fused_rms_norm", &rms_norm);
+  library.impl("_fused_rms_norm_backward", &rms_norm_backward);
   for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
     if (name.name.rfind("aten::", 0) != 0) continue;
     const auto op = c10::Dispatcher::singleton().findOp(name);
@@ -259,8 +277,7 @@ void take_over() {
     const std::string plain = plain_name(name);
     const bool convolves = plain == "convolution" || plain == "convolution_backward";
     const bool has_cpu = op->hasKernelForDispatchKey(c10::DispatchKey::CPU) ||
-                         op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) ||
-                         op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
+                         op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd);
     if (kKept.count(plain) || !has_cpu || (!convolves && !op->hasKernelForDispatchKey(c10::DispatchKey::CUDA)))
       continue;
     bool views = false;

@@ -13,6 +13,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -43,6 +44,7 @@ struct Moment {
   struct Stream* stream = nullptr;
   std::shared_ptr<Capture> capture;  // it was recorded in
   int asked = 0;
+  std::chrono::steady_clock::time_point time;  // when it passed
 };
 using MomentPtr = std::shared_ptr<Moment>;
 
@@ -95,6 +97,7 @@ struct Stream {
 struct Event {
   MomentPtr moment;
   int device = 0;
+  unsigned flags = 0;
 };
 
 struct Range {
@@ -188,7 +191,7 @@ void advance(Stream& stream) {
   const Step step = std::move(stream.steps.front());
   stream.steps.pop_front();
   if (step.work) perform(step.work);
-  if (step.reached) step.reached->passed = true;
+  if (step.reached) step.reached->passed = true, step.reached->time = std::chrono::steady_clock::now();
 }
 
 void until(const Moment& moment) {
@@ -531,8 +534,8 @@ cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t call, void* dat
   return cudaSuccess;
 }
 
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
-  *event = reinterpret_cast<cudaEvent_t>(new Event{nullptr, device_now});
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
+  *event = reinterpret_cast<cudaEvent_t>(new Event{nullptr, device_now, flags});
   return cudaSuccess;
 }
 cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
@@ -576,8 +579,15 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   until(*moment);
   return cudaSuccess;
 }
-cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t, cudaEvent_t) {
-  return *milliseconds = 1.0f, cudaSuccess;
+cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEvent_t end) {
+  const Guard guard(runtime().mutex);
+  const Event* const both[] = {reinterpret_cast<Event*>(start), reinterpret_cast<Event*>(end)};
+  for (const Event* event : both)
+    if (!event->moment || event->moment->capture || (event->flags & cudaEventDisableTiming))
+      return say(cudaErrorInvalidResourceHandle);
+  if (!both[0]->moment->passed || !both[1]->moment->passed) return say(cudaErrorNotReady);
+  const std::chrono::duration<float, std::milli> between = both[1]->moment->time - both[0]->moment->time;
+  return *milliseconds = between.count(), cudaSuccess;
 }
 
 // -- graphs

@@ -39,7 +39,7 @@ CLASSES = {
 }
 """Class names, and which activation they stand for wherever a few values and slopes agree."""
 
-_PROBE = torch.linspace(-8, 8, 161, dtype=torch.float64)
+_PROBE = torch.linspace(-8, 8, 161, dtype=torch.float64, device="cpu")
 _checked: dict[type[nn.Module], str | None] = {}
 
 

@@ -76,14 +76,15 @@ def release(module: nn.Module) -> bool:
 
 def _same(theirs: Callable[..., Tensor], ours: Callable[..., Tensor]) -> bool:
     """On a few numbers, in the ways that a trainer calls it."""
-    generator = torch.Generator().manual_seed(0)
-    labels = torch.randint(5, (2, 4), generator=generator)
+    generator = torch.Generator("cpu").manual_seed(0)
+    labels = torch.randint(5, (2, 4), generator=generator, device="cpu")
     for dtype in (torch.float32, torch.bfloat16):
         for options in ({}, {"num_items_in_batch": 7}, {"ignore_index": -1}):
             labels[0, 1] = options.get("ignore_index", -100)
             found = []
             for loss in (theirs, ours):
-                logits = torch.randn(2, 4, 5, generator=generator.manual_seed(1)).to(dtype).requires_grad_()
+                drawn = torch.randn(2, 4, 5, generator=generator.manual_seed(1), device="cpu")
+                logits = drawn.to(dtype).requires_grad_()
                 with torch.enable_grad():
                     value = loss(logits, labels.clone(), 5, **options)
                     found.append((value, *torch.autograd.grad(value, logits)))
