@@ -235,7 +235,7 @@ class Pool(_C.PoolBase):
 
         May be nested, also with other pools: the innermost serves. Other threads go on as before; on CUDA those that
         work on the same stream do not, because backward runs on a thread of its own. There torch's caching allocator
-        cuts the tensors from large blocks of the pool, and keeps those until `torch.cuda.empty_cache()`.
+        cuts the tensors from large blocks of the pool, and keeps those until `trim()` or `close()`.
 
         What a graph records comes from torch's memory for the graph, not from the pool.
 
@@ -316,7 +316,10 @@ class Pool(_C.PoolBase):
     # -- memory
 
     def trim(self) -> int:
-        """Gives grown chunks that nobody uses back to the system; returns how many bytes."""
+        """Gives grown chunks that nobody uses back to the system; returns how many bytes.
+
+        On CUDA also what torch's allocator keeps of the pool for `use()`, to the pool.
+        """
         return self._core.trim()
 
     def sleep(self, tag: str | None = None, *, file: str | Path | None = None) -> int:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import gc
+import pickle
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+import torch.cuda._memory_viz
+from pool_cases import in_a_child
 from torch import nn
 
 import memkit
@@ -211,16 +215,148 @@ def test_memory_freed_asleep_serves_another_tag(pool: memkit.Pool) -> None:
     assert other.eq(5).all()
 
 
-def test_debug_finds_what_was_written_beyond_the_end() -> None:
+class Beyond:
+    """Bytes at an address, whoever they belong to."""
+
+    def __init__(self, address: int, count: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (count,), "typestr": "|u1", "data": (address, False), "strides": None, "version": 3
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize(("offset", "where"), [(4000, "after"), (-1, "before"), (3999, "")])
+def test_debug_finds_what_was_written_beyond_the_end(offset: int, where: str) -> None:
     with memkit.Pool("8MiB", device="cuda", debug=True) as pool:
-        x = pool.empty(1000)
+        x = pool.empty(1000, tag="victim")
         assert x.isnan().all()
-        beyond = x.as_strided((1,), (1,), 0)
-        del beyond
-        storage = x.untyped_storage()
-        assert storage.nbytes() == 4000
-        del x, storage
-        pool.check()
+        torch.as_tensor(Beyond(x.data_ptr() + offset, 1), device="cuda").fill_(7)
+        del x
+        if where:
+            with pytest.raises(RuntimeError, match=f"wrote {where} its block: 4000 bytes at .* of victim"):
+                pool.check()
+        else:
+            pool.check()
+
+
+def test_debug_poisons_what_was_freed() -> None:
+    with memkit.Pool("8MiB", device="cuda", debug=True) as pool:
+        x = pool.full((1000,), 2.0)
+        at = x.data_ptr()
+        stream = torch.cuda.Stream()
+        x.record_stream(stream)
+        del x
+        torch.cuda.synchronize()
+        torch.as_tensor(Beyond(at + 4000, 1), device="cuda").fill_(7)
+        torch.cuda.synchronize()
+        pool.empty(1)
+        assert torch.as_tensor(Beyond(at + 2048, 1900), device="cuda").eq(0x7F).all()
+        with pytest.raises(RuntimeError, match="wrote after"):  # found when nobody uses it any more
+            pool.check()
+
+
+def test_freed_asleep_and_used_after_waking(pool: memkit.Pool) -> None:
+    first, second = (pool.full((4 * MIB,), 3.0, tag="weights") for _ in range(2))
+    assert pool.sleep("weights") > 0
+    at = first.data_ptr()
+    del first
+    pool.wake()
+    other = pool.full((4 * MIB,), 5.0)
+    assert other.data_ptr() == at
+    assert other.eq(5).all()
+    assert second.eq(3).all()
+
+
+@pytest.mark.parametrize("tag", [None, "weights"])
+def test_waking_without_memory_can_be_tried_again(pool: memkit.Pool, tag: str | None) -> None:
+    x = pool.full((8 * MIB,), 3.0, tag="weights")
+    at = x.data_ptr()
+    assert pool.sleep(tag) >= 32 * MIB
+    torch.cuda.empty_cache()
+    hog = torch.empty(torch.cuda.mem_get_info()[0] - 8 * MIB, dtype=torch.uint8, device="cuda")
+    with pytest.raises(RuntimeError, match="memory for what slept"):
+        pool.wake()
+    assert "asleep" in repr(pool)
+    with pytest.raises(RuntimeError, match="awake"):
+        pool.empty(1, tag="weights")
+    del hog
+    torch.cuda.empty_cache()
+    pool.wake()
+    assert x.data_ptr() == at
+    assert x.eq(3).all()
+
+
+def test_sleep_waits_for_all_streams(pool: memkit.Pool) -> None:
+    stream = torch.cuda.Stream()
+    x = pool.zeros(MIB)
+    stream.wait_stream(torch.cuda.current_stream())
+    busy(stream)
+    with torch.cuda.stream(stream):
+        x.fill_(4)
+    pool.sleep()
+    pool.wake()
+    assert x.eq(4).all()
+
+
+def test_a_closed_pool_dies_asleep() -> None:
+    with memkit.Pool("8MiB", device="cuda") as pool:
+        x = pool.full((MIB,), 2.0)
+        pool.sleep()
+    del pool
+    assert x.eq(2).all()
+
+
+def test_plans_are_for_the_cpu(pool: memkit.Pool) -> None:
+    with memkit.Pool("1MiB") as host:
+        plan = host.record(lambda: torch.ones(100))
+    with pytest.raises(RuntimeError, match="expected a pool on the CPU, got one on cuda:0"):
+        pool.replay(plan)
+
+
+def test_snapshot_opens_in_torchs_viewer(pool: memkit.Pool, tmp_path: Path) -> None:
+    x, stream = pool.empty(1000, tag="activations"), torch.cuda.Stream()
+    y = pool.empty(2000)
+    y.record_stream(stream)
+    del y
+    path = tmp_path / "pool.pickle"
+    pool.snapshot(path)
+    snapshot = pickle.loads(path.read_bytes())
+    page = torch.cuda._memory_viz.trace_plot(snapshot)
+    assert "activations" in str(snapshot)
+    assert "<html" in page.lower() or "<!doctype" in page.lower()
+    (segment,) = snapshot["segments"]
+    assert segment["device"] == pool.device.index
+    assert segment["allocated_size"] == 4096
+    assert torch.cuda._memory_viz.segsum(snapshot)
+    assert x.numel() == 1000
+
+
+def test_the_profiler_sees_its_memory(pool: memkit.Pool) -> None:
+    with torch.profiler.profile(profile_memory=True) as profile:
+        x = pool.empty(1000)
+        y = pool.empty(500)
+        del x
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    changes = [event.nbytes() for event in events]
+    assert [change for change in changes if change in (4000, 2000, -4000)] == [4000, 2000, -4000]
+    assert y.numel() == 500
+
+
+def test_a_forked_child_leaves_it_alone(pool: memkit.Pool) -> None:
+    x, y = pool.full((MIB,), 2.0), pool.zeros(100)
+    y.record_stream(torch.cuda.Stream())
+    held = {"x": x, "y": y}
+    del y
+
+    def child() -> None:
+        with pytest.raises(RuntimeError, match="fork"):
+            pool.empty(10)
+        held.clear()  # frees nothing, and calls nothing of CUDA's
+        assert "parent" in repr(pool)
+
+    in_a_child(child)
+    assert x.eq(2).all()
+    assert held["y"].eq(0).all()
+    assert pool.stats().live_blocks == 2
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -158,14 +158,13 @@ def test_a_scope_in_a_capture_that_finds_no_clean_memory(small: Pool) -> None:
     with torch.cuda.stream(stream):
         small.zeros(2 * MIB - 128)
         torch.cuda._sleep(100_000_000)
-    with pytest.raises(RuntimeError, match="no other stream used before"):
-        with torch.cuda.stream(torch.cuda.Stream()):
-            graph.capture_begin(capture_error_mode="relaxed")
-            try:
-                with small.scope():
-                    small.empty(100)
-            finally:
-                graph.capture_end()
+    with pytest.raises(RuntimeError, match="no other stream used before"), torch.cuda.stream(torch.cuda.Stream()):
+        graph.capture_begin(capture_error_mode="relaxed")
+        try:
+            with small.scope():
+                small.empty(100)
+        finally:
+            graph.capture_end()
     del graph
     assert settled(small) == 0
 

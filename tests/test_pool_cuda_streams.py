@@ -113,9 +113,8 @@ def test_a_scope_has_a_row_for_each_stream(pool: Pool) -> None:
         torch.cuda.synchronize()
         assert result.eq(1).all()
         assert y.eq(2).all()
-        with pytest.raises(RuntimeError, match="expected no living tensor"), pool.scope():
-            with torch.cuda.stream(other):
-                kept = pool.zeros(3)
+        with pytest.raises(RuntimeError, match="expected no living tensor"), pool.scope(), torch.cuda.stream(other):
+            kept = pool.zeros(3)
         del y, kept
 
 

@@ -23,7 +23,7 @@ def pool() -> Iterator[Pool]:
         yield pool
         gc.collect()
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()
+        pool.trim()
         pool.check()
         assert pool.stats().allocated == 0
 
@@ -127,10 +127,6 @@ def test_exhaustion_tells_of_the_pool() -> None:
                     torch.empty(10 * MIB, device="cuda")
             assert not isinstance(caught.value, PoolExhausted)
             assert "Tried to allocate 40" in str(caught.value)
-        with pytest.raises(torch.OutOfMemoryError) as caught, Pool("8MiB", device="cuda").use():
-            torch.empty(1, device="cuda")
-            raise torch.OutOfMemoryError("of another")
-        assert str(caught.value) == "of another"
         with pool.use():
             assert inside(pool, torch.empty(MIB, device="cuda"))
         torch.cuda.empty_cache()

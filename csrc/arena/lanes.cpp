@@ -62,12 +62,23 @@ std::size_t Arena::release_deferred(Ticket ticket) {
   Lock lock(lock_);
   const auto at = deferred_.find(ticket);
   if (at == deferred_.end()) return 0;
+  Block* const first = at->second;
+  deferred_.erase(at);
+  std::vector<std::string> wrong;
+  if (marks_) {  // as in accept(), only later: others were using them
+    lock.unlock();
+    for (const Block* block = first; block; block = block->next)
+      if (block->front)
+        if (std::string text = inspect(block); !text.empty()) wrong.push_back(std::move(text));
+    if (options_.violated)
+      for (const std::string& text : wrong) options_.violated(text);
+    lock.lock();
+  }
   std::size_t count = 0;
-  for (Block *block = at->second, *next; block; block = next, ++count) {
+  for (Block *block = first, *next; block; block = next, ++count) {
     next = block->next;
     reuse(block);
   }
-  deferred_.erase(at);
   leave(lock);
   return count;
 }

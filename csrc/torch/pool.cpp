@@ -136,7 +136,7 @@ Pool::~Pool() {
       std::fprintf(stderr, "memkit.Pool: tensors of a pool that slept when it died are lost: %s\n", error.what());
     }
   if (file_ >= 0) ::close(file_);
-  if (!arena_->inherited()) device_->reclaim(*arena_);
+  close();
 }
 
 Block* Pool::take(std::size_t nbytes, Tag tag, bool for_torch) {
@@ -235,9 +235,16 @@ at::Tensor Pool::empty_strided(at::IntArrayRef size, at::IntArrayRef stride, Dty
   return tensor;
 }
 
+std::size_t Pool::trim() {
+  if (!arena_->inherited() && device_->device().is_cuda()) empty_cuda_use(id_, false);
+  return arena_->trim();
+}
+
 void Pool::close() {
   arena_->close();
-  if (!arena_->inherited()) device_->reclaim(*arena_);
+  if (arena_->inherited()) return;
+  if (device_->device().is_cuda()) empty_cuda_use(id_, true);
+  device_->reclaim(*arena_);
 }
 
 void Pool::check_own(const char* op) const {

@@ -25,6 +25,9 @@ namespace memkit {
 class Pool;
 struct PoolViolations;
 
+// Takes back what torch's CUDA allocator keeps of a pool for use() and does not need; `close`: will keep nothing more.
+void empty_cuda_use(std::int64_t pool, bool close);
+
 // What stands before the arena for one thread, which owns it until it is left, or until the thread ends.
 class PoolLayer {
  public:
@@ -98,6 +101,7 @@ class Pool final : public CpuSource, public std::enable_shared_from_this<Pool> {
   void wake();
   bool asleep() const { return asleep_.load(std::memory_order_relaxed); }
 
+  std::size_t trim();
   void close();
   void check_own(const char* op) const;   // raises in a forked child
   void check_open(const char* op) const;  // there, too

@@ -10,6 +10,7 @@ namespace memkit {
 std::shared_ptr<PoolUse> make_cuda_use(std::shared_ptr<Pool>) {
   TORCH_CHECK(false, "Pool.use: expected a memkit that was built with CUDA, got one without");
 }
+void empty_cuda_use(std::int64_t, bool) {}
 }  // namespace memkit
 
 #else
@@ -22,6 +23,7 @@ std::shared_ptr<PoolUse> make_cuda_use(std::shared_ptr<Pool>) {
 #include <map>
 #include <mutex>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "pool.h"
@@ -40,6 +42,7 @@ struct Route {
   c10::DeviceIndex device;
   Allocator allocator;
   std::unique_ptr<at::cuda::MemPool> pool;
+  bool closed = false;
   std::mutex turn;   // to begin and to end; taken before torch's own lock
   std::mutex mutex;  // of what follows; taken after it
   std::vector<CudaUse*> uses;
@@ -57,12 +60,25 @@ std::unique_ptr<Pool> make_mempool(const Allocator& allocator) {
   }
 }
 
+// By the pool's id.
+struct Routes {
+  std::mutex mutex;
+  std::map<std::int64_t, Route> map;
+
+  static Routes& get() {
+    static Routes& instance = *new Routes;
+    return instance;
+  }
+  Route* find(std::int64_t id) {
+    const std::lock_guard<std::mutex> guard(mutex);
+    const auto found = map.find(id);
+    return found == map.end() ? nullptr : &found->second;
+  }
+};
+
 Route& route_of(const std::shared_ptr<Pool>& pool) {
-  static std::mutex& mutex = *new std::mutex;
-  static auto& routes = *new std::map<std::int64_t, Route>;
-  const std::lock_guard<std::mutex> guard(mutex);
-  const auto found = routes.find(pool->id());
-  if (found != routes.end()) return found->second;
+  if (Route* known = Routes::get().find(pool->id())) return *known;
+  const std::lock_guard<std::mutex> guard(Routes::get().mutex);
   const c10::DeviceIndex device = pool->device().device().index();
   const c10::cuda::CUDAGuard current(device);
   const std::weak_ptr<Pool> weak = pool;
@@ -74,7 +90,8 @@ Route& route_of(const std::shared_ptr<Pool>& pool) {
     return block ? block->data() : nullptr;  // nullptr: torch frees what it caches, tries again, and raises
   };
   const auto release = [arena](void* memory, std::size_t, int, cudaStream_t) { arena->free_pointer(memory); };
-  Route& route = routes[pool->id()];
+  Route& route = Routes::get().map[pool->id()];
+  if (route.pool) return route;
   route.device = device;
   route.allocator = torch::cuda::CUDAPluggableAllocator::createCustomAllocator(allocate, release);
   route.pool = make_mempool(route.allocator);
@@ -160,6 +177,29 @@ bool Route::serves(cudaStream_t stream) {
 }
 
 }  // namespace
+
+// torch.cuda.empty_cache() passes over the segments of a MemPool that lives: so there is a new one for what comes next.
+void empty_cuda_use(std::int64_t pool, bool close) {
+  Route* const route = Routes::get().find(pool);
+  if (!route) return;
+  const std::lock_guard<std::mutex> turn(route->turn);
+  if (route->closed || (!close && !route->uses.empty())) return;
+  route->closed = close;
+  const auto old = route->pool->id();
+  caching::releasePool(route->device, old);
+  if (!close) {
+    const c10::cuda::CUDAGuard current(route->device);
+    (void)route->pool.release();  // whose end would do what follows, and may not fail
+    route->pool = make_mempool(route->allocator);
+  }
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  if (cudaStreamIsCapturing(c10::cuda::getCurrentCUDAStream(route->device), &status) != cudaSuccess)
+    (void)cudaGetLastError();
+  if (status == cudaStreamCaptureStatusNone) try {
+      caching::emptyCache(old);
+    } catch (const c10::Error&) {  // another thread is within use(), or captures: torch.cuda.empty_cache() does it later
+    }
+}
 
 std::shared_ptr<PoolUse> make_cuda_use(std::shared_ptr<Pool> pool) {
   return std::make_shared<CudaUse>(std::move(pool));

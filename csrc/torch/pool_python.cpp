@@ -191,7 +191,7 @@ void bind_pool(py::module_& m) {
       .def("closed", [](Pool& pool) { return pool.arena().closed(); })
       .def("inherited", [](Pool& pool) { return pool.arena().inherited(); })
       .def(
-          "trim", [](Pool& pool) { return pool.arena().trim(); }, py::call_guard<py::gil_scoped_release>())
+          "trim", [](Pool& pool) { return pool.trim(); }, py::call_guard<py::gil_scoped_release>())
       .def("stats", &stats)
       .def("reset_peaks", [](Pool& pool) { pool.arena().reset_peaks(); })
       .def("holders", &holders)
