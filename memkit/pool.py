@@ -225,8 +225,9 @@ class Pool(_C.PoolBase):
     def scope(self) -> PoolScope:
         """`with pool.scope():` tensors that this thread makes from the pool lie one behind the other; all go at its end.
 
-        May be nested. On CUDA each stream, and what a graph captures, has its own row. Raises RuntimeError at the end if a tensor of the scope is still alive, and names it; that
-        tensor stays valid. An error inside the `with` is passed on instead.
+        May be nested. On CUDA each stream, and what a graph captures, has its own row. Raises RuntimeError at the end if
+        a tensor of the scope is still alive, and names it; that tensor stays valid. An error inside the `with` is passed
+        on instead.
         """
         return PoolScope(self)
 

@@ -1,5 +1,6 @@
 """Under torch.set_default_device, and `with torch.device(...)`: nothing changes but where constructors put tensors."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -49,3 +50,19 @@ def test_swap_looks_where_the_model_is(device: torch.device) -> None:
     unswap(model)
     with torch.device("meta"):
         assert str(swap(model, sample=x, lean="call")) == want
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_norms_keep_on_a_gpu_what_they_keep_on_the_cpu(offset: float) -> None:
+    """Where weights are measured beside the program: swap waits for that once, and what a call makes of its parameter
+    (1 + weight) is known by that."""
+    model = nn.Sequential(nn.Linear(D, D), TinyRMSNorm(offset), nn.Linear(D, D))
+    x = torch.randn(4, D)
+    reports, saved = [], []
+    for device in ("cpu", "cuda"):
+        there, sample = copy.deepcopy(model).to(device), x.to(device)
+        reports.append(str(swap(there, sample=sample)))
+        saved.append(measure(there, sample).saved)
+    assert reports[0] == reports[1]
+    assert saved[0] == saved[1]

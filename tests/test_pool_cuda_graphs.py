@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -118,7 +118,7 @@ def test_scopes_in_a_capture(pool: Pool, outside: bool) -> None:
     out = torch.zeros(1000, device="cuda")
     graph = torch.cuda.CUDAGraph()
 
-    def record() -> None:
+    def record(graph: torch.cuda.CUDAGraph) -> None:
         with torch.cuda.graph(graph), pool.scope():
             x = pool.empty(1000).copy_(static)
             with pool.scope():
@@ -132,11 +132,11 @@ def test_scopes_in_a_capture(pool: Pool, outside: bool) -> None:
     if outside:  # whose row goes back at its end, while the graph stays
         with pool.scope():
             before = pool.full((1000,), 3.0)
-            record()
+            record(graph)
             assert before.eq(3).all()
             del before
     else:
-        record()
+        record(graph)
     for value in (1.0, 4.0):
         kept = noise(pool)
         with pool.scope():
@@ -158,13 +158,18 @@ def test_a_scope_in_a_capture_that_finds_no_clean_memory(small: Pool) -> None:
     with torch.cuda.stream(stream):
         small.zeros(2 * MIB - 128)
         torch.cuda._sleep(100_000_000)
-    with pytest.raises(RuntimeError, match="no other stream used before"), torch.cuda.stream(torch.cuda.Stream()):
-        graph.capture_begin(capture_error_mode="relaxed")
-        try:
-            with small.scope():
-                small.empty(100)
-        finally:
-            graph.capture_end()
+
+    def record(graph: torch.cuda.CUDAGraph) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            graph.capture_begin(capture_error_mode="relaxed")
+            try:
+                with small.scope():
+                    small.empty(100)
+            finally:
+                graph.capture_end()
+
+    with pytest.raises(RuntimeError, match="no other stream used before"):
+        record(graph)
     del graph
     assert settled(small) == 0
 
@@ -240,13 +245,16 @@ def test_dropping_what_a_capturing_stream_was_recorded_for(small: Pool) -> None:
 
 def test_a_capture_that_fails(small: Pool) -> None:
     graph = torch.cuda.CUDAGraph()
-    with pytest.raises(ZeroDivisionError), torch.cuda.graph(graph):
-        x = small.zeros(MIB)
-        x.record_stream(torch.cuda.default_stream())
-        with small.scope():
-            small.zeros(10)
-            1 / 0  # noqa: B018
-    del x
+
+    def record() -> None:
+        with torch.cuda.graph(graph):
+            small.zeros(MIB).record_stream(torch.cuda.default_stream())
+            with small.scope():
+                small.zeros(10)
+                raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        record()
     graph.reset()
     assert settled(small) == 0
     assert small.full((2 * MIB - 128,), 2.0).sum().item() == 4 * MIB - 256
@@ -254,13 +262,17 @@ def test_a_capture_that_fails(small: Pool) -> None:
 
 def test_an_invalid_capture_loses_no_memory(small: Pool) -> None:
     graph = torch.cuda.CUDAGraph()
-    with pytest.raises(RuntimeError), torch.cuda.graph(graph):
-        x = small.zeros(1000)
-        torch.cuda.synchronize()  # which no capture survives
-    x = None
-    with pytest.raises(RuntimeError), torch.cuda.graph(graph):
-        small.zeros(1000).sum().item()
-    del graph, x
+
+    def record(graph: torch.cuda.CUDAGraph, invalid: Callable[[torch.Tensor], object]) -> None:
+        with torch.cuda.graph(graph):
+            x = small.zeros(1000)
+            invalid(x)
+            del x
+
+    for invalid in (lambda x: torch.cuda.synchronize(), lambda x: x.sum().item()):
+        with pytest.raises(RuntimeError):
+            record(graph, invalid)
+    del graph
     assert settled(small) == 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 from collections.abc import Iterator
@@ -82,9 +83,9 @@ def test_threads_of_two_pools_on_one_stream(pool: Pool) -> None:
 def test_an_exception_ends_it(pool: Pool) -> None:
     with Pool("8MiB", device="cuda") as other:
         with pool.use():
-            with pytest.raises(ZeroDivisionError), other.use():
+            with contextlib.suppress(ZeroDivisionError), other.use():
                 assert inside(other, torch.empty(10, device="cuda"))
-                1 / 0  # noqa: B018
+                raise ZeroDivisionError
             assert inside(pool, torch.empty(10, device="cuda"))
             with other.use(), pool.use():
                 assert inside(pool, torch.empty(10, device="cuda"))
@@ -119,14 +120,21 @@ def test_what_a_graph_records_is_torchs(pool: Pool, within: bool) -> None:
     assert all(one.eq(9).all() for one in kept)
 
 
+def fail_within(pool: Pool, error: Exception) -> None:
+    with pool.use():
+        torch.empty(1, device="cuda")
+        raise error
+
+
 def test_exhaustion_tells_of_the_pool() -> None:
     with Pool("32MiB", device="cuda", grow=False) as pool:
         for _ in range(2):
-            with pytest.raises(torch.OutOfMemoryError, match="Pool: asked for 40.* must not grow") as caught:
-                with pool.use():
-                    torch.empty(10 * MIB, device="cuda")
+            with pytest.raises(torch.OutOfMemoryError, match=r"Pool: asked for 40.* must not grow") as caught, pool.use():
+                torch.empty(10 * MIB, device="cuda")
             assert not isinstance(caught.value, PoolExhausted)
             assert "Tried to allocate 40" in str(caught.value)
+        with pytest.raises(torch.OutOfMemoryError, match="^of another$"):
+            fail_within(pool, torch.OutOfMemoryError("of another"))
         with pool.use():
             assert inside(pool, torch.empty(MIB, device="cuda"))
         torch.cuda.empty_cache()

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <memory>
 #include <mutex>
 #include <unordered_map>
 
@@ -39,13 +40,7 @@ class Measurements {
  public:
   OutputVerdict of(const RowNorm& norm, const Tensor& weight, const OptionalTensor& bias, bool now) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    auto found = entries_.find(weight.unsafeGetTensorImpl());
-    if (found == entries_.end() || found->second.weight.expired()) {
-      if (entries_.size() >= sweep_at_) sweep();
-      Entry entry{Weak(weight.getIntrusivePtr()), {}};
-      found = entries_.insert_or_assign(weight.unsafeGetTensorImpl(), std::move(entry)).first;
-    }
-    WeightMeasurement& measurement = found->second.measurement;
+    WeightMeasurement& measurement = *weights_.of(weight);
     if (now) measurement.wait();
     std::optional<int> flaws = measurement.flaws();
     if (measurement.done()) measurement.start(norm, weight, bias);
@@ -53,29 +48,53 @@ class Measurements {
     return verdict_of(flaws);
   }
 
+  // What is known of a weight made from the parameter is known of this one, which was made anew in the same way.
+  void follow(const Tensor& made, const Tensor& parameter) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    weights_.of(made) = parameters_.of(parameter);
+  }
+
  private:
-  using Weak = c10::weak_intrusive_ptr<c10::TensorImpl>;
-  struct Entry {
-    Weak weight;
-    WeightMeasurement measurement;
+  class Table {
+   public:
+    std::shared_ptr<WeightMeasurement>& of(const Tensor& weight) {
+      auto found = entries_.find(weight.unsafeGetTensorImpl());
+      if (found == entries_.end() || found->second.weight.expired()) {
+        if (entries_.size() >= sweep_at_) sweep();
+        Entry entry{Weak(weight.getIntrusivePtr()), std::make_shared<WeightMeasurement>()};
+        found = entries_.insert_or_assign(weight.unsafeGetTensorImpl(), std::move(entry)).first;
+      }
+      return found->second.measurement;
+    }
+
+   private:
+    using Weak = c10::weak_intrusive_ptr<c10::TensorImpl>;
+    struct Entry {
+      Weak weight;
+      std::shared_ptr<WeightMeasurement> measurement;
+    };
+
+    void sweep() {
+      for (auto at = entries_.begin(); at != entries_.end();)
+        at = at->second.weight.expired() ? entries_.erase(at) : std::next(at);
+      sweep_at_ = std::max<size_t>(256, 2 * entries_.size());
+    }
+
+    std::unordered_map<c10::TensorImpl*, Entry> entries_;
+    size_t sweep_at_ = 256;
   };
 
-  void sweep() {
-    for (auto at = entries_.begin(); at != entries_.end();)
-      at = at->second.weight.expired() ? entries_.erase(at) : std::next(at);
-    sweep_at_ = std::max<size_t>(256, 2 * entries_.size());
-  }
-
   std::mutex mutex_;
-  std::unordered_map<c10::TensorImpl*, Entry> entries_;
-  size_t sweep_at_ = 256;
+  Table weights_, parameters_;  // parameters: of what is made from them in each call
 };
 
+Measurements& measurements() {
+  static auto& one = *new Measurements;  // outlives every thread
+  return one;
+}
+
 OutputVerdict measured(const RowNorm& norm, const Tensor& weight, const OptionalTensor& bias, bool now) {
-  if (!weight.is_cpu()) {
-    static auto& measurements = *new Measurements;  // outlives every thread
-    return measurements.of(norm, weight, bias, now);
-  }
+  if (!weight.is_cpu()) return measurements().of(norm, weight, bias, now);
   WeightMeasurement measurement;
   measurement.start(norm, weight, bias);
   return verdict_of(measurement.flaws());
@@ -93,6 +112,10 @@ OutputVerdict output_verdict(const RowNorm& norm, const OptionalTensor& weight, 
 }
 
 }  // namespace
+
+void follow_weight(const Tensor& made, const Tensor& parameter) {
+  if (!made.is_cpu() && is_plain(made) && is_plain(parameter)) measurements().follow(made, parameter);
+}
 
 Kept resolve_kept(const RowNorm& norm, const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
                   std::string_view save, bool inplace, bool rounded) {

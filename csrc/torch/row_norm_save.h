@@ -16,4 +16,7 @@ enum class Kept { input, output };
 Kept resolve_kept(const RowNorm& norm, const at::Tensor& input, const OptionalTensor& weight,
                   const OptionalTensor& bias, std::string_view save, bool inplace, bool rounded = false);
 
+// `made` was computed from the parameter, and is in each call anew, as 1 + weight. On CUDA nothing would ever be known of it.
+void follow_weight(const at::Tensor& made, const at::Tensor& parameter);
+
 }  // namespace memkit

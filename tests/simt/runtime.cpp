@@ -117,6 +117,10 @@ struct Runtime {
   std::map<const void*, std::string> kernels;
   std::mt19937 dice{1};
   int opened = 0;
+
+  Runtime() {
+    for (int device = 0; device < kDevices; ++device) defaults[device].device = device;
+  }
 };
 
 Runtime& runtime() {

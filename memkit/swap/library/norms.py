@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
+from ... import _C
 from ... import functional as F
 from ..._hooks import only_read
 from ..layers import Norm, row_shape
@@ -45,7 +47,7 @@ class OffsetRMSNorm(_RMSNorm, kind="rms_norm+1"):
 
     def _gain(self, input: Tensor) -> Tensor:
         weight: Any = self.weight
-        return 1.0 + (weight if input.dtype == torch.float64 else weight.float())  # type: ignore[no-any-return]
+        return _made(1.0 + (weight if input.dtype == torch.float64 else weight.float()), weight)
 
 
 class LayerNorm(Norm, Twin, kind="layer_norm"):
@@ -80,7 +82,7 @@ class OffsetLayerNorm(LayerNorm, kind="layer_norm+1"):
 
     def _gain(self) -> Tensor | None:
         module: Any = self
-        return module.weight + 1  # type: ignore[no-any-return]
+        return _made(module.weight + 1, module.weight)
 
 
 class LayerNorm2d(LayerNorm, kind="layer_norm_2d"):
@@ -104,6 +106,13 @@ class GroupNorm(Norm, Twin, kind="group_norm"):
     def _memkit(self, input: Tensor) -> Tensor:
         module: Any = self
         return F.group_norm(input, module.num_groups, module.weight, module.bias, module.eps)
+
+
+def _made(weight: Tensor, parameter: Tensor) -> Tensor:
+    """What a call computes from a parameter, as the weight of a norm."""
+    if weight.is_cuda and not is_compiling():
+        _C.norm_weight_follows(weight, parameter)
+    return weight
 
 
 def _held(module: nn.Module, name: str) -> Tensor | None:
