@@ -113,7 +113,11 @@ def test_a_scope_has_a_row_for_each_stream(pool: Pool) -> None:
         torch.cuda.synchronize()
         assert result.eq(1).all()
         assert y.eq(2).all()
-        with pytest.raises(RuntimeError, match="expected no living tensor"), pool.scope(), torch.cuda.stream(other):
+        with (
+            pytest.raises(RuntimeError, match="expected no living tensor"),
+            pool.scope(),
+            torch.cuda.stream(other),
+        ):
             kept = pool.zeros(3)
         del y, kept
 

@@ -129,11 +129,14 @@ def fail_within(pool: Pool, error: Exception) -> None:
 def test_exhaustion_tells_of_the_pool() -> None:
     with Pool("32MiB", device="cuda", grow=False) as pool:
         for _ in range(2):
-            with pytest.raises(torch.OutOfMemoryError, match=r"Pool: asked for 40.* must not grow") as caught, pool.use():
+            with (
+                pytest.raises(torch.OutOfMemoryError, match=r"Pool: asked for 40.* must not grow") as caught,
+                pool.use(),
+            ):
                 torch.empty(10 * MIB, device="cuda")
             assert not isinstance(caught.value, PoolExhausted)
             assert "Tried to allocate 40" in str(caught.value)
-        with pytest.raises(torch.OutOfMemoryError, match="^of another$"):
+        with pytest.raises(torch.OutOfMemoryError, match=r"^of another$"):
             fail_within(pool, torch.OutOfMemoryError("of another"))
         with pool.use():
             assert inside(pool, torch.empty(MIB, device="cuda"))

@@ -158,8 +158,8 @@ class Arena final : public Owner {
   // counted (stats()); false, and nothing done, if there was another since, whose work may go on.
   bool settle(std::size_t frees, const std::vector<LaneId>* lanes = nullptr);
   std::vector<LaneId> idle_lanes() const;  // that have free memory, and that no capture records
-  std::size_t trim();  // gives grown chunks that are wholly free upstream; how many bytes
-  void close();        // allocates no more; chunks go upstream as their last blocks are freed
+  std::size_t trim();                      // gives grown chunks that are wholly free upstream; how many bytes
+  void close();                            // allocates no more; chunks go upstream as their last blocks are freed
   bool closed() const;
 
   TagId tag(std::string_view name);  // the number of a name, for good

@@ -178,7 +178,8 @@ class State : public std::enable_shared_from_this<State> {
       throw;
     }
     if (!waits) park(got.block, std::move(streams));
-    TORCH_CHECK(!captured, "Pool: expected memory that no other stream used before, for a graph that is being captured, ",
+    TORCH_CHECK(!captured,
+                "Pool: expected memory that no other stream used before, for a graph that is being captured, ",
                 "got none free; make the pool larger, or synchronize() the device and try again");
     return waits;
   }
@@ -228,8 +229,9 @@ class State : public std::enable_shared_from_this<State> {
     }
     void look_after() {
       const std::lock_guard<std::mutex> guard(mutex_);
-      states_.erase(std::remove_if(states_.begin(), states_.end(), [](const auto& state) { return !state->outlives(); }),
-                    states_.end());
+      states_.erase(
+          std::remove_if(states_.begin(), states_.end(), [](const auto& state) { return !state->outlives(); }),
+          states_.end());
     }
 
    private:
@@ -509,7 +511,8 @@ class CudaDevice final : public PoolDevice {
 
   c10::DataPtr wrap(Block* block, std::size_t nbytes) override {
     const CUDAStream stream = c10::cuda::getCurrentCUDAStream(index_);
-    auto* held = new Held{block,  state_, stream, capture_of(stream).active,
+    auto* held = new Held{block,  state_,
+                          stream, capture_of(stream).active,
                           nbytes, arena::fork_generation.load(std::memory_order_relaxed),
                           {},     {}};
     report(*held, static_cast<int64_t>(nbytes));

@@ -127,7 +127,9 @@ class CudaUse final : public PoolUse, public std::enable_shared_from_this<CudaUs
   }
 
   bool goes_by(const Route* route) const { return &route_ == route; }
-  bool works_on(cudaStream_t stream) const { return std::find(streams_.begin(), streams_.end(), stream) != streams_.end(); }
+  bool works_on(cudaStream_t stream) const {
+    return std::find(streams_.begin(), streams_.end(), stream) != streams_.end();
+  }
   void add(cudaStream_t stream) {
     if (!works_on(stream)) streams_.push_back(stream);
   }
@@ -145,7 +147,8 @@ class CudaUse final : public PoolUse, public std::enable_shared_from_this<CudaUs
     }
     Route* const route = &route_;
     if (first)
-      caching::beginAllocateToPool(route_.device, route_.pool->id(), [route](cudaStream_t asked) { return route->serves(asked); });
+      caching::beginAllocateToPool(route_.device, route_.pool->id(),
+                                   [route](cudaStream_t asked) { return route->serves(asked); });
   }
   void end() {
     const std::lock_guard<std::mutex> turn(route_.turn);
@@ -197,7 +200,8 @@ void empty_cuda_use(std::int64_t pool, bool close) {
     (void)cudaGetLastError();
   if (status == cudaStreamCaptureStatusNone) try {
       caching::emptyCache(old);
-    } catch (const c10::Error&) {  // another thread is within use(), or captures: torch.cuda.empty_cache() does it later
+    } catch (
+        const c10::Error&) {  // another thread is within use(), or captures: torch.cuda.empty_cache() does it later
     }
 }
 

@@ -18,9 +18,8 @@ class ScopeLayer final : public PoolLayer {
     arena::Allocation got;
     got.block = part.scope->bump(request);
     if (!got.block)
-      got = part.scope->allocate(request, [&](const arena::Allocation& region) {
-        return pool->device().wait(request.lane, region);
-      });
+      got = part.scope->allocate(
+          request, [&](const arena::Allocation& region) { return pool->device().wait(request.lane, region); });
     return got;
   }
 

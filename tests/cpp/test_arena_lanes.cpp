@@ -234,7 +234,8 @@ void test_random(bool debug, int operations) {
       ++served;
       waited += !got.waits.empty();
       const CaptureId capture = lane == 1 ? recording : 0;
-      CHECK(!recording || lane == 1 || !std::count(got.waits.begin(), got.waits.end(), 1), "nobody can wait for lane 1");
+      CHECK(!recording || lane == 1 || !std::count(got.waits.begin(), got.waits.end(), 1),
+            "nobody can wait for lane 1");
       each(got.block->address, got.block->size, [&](Cell& cell) {
         CHECK(!cell.used, "in use, or parked");
         CHECK(!cell.capture || cell.capture == capture, "of a capture");
