@@ -154,13 +154,9 @@ def test_scopes_in_a_capture(pool: Pool, outside: bool) -> None:
 
 def test_a_scope_in_a_capture_that_finds_no_clean_memory(small: Pool) -> None:
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        small.zeros(2 * MIB - 128)
-        torch.cuda._sleep(100_000_000)
 
     def record(graph: torch.cuda.CUDAGraph) -> None:
-        with torch.cuda.stream(torch.cuda.Stream()):
+        with torch.cuda.stream(stream):
             graph.capture_begin(capture_error_mode="relaxed")
             try:
                 with small.scope():
@@ -168,9 +164,32 @@ def test_a_scope_in_a_capture_that_finds_no_clean_memory(small: Pool) -> None:
             finally:
                 graph.capture_end()
 
-    with pytest.raises(RuntimeError, match="no other stream used before"):
+    with torch.cuda.stream(stream):
+        small.zeros(2 * MIB - 128)
+    with pytest.raises(RuntimeError, match="its own stream used before"):
         record(graph)
     del graph
+    assert settled(small) == 0
+
+
+def test_a_capture_waits_for_other_streams(small: Pool) -> None:
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        busy = small.zeros(2 * MIB - 128)
+        torch.cuda._sleep(100_000_000)
+        seen = busy.fill_(7).sum()
+        del busy
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph.capture_begin(capture_error_mode="relaxed")
+        x = small.zeros(MIB)
+        x.add_(3)
+        graph.capture_end()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert seen.item() == 7 * (2 * MIB - 128)
+    assert x.eq(3).all()
+    del x, graph
     assert settled(small) == 0
 
 
