@@ -190,6 +190,7 @@ def test_nested_use_takes_the_innermost() -> None:
         torch.cuda.empty_cache()
 
 
+@pytest.mark.alone
 def test_sleep_gives_memory_back_and_keeps_contents_and_addresses(pool: memkit.Pool) -> None:
     x = pool.empty(8 * MIB).normal_()
     copy, at = x.clone(), x.data_ptr()
@@ -266,6 +267,7 @@ def test_freed_asleep_and_used_after_waking(pool: memkit.Pool) -> None:
     assert second.eq(3).all()
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("tag", [None, "weights"])
 def test_waking_without_memory_can_be_tried_again(pool: memkit.Pool, tag: str | None) -> None:
     x = pool.full((8 * MIB,), 3.0, tag="weights")

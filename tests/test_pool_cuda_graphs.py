@@ -319,6 +319,7 @@ def test_growth_and_trim_in_a_capture() -> None:
         assert pool.trim() == reserved - 4 * MIB
 
 
+@pytest.mark.alone
 def test_a_pool_that_goes_in_a_capture_does_not_end_it() -> None:
     gc.collect()
     torch.cuda.synchronize()
@@ -338,6 +339,7 @@ def test_a_pool_that_goes_in_a_capture_does_not_end_it() -> None:
     assert free - torch.cuda.mem_get_info()[0] < 32 * MIB
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("forgotten", [False, True])
 def test_memory_of_a_graph_that_outlives_its_pool(forgotten: bool) -> None:
     gc.collect()

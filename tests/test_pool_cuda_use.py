@@ -143,6 +143,7 @@ def test_exhaustion_tells_of_the_pool() -> None:
         torch.cuda.empty_cache()
 
 
+@pytest.mark.alone
 def test_closed_while_torch_caches_its_memory() -> None:
     torch.cuda.empty_cache()
     with Pool("32MiB", device="cuda", grow=False) as pool:
