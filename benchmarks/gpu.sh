@@ -101,7 +101,7 @@ if stage build 240 "$OUT/build.log" "$PYTHON" setup.py -q build_ext --inplace; t
     pytest=("$PYTHON" -m pytest -q -p no:cacheprovider)
     parallel=()
     if "$PYTHON" -c 'import xdist' 2>/dev/null; then parallel=(-n 6 --dist worksteal); fi
-    stage tests_cuda 120 "$OUT/tests.log" "${pytest[@]}" "${parallel[@]}" -m "cuda and not slow and not alone"
+    stage tests_cuda 120 "$OUT/tests.log" env OMP_NUM_THREADS=2 "${pytest[@]}" "${parallel[@]}" -m "cuda and not slow and not alone"
     stage tests_alone 30 "$OUT/tests.log" "${pytest[@]}" -m "cuda and not slow and alone"
     # Each tensor its own cudaMalloc: behind the caching allocator a write past the end lands in a neighbour unseen.
     for tool in memcheck racecheck; do

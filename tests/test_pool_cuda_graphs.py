@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -29,6 +31,14 @@ def small() -> Iterator[Pool]:
         yield pool
         torch.cuda.synchronize()
         pool.check()
+
+
+@pytest.fixture(autouse=True)
+def current_stream() -> Iterator[None]:
+    """Left as it was: torch.cuda.graph does not go back from a capture that ends invalid."""
+    before = torch.cuda.current_stream()
+    yield
+    assert torch.cuda.current_stream() == before
 
 
 def settled(pool: Pool) -> int:
@@ -279,20 +289,35 @@ def test_a_capture_that_fails(small: Pool) -> None:
     assert small.full((2 * MIB - 128,), 2.0).sum().item() == 4 * MIB - 256
 
 
-def test_an_invalid_capture_loses_no_memory(small: Pool) -> None:
-    graph = torch.cuda.CUDAGraph()
-
-    def record(graph: torch.cuda.CUDAGraph, invalid: Callable[[torch.Tensor], object]) -> None:
+INVALID_CAPTURE = """
+import gc
+import torch
+from memkit import Pool
+small = Pool("8MiB", device="cuda", grow=False)
+graph = torch.cuda.CUDAGraph()
+for invalid in lambda x: torch.cuda.synchronize(), lambda x: x.sum().item():
+    here = torch.cuda.current_stream()
+    try:
         with torch.cuda.graph(graph):
             x = small.zeros(1000)
             invalid(x)
-            del x
+    except RuntimeError:
+        torch.cuda.set_stream(here)
+    else:
+        raise AssertionError("a capture that survives")
+    x = None
+del graph
+gc.collect()
+for _ in range(2):
+    torch.cuda.synchronize()
+    small.empty(1)
+assert small.stats().active == 0, small
+"""
 
-    for invalid in (lambda x: torch.cuda.synchronize(), lambda x: x.sum().item()):
-        with pytest.raises(RuntimeError):
-            record(graph, invalid)
-    del graph
-    assert settled(small) == 0
+
+def test_an_invalid_capture_loses_no_memory() -> None:
+    """In a process of its own: torch stays on the capture's stream, and before 2.12 its allocator with the capture."""
+    subprocess.run([sys.executable, "-P", "-c", INVALID_CAPTURE], check=True)
 
 
 def test_growth_and_trim_in_a_capture() -> None:
@@ -307,8 +332,9 @@ def test_growth_and_trim_in_a_capture() -> None:
             assert pool.trim() == 0  # would wait for the device
             assert pool.stats().reserved == reserved
             with pytest.raises(memkit.PoolExhausted):
-                pool.zeros(12 * MIB)  # nor is anything given back for it
-            y = pool.zeros(2 * MIB)  # grown
+                pool.zeros(18 * MIB)  # nor is anything given back for it
+            y = pool.zeros(2 * MIB)
+            assert pool.stats().reserved > reserved  # rather than waiting for the stream of what was freed
             x.add_(4)
             y.add_(x[:1])
         graph.replay()
@@ -316,7 +342,8 @@ def test_growth_and_trim_in_a_capture() -> None:
         assert y.eq(4).all()
         del x, y, graph
         assert settled(pool) == 0
-        assert pool.trim() == reserved - 4 * MIB
+        assert pool.trim() > reserved - 4 * MIB
+        assert pool.stats().reserved == 4 * MIB
 
 
 @pytest.mark.alone

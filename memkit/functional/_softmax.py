@@ -20,8 +20,10 @@ Where a mask or ``causal`` leaves nothing of a row, softmax is 0, as in ``scaled
 wherever a mask made the result -infinity.
 
 Backward keeps the output, which may not be changed in place afterwards, and writes the gradient over the incoming one where
-nobody else can see it. Computed in float32 (float64 in float64), float16 and bfloat16 rounded once. Under autocast on a GPU,
-where stock gives float32, softmax keeps the input's dtype, which the next matrix product wants anyway, and log_softmax gives
+nobody else can see it. Computed in float32 (float64 in float64), float16 and bfloat16 rounded once. In those the gradient
+of log_softmax, g - e^y sum(g), is that of the rounded y, off by u |y| e^y |sum(g)| beside its own rounding, u being half the
+dtype's epsilon: as stock's is, unless a mask of float32 makes stock keep a y of float32. Under autocast on a GPU, where
+stock gives float32, softmax keeps the input's dtype, which the next matrix product wants anyway, and log_softmax gives
 float32; ``dtype`` says otherwise.
 
 Shapes: any; the result is contiguous. The last dimension is the fast one. ``IndexError``: a dim that is none.

@@ -144,6 +144,8 @@ Stream* of(cudaStream_t stream) {
   return reinterpret_cast<Stream*>(stream);
 }
 
+bool is_legacy(const Stream& stream) { return &stream == &runtime().defaults[stream.device]; }
+
 // -- memory
 
 void protect(bool open) {
@@ -516,6 +518,10 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
     if (moment->capture->over || (own.capture && own.capture != moment->capture)) {
       moment->capture->spoilt = true;
       return say(cudaErrorStreamCaptureIsolation);
+    }
+    if (is_legacy(own)) {
+      moment->capture->spoilt = true;
+      return say(cudaErrorStreamCaptureImplicit);
     }
     own.capture = moment->capture;  // joins it
     return cudaSuccess;
