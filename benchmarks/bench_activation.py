@@ -38,6 +38,7 @@ from common import (
     progress,
     ratios,
     slower_than,
+    until_interrupted,
     write,
 )
 from torch import Tensor
@@ -250,25 +251,32 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     }
     result["options"] = {name: getattr(args, name) for name in ("ops", "sizes", "dtypes", "modes", "static")}
     budget = 0.15 if args.quick else 0.4
-    for name in args.ops:
-        entry = OPS[name]
-        result["overhead"] += run_overhead(name, entry, args.device, budget)
-        for dtype in args.dtypes:
-            largest_first = sorted(args.sizes, key=SIZES.__getitem__, reverse=True)
-            compiled = None
-            for size in largest_first:
-                if size == largest_first[0] or args.static:
-                    progress(f"{name} {dtype} {size} compiling")
-                    compiled = compile_stock(
-                        entry, SIZES[size], DTYPES[dtype], args.device, args.modes, args.static
-                    )
-                buffers = Buffers(SIZES[size], DTYPES[dtype], args.device)
-                for mode in args.modes:
-                    progress(f"{name} {dtype} {size} {mode}")
-                    head = {"op": name, "dtype": dtype, "size": size, "elements": SIZES[size], "mode": mode}
-                    result["cases"].append(
-                        head | run_case(entry, compiled, mode, buffers, args.device, budget)
-                    )
+    with until_interrupted(result):
+        for name in args.ops:
+            entry = OPS[name]
+            result["overhead"] += run_overhead(name, entry, args.device, budget)
+            for dtype in args.dtypes:
+                largest_first = sorted(args.sizes, key=SIZES.__getitem__, reverse=True)
+                compiled = None
+                for size in largest_first:
+                    if args.compile and (size == largest_first[0] or args.static):
+                        progress(f"{name} {dtype} {size} compiling")
+                        compiled = compile_stock(
+                            entry, SIZES[size], DTYPES[dtype], args.device, args.modes, args.static
+                        )
+                    buffers = Buffers(SIZES[size], DTYPES[dtype], args.device)
+                    for mode in args.modes:
+                        progress(f"{name} {dtype} {size} {mode}")
+                        head = {
+                            "op": name,
+                            "dtype": dtype,
+                            "size": size,
+                            "elements": SIZES[size],
+                            "mode": mode,
+                        }
+                        result["cases"].append(
+                            head | run_case(entry, compiled, mode, buffers, args.device, budget)
+                        )
     progress("")
     result["cases"].sort(
         key=lambda c: (args.ops.index(c["op"]), args.dtypes.index(c["dtype"]), c["elements"])
@@ -340,6 +348,7 @@ def main(argv: list[str] | None = None) -> int:
             "dtypes": ["float32"],
         },
         file="activation",
+        compiler=True,
     )
     choices.parser.add_argument(
         "--static", action="store_true", help="torch.compile for each size, not once for all"

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import DTYPES, SLOWER, Choices, normal, ratios, write
+from common import DTYPES, SLOWER, Choices, normal, ratios, until_interrupted, write
 from torch import Tensor
 
 from memkit import functional
@@ -224,19 +224,18 @@ def tables(result: dict[str, Any]) -> str:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {"kind": KIND, "format": FORMAT, **machine.stamp(args.device)}
     result |= {"linear": [], "cross_entropy": []}
-    if "linear" in args.parts:
-        result["linear"] = [
-            linear_case(dtype, classes, args.device, args.rounds, args.others if classes == CLASSES[0] else 0)
-            for dtype in args.dtypes
-            for classes in args.classes
-        ]
-    if "cross_entropy" in args.parts:
-        result["cross_entropy"] = [
-            loss_case(dtype, shape, backward, args.device, rounds_of(shape, args.quick))
-            for dtype in args.dtypes
-            for shape in (SHAPES[1::3] if args.quick else SHAPES)
-            for backward in (False, True)
-        ]
+    with until_interrupted(result):
+        if "linear" in args.parts:
+            for dtype in args.dtypes:
+                for classes in args.classes:
+                    others = args.others if classes == CLASSES[0] else 0
+                    result["linear"].append(linear_case(dtype, classes, args.device, args.rounds, others))
+        if "cross_entropy" in args.parts:
+            for dtype in args.dtypes:
+                for shape in SHAPES[1::3] if args.quick else SHAPES:
+                    for backward in (False, True):
+                        rounds = rounds_of(shape, args.quick)
+                        result["cross_entropy"].append(loss_case(dtype, shape, backward, args.device, rounds))
     result["slower"] = slower(result)
     return result
 

@@ -32,6 +32,7 @@ from common import (
     progress,
     ratios,
     slower_than,
+    until_interrupted,
     write,
 )
 from ops import FAMILIES
@@ -125,23 +126,27 @@ def run_case(
 def run(args: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {"kind": KIND, "format": FORMAT, **machine.stamp(args.device), "cases": []}
     budget = 0.15 if args.quick else 0.3
-    for family in args.families:
-        for name, op in FAMILIES[family].items():
-            for dtype in args.dtypes:
-                sizes = [size for size in args.sizes if SIZES[size] >= op.least]
-                compiled = None
-                found = []
-                for size in sorted(sizes, key=SIZES.__getitem__, reverse=True):
-                    progress(f"{name} {dtype} {size}")
-                    buffers = Buffers(op, SIZES[size], DTYPES[dtype], args.device)
-                    if args.compile and not found:
-                        compiled = compile_stock(op, buffers, args.modes)
-                    head = {"family": family, "op": name, "dtype": dtype, "size": size}
-                    head |= {"elements": SIZES[size], "passes": op.passes}
-                    found.append(
-                        [head | run_case(op, buffers, compiled, m, args.device, budget) for m in args.modes]
-                    )
-                result["cases"] += [case for cases in reversed(found) for case in cases]
+    with until_interrupted(result):
+        for family in args.families:
+            for name, op in FAMILIES[family].items():
+                for dtype in args.dtypes:
+                    sizes = [size for size in args.sizes if SIZES[size] >= op.least]
+                    compiled = None
+                    found = []
+                    for size in sorted(sizes, key=SIZES.__getitem__, reverse=True):
+                        progress(f"{name} {dtype} {size}")
+                        buffers = Buffers(op, SIZES[size], DTYPES[dtype], args.device)
+                        if args.compile and not found:
+                            compiled = compile_stock(op, buffers, args.modes)
+                        head = {"family": family, "op": name, "dtype": dtype, "size": size}
+                        head |= {"elements": SIZES[size], "passes": op.passes}
+                        found.append(
+                            [
+                                head | run_case(op, buffers, compiled, m, args.device, budget)
+                                for m in args.modes
+                            ]
+                        )
+                    result["cases"] += [case for cases in reversed(found) for case in cases]
     progress("")
     result["slower"] = slower_than(result["cases"], ("op", "dtype", "size", "mode"), CONTENDERS)
     return result
@@ -171,9 +176,7 @@ def main(argv: list[str] | None = None) -> int:
         {"families": FAMILIES, "sizes": SIZES, "dtypes": DTYPES, "modes": MODES},
         quick={"sizes": ["128Ki", "8Mi"], "dtypes": ["float32"]},
         file="ops",
-    )
-    choices.parser.add_argument(
-        "--no-compile", dest="compile", action="store_false", help="without stock compiled"
+        compiler=True,
     )
     args = choices.parse(argv)
     result = run(args)

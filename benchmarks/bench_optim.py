@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import DTYPES, Choices, ratios, slower_than, write
+from common import DTYPES, Choices, ratios, slower_than, until_interrupted, write
 from torch import Tensor, nn
 
 from memkit import optim
@@ -114,13 +114,12 @@ def main(argv: list[str] | None = None) -> int:
     choices.parser.add_argument("--rounds", type=int, default=25)
     args = choices.parse(argv)
     rounds = 7 if args.quick else args.rounds
-    result: dict[str, Any] = {"kind": KIND, "format": FORMAT, **machine.stamp(args.device)}
-    result["steps"] = [
-        case(rule, name, dtype, args.device, rounds)
-        for rule in args.rules
-        for name in ("gpt", "small")
-        for dtype in args.dtypes
-    ]
+    result: dict[str, Any] = {"kind": KIND, "format": FORMAT, **machine.stamp(args.device), "steps": []}
+    with until_interrupted(result):
+        for rule in args.rules:
+            for name in ("gpt", "small"):
+                for dtype in args.dtypes:
+                    result["steps"].append(case(rule, name, dtype, args.device, rounds))
     mine = [(name, REFERENCE) for name in ADAMW if name.startswith("memkit")]
     labels = {name: name for name in ADAMW}
     result["slower"] = slower_than(result["steps"], ("rule", "parameters", "dtype"), labels, mine)

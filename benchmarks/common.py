@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,7 @@ class Choices:
         listed: Mapping[str, Iterable[str]],
         quick: Mapping[str, list[str]],
         file: str,
+        compiler: bool = False,
     ) -> None:
         self.listed = {name: list(known) for name, known in listed.items()}
         self.quick = quick
@@ -152,6 +154,10 @@ class Choices:
         self.parser.add_argument(
             "--json", nargs="?", const="", metavar="FILE", help=f"default: results/{file}-DEVICE.json"
         )
+        if compiler:
+            self.parser.add_argument(
+                "--no-compile", dest="compile", action="store_false", help="without stock compiled"
+            )
 
     def parse(self, argv: list[str] | None) -> argparse.Namespace:
         args = self.parser.parse_args(argv)
@@ -171,12 +177,22 @@ class Choices:
         return args
 
 
+@contextlib.contextmanager
+def until_interrupted(result: dict[str, Any]) -> Iterator[None]:
+    """Ctrl-C, or the SIGINT of a time limit, ends the measurements alone: what there is by then is reported and written."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        result["interrupted"] = True
+        print("interrupted: what follows was measured until then", file=sys.stderr)
+
+
 def write(result: dict[str, Any], args: argparse.Namespace) -> int:
-    """Says where memkit is slower, and writes the results file where one is asked for."""
+    """Says where memkit is slower, and writes the results file where one is asked for; the exit status."""
     print(f"\nmemkit slower by more than {SLOWER - 1:.0%}: {len(result['slower']) or 'nowhere'}")
     for line in result["slower"]:
         print(f"  {line}")
     if args.json is not None:
         write_json(result, args.json)
         print(f"wrote {args.json.name}")
-    return 0
+    return 130 if result.get("interrupted") else 0

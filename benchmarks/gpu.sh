@@ -24,10 +24,12 @@ fi
 # summary STAGE NAME VALUE...: writes into summary.json. STAGE . is the file as a whole; VALUE is JSON, or @LOG for its end.
 summary() {
   "$PYTHON" - "$OUT/summary.json" "$@" <<'PY'
-import json, pathlib, sys
+import fcntl, json, pathlib, sys
 file, stage, *pairs = sys.argv[1:]
 path = pathlib.Path(file)
-whole = json.loads(path.read_text()) if path.exists() else {}
+lock = path.open("a")
+fcntl.flock(lock, fcntl.LOCK_EX)  # stages may run side by side
+whole = json.loads(path.read_text() or "{}")
 entry = whole if stage == "." else whole.setdefault("stages", {}).setdefault(stage, {})
 for name, value in zip(pairs[::2], pairs[1::2], strict=True):
     if value.startswith("@"):
@@ -41,7 +43,7 @@ PY
 }
 
 # stage NAME LIMIT LOG COMMAND...: runs COMMAND for at most LIMIT seconds or what is left of BUDGET. It is then interrupted, so
-# that pytest still says what has failed.
+# that pytest still says what has failed, and a benchmark writes what it has measured.
 stage() {
   local name=$1 limit=$2 log=$3 left=$((BUDGET - SECONDS)) start=$SECONDS took status=0 word=ok
   shift 3
@@ -101,24 +103,27 @@ if stage build 240 "$OUT/build.log" "$PYTHON" setup.py -q build_ext --inplace; t
     pytest=("$PYTHON" -m pytest -q -p no:cacheprovider)
     parallel=()
     if "$PYTHON" -c 'import xdist' 2>/dev/null; then parallel=(-n 6 --dist worksteal); fi
-    stage tests_cuda 120 "$OUT/tests.log" env OMP_NUM_THREADS=2 "${pytest[@]}" "${parallel[@]}" -m "cuda and not slow and not alone"
-    stage tests_alone 30 "$OUT/tests.log" "${pytest[@]}" -m "cuda and not slow and alone"
-    # Each tensor its own cudaMalloc: behind the caching allocator a write past the end lands in a neighbour unseen.
+    # Side by side: none of these is timed, and a sanitizer leaves most of the machine idle. Under it each tensor is its own
+    # cudaMalloc: behind the caching allocator a write past the end lands in a neighbour unseen.
     for tool in memcheck racecheck; do
-      stage $tool 90 "$OUT/$tool.log" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
-        compute-sanitizer --tool $tool --error-exitcode 99 "${pytest[@]}" -m sanitize
+      stage $tool 130 "$OUT/$tool.log" env OMP_NUM_THREADS=2 PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+        compute-sanitizer --tool $tool --error-exitcode 99 "${pytest[@]}" -m sanitize >"$SCRATCH/$tool.out" &
     done
+    stage tests_cuda 130 "$OUT/tests.log" env OMP_NUM_THREADS=2 "${pytest[@]}" "${parallel[@]}" \
+      -m "cuda and not slow and not alone"
+    wait
+    cat "$SCRATCH"/{memcheck,racecheck}.out
+    stage tests_alone 30 "$OUT/tests.log" "${pytest[@]}" -m "cuda and not slow and alone"
   else
     stage tests_cuda 10 "$OUT/tests.log" sh -c \
       'echo "pytest is missing: put its wheels (pytest, pluggy, iniconfig, packaging) into .whl/"; exit 127'
   fi
-  stage kernels 100 "$SCRATCH/kernels.log" "$PYTHON" benchmarks/bench_activation.py --device cuda --json "$OUT/kernels.json"
-  stage steps 150 "$SCRATCH/steps.log" "$PYTHON" -m memkit.cli bench --device cuda --json "$OUT/steps.json"
-  if [ -f benchmarks/bench_pool.py ]; then
-    stage pool 60 "$SCRATCH/pool.log" "$PYTHON" benchmarks/bench_pool.py --parts calls,step --rounds 5 --json "$OUT/pool.json"
-  fi
-  stage ops 60 "$SCRATCH/ops.log" "$PYTHON" benchmarks/bench_ops.py --device cuda --sizes 128Ki,32Mi --no-compile \
-    --json "$SCRATCH/ops.json"
+  stage kernels 90 "$SCRATCH/kernels.log" "$PYTHON" benchmarks/bench_activation.py --device cuda --sizes 128Ki,32Mi \
+    --no-compile --json "$OUT/kernels.json"
+  stage steps 120 "$SCRATCH/steps.log" "$PYTHON" -m memkit.cli bench --device cuda --json "$OUT/steps.json"
+  stage pool 40 "$SCRATCH/pool.log" "$PYTHON" benchmarks/bench_pool.py --parts calls,step --rounds 5 --json "$OUT/pool.json"
+  stage ops 60 "$SCRATCH/ops.log" "$PYTHON" benchmarks/bench_ops.py --device cuda --sizes 128Ki,32Mi \
+    --dtypes float32,bfloat16 --no-compile --quick --json "$SCRATCH/ops.json"
   for each in loss optim; do
     stage $each 25 "$SCRATCH/$each.log" "$PYTHON" benchmarks/bench_$each.py --device cuda --quick --json "$SCRATCH/$each.json"
   done
@@ -132,5 +137,6 @@ PY
     stage tests_cpu 120 "$OUT/tests.log" "${pytest[@]}" -m "not cuda and not slow"
   fi
 fi
+grep -q '"result": "\(failed\|out of time\)"' "$OUT/summary.json" && failed=1
 summary . seconds "$SECONDS" ok "$([ "$failed" = 0 ] && echo true || echo false)"
 exit "$failed"

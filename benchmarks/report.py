@@ -13,7 +13,7 @@
     python benchmarks/report.py                 # fills README.md; --check only says whether it is up to date
 
 A table stands between `<!-- table:NAME -->` and `<!-- /table:NAME -->`; TABLES lists the names. The newest
-results file of a kind and device counts.
+results file of a kind and device counts, unless it was interrupted.
 """
 
 from __future__ import annotations
@@ -88,6 +88,8 @@ def load(folder: Path) -> Results:
     for file in sorted(folder.glob("*.json")):
         content = json.loads(file.read_text(encoding="utf-8"))
         for result in content if isinstance(content, list) else [content]:
+            if result.get("interrupted"):
+                continue
             kind = result["kind"]
             if kind == BENCH and result["options"].get("ablation"):
                 kind = ABLATION

@@ -21,12 +21,11 @@ pytestmark = pytest.mark.usefixtures("bench_extra", "one_thread", "small_corpus"
 def ops(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The results file of a small run of the op benchmark, without torch.compile."""
     file = tmp_path_factory.mktemp("ops") / "activation-cpu.json"
-    argv = f"--ops relu,gelu --sizes 16Ki --dtypes float32,bfloat16 --device cpu --quick --json {file}"
+    argv = f"--ops relu,gelu --sizes 16Ki --dtypes float32,bfloat16 --device cpu --quick --no-compile --json {file}"
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "benchmarks"))
         import bench_activation
 
-        patch.setattr(bench_activation, "compile_stock", lambda *args: None)
         patch.setattr(bench_activation, "OVERHEAD_CALLS", 20)
         assert bench_activation.main(argv.split()) == 0
     return file
@@ -91,6 +90,30 @@ def test_op_benchmark_options(
     with pytest.raises(SystemExit, match="2"):
         scripts[1].main(argv.split())
     assert "expected some of" in capsys.readouterr().err
+
+
+def test_an_interrupted_benchmark_keeps_what_it_measured(
+    scripts: tuple[ModuleType, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report, bench_activation = scripts
+    measure, times = bench_activation.run_case, iter(range(2))
+
+    def interrupted(*args: Any) -> Any:
+        if next(times, None) is None:
+            raise KeyboardInterrupt
+        return measure(*args)
+
+    monkeypatch.setattr(bench_activation, "run_case", interrupted)
+    monkeypatch.setattr(bench_activation, "OVERHEAD_CALLS", 20)
+    argv = f"--ops relu,gelu --sizes 16Ki --device cpu --quick --no-compile --json {tmp_path / 'activation.json'}"
+    assert bench_activation.main(argv.split()) == 130
+    result = json.loads((tmp_path / "activation.json").read_text())
+    assert result["interrupted"]
+    assert [(case["op"], case["mode"]) for case in result["cases"]] == [
+        ("relu", "forward"),
+        ("relu", "forward+backward"),
+    ]
+    assert report.load(tmp_path) == {}
 
 
 @pytest.mark.slow
