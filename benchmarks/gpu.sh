@@ -52,7 +52,7 @@ stage() {
     echo "$name: not started, ${BUDGET} s are used up" | tee -a "$log"
     status=124
   else
-    timeout -s INT -k 8 "$limit" "$@" </dev/null 2>&1 | tee -a "$log" || status=${PIPESTATUS[0]}
+    timeout -s INT -k 15 "$limit" "$@" </dev/null 2>&1 | tee -a "$log" || status=${PIPESTATUS[0]}
   fi
   took=$((SECONDS - start))
   [ "$status" = 0 ] || { failed=1 && word=failed; }
