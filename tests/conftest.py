@@ -55,6 +55,14 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def current_stream() -> Iterator[None]:
+    """On a GPU torch stays on its stream: torch.cuda.graph does not go back from a capture that ends invalid."""
+    before = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+    yield
+    assert before is None or torch.cuda.current_stream() == before
+
+
 @pytest.fixture
 def repeatable() -> Iterator[None]:
     """One thread, where tensors are small."""

@@ -33,14 +33,6 @@ def small() -> Iterator[Pool]:
         pool.check()
 
 
-@pytest.fixture(autouse=True)
-def current_stream() -> Iterator[None]:
-    """Left as it was: torch.cuda.graph does not go back from a capture that ends invalid."""
-    before = torch.cuda.current_stream()
-    yield
-    assert torch.cuda.current_stream() == before
-
-
 def settled(pool: Pool) -> int:
     """Bytes in use, when what died has been seen to."""
     gc.collect()
