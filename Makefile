@@ -85,11 +85,9 @@ test-simt: $(EXTRAS)
 	  -m "not slow" $(SIMT) $(SIMT_NOT:%=--deselect '%') $(ARGS)
 
 # The GPU's tests without a GPU: CUDA's runtime on the CPU (tests/simt/runtime.cpp), with PyTorch's operators and memkit's
-# kernels over it. Left out: sizes that take threads in turns too long, bounds to stock's kernels, which are the CPU's here.
+# kernels over it. Left out: sizes that take threads in turns too long, and a peak of stock's kernels, which are the CPU's here.
 EMULATED := build/emulated
-EMULATED_NOT := $(addprefix tests/test_cuda,.py::test_more_elements_than_the_grid_covers_at_a_time _loss.py::test_peak \
-  $(foreach how,soft all,$(foreach reduction,mean none,_loss.py::test_cross_entropy[$(how)-torch.float32-$(reduction)])) \
-  _softmax.py::test_masks[torch.float16-log_softmax])
+EMULATED_NOT := tests/test_cuda.py::test_more_elements_than_the_grid_covers_at_a_time tests/test_cuda_loss.py::test_peak
 
 test-emulated: $(EXTRAS)
 	MEMKIT_CUDA=emulated $(BIN)/python setup.py -q build --build-lib $(EMULATED)

@@ -6,11 +6,16 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
+import pytest
 import torch
 
 from memkit import Pool
+
+two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 def inside(pool: Pool, tensor: torch.Tensor) -> bool:
@@ -23,6 +28,21 @@ def resident() -> int:
     """Bytes of this process's memory that are backed."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+@contextmanager
+def cuda_pool(capacity: str, **options: Any) -> Iterator[Pool]:
+    """A pool on the GPU that is checked at the end."""
+    with Pool(capacity, device="cuda", **options) as pool:
+        yield pool
+        torch.cuda.synchronize()
+        pool.check()
+
+
+def busy(stream: torch.cuda.Stream, milliseconds: int = 50) -> None:
+    """Work on a stream that is still going on when this returns."""
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(2_000_000 * milliseconds)
 
 
 def in_threads(work: Callable[[int], object], count: int) -> None:

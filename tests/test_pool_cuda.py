@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.cuda._memory_viz
-from pool_cases import in_a_child
+from pool_cases import busy, cuda_pool, in_a_child, two_devices
 from torch import nn
 
 import memkit
@@ -21,16 +21,8 @@ MIB = 1 << 20
 
 @pytest.fixture
 def pool() -> Iterator[memkit.Pool]:
-    with memkit.Pool("64MiB", device="cuda", grow=False) as pool:
+    with cuda_pool("64MiB", grow=False) as pool:
         yield pool
-        torch.cuda.synchronize()
-        pool.check()
-
-
-def busy(stream: torch.cuda.Stream, milliseconds: int = 50) -> None:
-    """Work on a stream that is still going on when this returns."""
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(2_000_000 * milliseconds)
 
 
 def test_tensors(pool: memkit.Pool) -> None:
@@ -361,7 +353,7 @@ def test_a_forked_child_leaves_it_alone(pool: memkit.Pool) -> None:
     assert pool.stats().live_blocks == 2
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@two_devices
 def test_two_devices() -> None:
     with memkit.Pool("8MiB", device="cuda:0") as one, memkit.Pool("8MiB", device="cuda:1") as two:
         assert one.empty(10).device.index == 0

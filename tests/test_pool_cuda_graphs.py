@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from pool_cases import cuda_pool
 
 import memkit
 from memkit import Pool
@@ -19,18 +20,14 @@ MIB = 1 << 20
 
 @pytest.fixture
 def pool() -> Iterator[Pool]:
-    with Pool("8MiB", device="cuda", max="256MiB") as pool:
+    with cuda_pool("8MiB", max="256MiB") as pool:
         yield pool
-        torch.cuda.synchronize()
-        pool.check()
 
 
 @pytest.fixture
 def small() -> Iterator[Pool]:
-    with Pool("8MiB", device="cuda", grow=False) as pool:
+    with cuda_pool("8MiB", grow=False) as pool:
         yield pool
-        torch.cuda.synchronize()
-        pool.check()
 
 
 def settled(pool: Pool) -> int:

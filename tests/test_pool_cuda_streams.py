@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Iterator
 
 import pytest
 import torch
+from pool_cases import busy, cuda_pool, in_threads, two_devices
 
 import memkit
 from memkit import Pool
 
 pytestmark = pytest.mark.cuda
 MIB = 1 << 20
-two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 @pytest.fixture
 def pool() -> Iterator[Pool]:
-    with Pool("8MiB", device="cuda", grow=False) as pool:
+    with cuda_pool("8MiB", grow=False) as pool:
         yield pool
-        torch.cuda.synchronize()
-        pool.check()
 
 
-def busy(stream: torch.cuda.Stream, milliseconds: int = 20) -> None:
-    """Work on a stream that is still going on when this returns."""
+def copy_late(x: torch.Tensor, stream: torch.cuda.Stream, result: torch.Tensor) -> None:
+    """Copies x on a stream that is busy yet, and records it there."""
+    stream.wait_stream(torch.cuda.current_stream())
+    busy(stream)
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(2_000_000 * milliseconds)
+        result.copy_(x)
+    x.record_stream(stream)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -128,11 +128,7 @@ def test_record_stream_in_a_scope(pool: Pool) -> None:
     torch.cuda.synchronize()
     with pool.scope():
         x = pool.full((1000,), 1.0)
-        other.wait_stream(torch.cuda.current_stream())
-        busy(other)
-        with torch.cuda.stream(other):
-            result.copy_(x)
-        x.record_stream(other)
+        copy_late(x, other, result)
         del x
     with pool.scope():
         y = pool.full((1000,), 2.0)
@@ -146,11 +142,7 @@ def test_a_closed_pool_waits_for_recorded_streams() -> None:
     other = torch.cuda.Stream()
     result = torch.zeros(MIB, device="cuda")
     x = Pool("8MiB", device="cuda").full((MIB,), 1.0)  # and is forgotten
-    other.wait_stream(torch.cuda.current_stream())
-    busy(other)
-    with torch.cuda.stream(other):
-        result.copy_(x)
-    x.record_stream(other)
+    copy_late(x, other, result)
     del x
     torch.cuda.synchronize()
     assert result.eq(1).all()
@@ -168,11 +160,7 @@ def test_threads_with_streams_of_their_own(pool: Pool) -> None:
                     wrong.append(number)
                 del x
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, 4)
     assert not wrong
     assert pool.stats().allocated == 0
 

@@ -129,7 +129,7 @@ void bind_norms(pybind11::module_& m) {
   eager::bind<rms_norm, kRmsNorm>(m);
   eager::bind<add_layer_norm, kAddLayerNorm>(m);
   eager::bind<add_rms_norm, kAddRmsNorm>(m);
-  m.def("norm_weight_follows", &follow_weight);
+  m.def("follow_weight", &follow_weight);
   m.def("norm_saves", [](const Tensor& x) { return std::string(row_norm_saves(x)); });
 }
 

@@ -111,7 +111,7 @@ class GroupNorm(Norm, Twin, kind="group_norm"):
 def _made(weight: Tensor, parameter: Tensor) -> Tensor:
     """What a call computes from a parameter, as the weight of a norm."""
     if weight.is_cuda and not is_compiling():
-        _C.norm_weight_follows(weight, parameter)
+        _C.follow_weight(weight, parameter)
     return weight
 
 
