@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from pool_cases import cuda_pool
+from pool_cases import busy, cuda_pool
 
 import memkit
 from memkit import Pool
@@ -173,20 +173,22 @@ def test_a_scope_in_a_capture_that_finds_no_clean_memory(small: Pool) -> None:
 
 def test_a_capture_waits_for_other_streams(small: Pool) -> None:
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    seen = torch.zeros(2 * MIB - 128, device="cuda")
     torch.cuda.synchronize()
+    busy(stream)
     with torch.cuda.stream(stream):
-        busy = small.zeros(2 * MIB - 128)
-        torch.cuda._sleep(100_000_000)
-        seen = busy.fill_(7).sum()
-        del busy
+        late = small.full((2 * MIB - 128,), 7.0)
+        seen.copy_(late)
+        del late
     with torch.cuda.stream(torch.cuda.Stream()):
         graph.capture_begin(capture_error_mode="relaxed")
         x = small.zeros(MIB)
         x.add_(3)
         graph.capture_end()
     graph.replay()
+    torch.cuda.current_stream().synchronize()  # the graph first, if nobody waited for the other stream
     torch.cuda.synchronize()
-    assert seen.item() == 7 * (2 * MIB - 128)
+    assert seen.eq(7).all()
     assert x.eq(3).all()
     del x, graph
     assert settled(small) == 0
