@@ -31,8 +31,7 @@ struct Arrays {
 template <class Plane, class Row>
 MEMKIT_FN void for_runs(const ChannelArgs& args, int64_t first, int64_t count, const Plane& plane, const Row& row) {
   if (args.columns()) {
-    for (int64_t k = 0, n; k < count; k += n) {
-      const int64_t channel = (first + k) % args.channels;
+    for (int64_t k = 0, n, channel = first % args.channels; k < count; k += n, channel = 0) {
       n = std::min(args.channels - channel, count - k);
       row(k, n, channel);
     }
@@ -214,7 +213,7 @@ struct GradientSums {
   template <class Lanes>
   struct Body {
     MEMKIT_FN static void run(const ChannelArgs& args, int64_t begin, int64_t end, double* sum, double* sum_distance,
-                              T* kept) {
+                              void* kept) {
       const Arrays<T> terms(args);
       const bool columns = args.columns();
       const int64_t unit_size = columns ? args.channels : args.inner;
@@ -234,7 +233,8 @@ struct GradientSums {
       for (int64_t first = begin * unit_size; first < end * unit_size; first += kChunk) {
         const int64_t n = std::min(kChunk, end * unit_size - first);
         const T* x = read<Lanes>(args.x, args.dtype, first, n, space);
-        const T* dz = gradients<Lanes>(args, terms, first, n, x, kept ? kept + first : grads);
+        const T* dz = gradients<Lanes>(args, terms, first, n, x, kept ? place(kept, args.dtype, first, grads) : grads);
+        if (kept) written<Lanes>(dz, kept, args.dtype, first, n);
         for_runs(
             args, first, n,
             [&](int64_t k, int64_t m, int64_t unit, int64_t set) MEMKIT_INLINE {
@@ -287,7 +287,7 @@ struct ColumnMoments {
   template <class Lanes>
   struct Body {
     MEMKIT_FN static void run(const ChannelArgs& args, int64_t begin, int64_t end, double* means, double* m2) {
-      T space[kBlockRows][kBlockColumns];
+      T space[kBlockRows * kBlockColumns];
       const T* x[kBlockRows];
       for (int64_t first = 0; first < args.channels; first += kBlockColumns) {
         const int64_t n = std::min(kBlockColumns, args.channels - first);
@@ -296,8 +296,12 @@ struct ColumnMoments {
         for (int64_t row = begin; row < end; row += kBlockRows) {
           const int64_t rows = std::min(kBlockRows, end - row);
           T sum[kBlockColumns] = {}, rest[kBlockColumns] = {}, own[kBlockColumns] = {};
+          const bool whole = n == args.channels;  // rows that lie one after the other
+          if (whole) x[0] = read<Lanes>(args.x, args.dtype, row * n, rows * n, space);
           for (int64_t r = 0; r < rows; ++r) {
-            x[r] = read<Lanes>(args.x, args.dtype, (row + r) * args.channels + first, n, space[r]);
+            x[r] = whole ? x[0] + r * n
+                         : read<Lanes>(args.x, args.dtype, (row + r) * args.channels + first, n,
+                                       space + r * kBlockColumns);
             MEMKIT_LOOP
             for (int64_t i = 0; i < n; ++i) sum[i] += x[r][i];
           }
@@ -359,9 +363,8 @@ void channel_backward(const ChannelArgs& args, int64_t begin, int64_t end) {
 void channel_sums(const ChannelArgs& args, int64_t begin, int64_t end, double* sum_dz, double* sum_dz_distance,
                   void* dz) {
   if (args.dtype == Dtype::float64)
-    return Compiled<GradientSums<double>::Body>::run(args, begin, end, sum_dz, sum_dz_distance,
-                                                     static_cast<double*>(dz));
-  Compiled<GradientSums<float>::Body>::run(args, begin, end, sum_dz, sum_dz_distance, static_cast<float*>(dz));
+    return Compiled<GradientSums<double>::Body>::run(args, begin, end, sum_dz, sum_dz_distance, dz);
+  Compiled<GradientSums<float>::Body>::run(args, begin, end, sum_dz, sum_dz_distance, dz);
 }
 
 }  // namespace memkit::cpu

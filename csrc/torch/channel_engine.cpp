@@ -122,8 +122,10 @@ void run_channel_gradients(const ChannelCall& whole, double* dz, double* dz_x_ha
   if (by_blocks(whole)) return gradients_by_blocks(whole, dz, dz_x_hat);
   ChannelCall call = whole;
   ChannelArgs& args = call.args;
-  // Sums leave dz where the input's gradient will be, if that holds it, so that the slope is computed once.
-  const bool holds_dz = args.out_dtype == args.dtype && args.dtype == dtype_of(call.computed);
+  // Sums leave dz where the input's gradient will be, if that holds it, so that the slope is computed once. In half
+  // precision it does where the slope is 0 or 1.
+  const bool steps = args.act == Act::relu || args.act == Act::hardtanh;
+  const bool holds_dz = args.out_dtype == args.dtype && (steps || args.dtype == dtype_of(call.computed));
   if (runs_on_threads(call.device) && args.has_act && holds_dz) call.dz = args.grad_input;
   ChannelCall last = call;
   if (call.dz) last.args.has_act = false, last.args.grad = call.dz;

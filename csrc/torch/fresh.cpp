@@ -46,12 +46,15 @@ void populate(void*, size_t) {}
 
 }  // namespace
 
+at::Tensor with_pages(at::Tensor empty) {
+  if (empty.device().is_cpu()) populate(empty.mutable_data_ptr(), empty.nbytes());
+  return empty;
+}
+
 at::Tensor fresh_like(const at::Tensor& x) { return fresh_like(x, x.scalar_type()); }
 
 at::Tensor fresh_like(const at::Tensor& x, at::ScalarType dtype) {
-  at::Tensor fresh = dtype == x.scalar_type() ? at::empty_like(x) : at::empty_like(x, x.options().dtype(dtype));
-  if (fresh.device().is_cpu()) populate(fresh.mutable_data_ptr(), fresh.nbytes());
-  return fresh;
+  return with_pages(dtype == x.scalar_type() ? at::empty_like(x) : at::empty_like(x, x.options().dtype(dtype)));
 }
 
 }  // namespace memkit

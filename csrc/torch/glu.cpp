@@ -108,7 +108,7 @@ struct Operands {
     if (up) return fresh_like(gate);
     auto shape = c10::SymDimVector(gate.sym_sizes().begin(), gate.sym_sizes().end());
     shape.back() = shape.back() / 2;
-    return at::empty_symint(shape, gate.options());
+    return with_pages(at::empty_symint(shape, gate.options()));
   }
 
   // Of the first and second operand in memory that lies as gate and up do.

@@ -10,6 +10,7 @@
 #include "checks.h"
 #include "eager.h"
 #include "engine.h"
+#include "fresh.h"
 #include "named_ops.h"
 #include "operators.h"
 #include "saved_node.h"
@@ -126,8 +127,8 @@ Both max_pool(const Tensor& input, IntArrayRef kernel, IntArrayRef stride, IntAr
   check(input, w);
   const at::MemoryFormat format = format_of(input);
   const std::vector<SymInt> sizes = w.results(input.sym_sizes());
-  Tensor out = at::empty_symint(sizes, input.options(), format);
-  Tensor places = at::empty_symint(sizes, input.options().dtype(w.places()), format);
+  Tensor out = with_pages(at::empty_symint(sizes, input.options(), format));
+  Tensor places = with_pages(at::empty_symint(sizes, input.options().dtype(w.places()), format));
   if (input.is_meta() || out.numel() == 0) return {out, places};
   const Tensor x = input.contiguous(format);
   PoolArgs args = arguments(x, out, places, w, format == at::MemoryFormat::ChannelsLast);
@@ -142,7 +143,7 @@ Tensor max_pool_backward(const Tensor& grad, const Tensor& places, c10::SymIntAr
                          bool ceil_mode) {
   const Window w = window_of(kernel, stride, padding, dilation, ceil_mode);
   const at::MemoryFormat format = format_of(channels_last);
-  Tensor out = at::empty_symint(size, grad.options(), format);
+  Tensor out = with_pages(at::empty_symint(size, grad.options(), format));
   check(out, w);
   const std::vector<SymInt> sizes = w.results(size);
   TORCH_CHECK_VALUE(grad.sym_sizes() == sizes && places.sym_sizes() == sizes && places.scalar_type() == w.places(), kOp,
