@@ -38,7 +38,6 @@ from common import (
     progress,
     ratios,
     slower_than,
-    until_interrupted,
     write,
 )
 from torch import Tensor
@@ -48,6 +47,7 @@ from memkit import functional
 from memkit._reference import ACTIVATIONS
 from memkit.bench import machine
 from memkit.bench.report import origin, text_table
+from memkit.bench.timing import until_interrupted
 
 KIND = "memkit-activation"
 FORMAT = 1

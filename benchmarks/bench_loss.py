@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import DTYPES, SLOWER, Choices, normal, ratios, until_interrupted, write
+from common import DTYPES, SLOWER, Choices, normal, ratios, write
 from torch import Tensor
 
 from memkit import functional
 from memkit.bench import machine
 from memkit.bench.report import origin, text_table
-from memkit.bench.timing import interleave
+from memkit.bench.timing import interleave, until_interrupted
 from memkit.memory import timeline
 
 KIND = "memkit-loss"

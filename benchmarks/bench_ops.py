@@ -32,7 +32,6 @@ from common import (
     progress,
     ratios,
     slower_than,
-    until_interrupted,
     write,
 )
 from ops import FAMILIES
@@ -41,6 +40,7 @@ from torch import Tensor
 
 from memkit.bench import machine
 from memkit.bench.report import origin, text_table
+from memkit.bench.timing import until_interrupted
 
 KIND = "memkit-ops"
 FORMAT = 1

@@ -17,14 +17,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import DTYPES, Choices, ratios, slower_than, until_interrupted, write
+from common import DTYPES, Choices, ratios, slower_than, write
 from torch import Tensor, nn
 
 from memkit import optim
 from memkit.bench import machine
 from memkit.bench.models import GPT
 from memkit.bench.report import origin, text_table
-from memkit.bench.timing import interleave
+from memkit.bench.timing import interleave, until_interrupted
 
 KIND = "memkit-optim"
 FORMAT = 1

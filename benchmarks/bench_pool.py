@@ -1,21 +1,19 @@
-"""The pool against stock PyTorch on the CPU: what a tensor costs to make and drop, what its first use costs, what a
-training step takes in time and in memory, how the core's cost grows with holes and live blocks, how good plans are.
+"""The pool against stock PyTorch: what a tensor costs to make and drop, what its first use costs, what a training step
+takes in time and in memory (pool_step.py); on the CPU also how the core's cost grows with holes and live blocks, and how
+good plans are.
 
     python benchmarks/bench_pool.py
-    python benchmarks/bench_pool.py --json      # benchmarks/results/pool-cpu.json
-    python benchmarks/bench_pool.py --parts calls,plans
+    python benchmarks/bench_pool.py --json      # benchmarks/results/pool-cpu.json, or pool-cuda.json on a GPU
+    python benchmarks/bench_pool.py --parts calls,plans --device cpu
 
 The core is measured by a C++ program, benchmarks/arena/bench_arena.cpp, which needs make and a C++ compiler.
 
-Each row's contenders take turns; ratios are the median of each round's own ratio to stock. The step is one of the GPT
-that `memkit bench` trains. Its memory counts what the step adds to weights and optimizer state: for stock the growth of
-the resident set in a process of its own, whose free memory went back to the system just before.
+Each row's contenders take turns; ratios are the median of each round's own ratio to stock.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import statistics
 import subprocess
@@ -26,22 +24,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pool_step
 import torch
 
 import memkit
-from memkit.bench import machine, models, train
-from memkit.bench.options import BATCH, MODELS, Options
+from memkit.bench import machine
+from memkit.bench.options import BATCH, MODELS
 from memkit.bench.report import origin, text_table, write_json
-from memkit.bench.timing import interleave, ratio, seconds
+from memkit.bench.timing import interleave, ratio, seconds, until_interrupted
 from memkit.plan import ALIGNMENT, Buffer, Plan, read_trace, trace
 
 KIND = "memkit-pool"
 FORMAT = 3
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
-PARTS = ("calls", "step", "core", "plans")
+PARTS = {"cpu": ("calls", "step", "core", "plans"), "cuda": ("calls", "step")}
 
-CASES = {  # name: (statements a sample, contenders as statements, stock first)
+Cases = dict[str, tuple[int, dict[str, str]]]
+CPU_CASES: Cases = {  # name: (statements a sample, contenders as statements, stock first)
     "make and drop 4 KiB": (
         20_000,
         {"stock": "torch_empty(1024)", "pool": "pool_empty(1024)", "pool, registered op": "pool_op(1024)"},
@@ -78,15 +78,56 @@ CASES = {  # name: (statements a sample, contenders as statements, stock first)
 }
 
 
-def timer(statement: str, calls: int, names: dict[str, Any]) -> Callable[[], float]:
-    """Seconds of one run of the statement, over a loop without a function call of its own."""
+CUDA_CASES: Cases = {
+    "make and drop 4 KiB": (
+        20_000,
+        {
+            "stock": "torch_empty(1024, device=cuda)",
+            "pool": "pool_empty(1024)",
+            "pool, registered op": "pool_op(1024)",
+        },
+    ),
+    "make and drop 64 MiB": (
+        2_000,
+        {"stock": "torch_empty(1 << 24, device=cuda)", "pool": "pool_empty(1 << 24)"},
+    ),
+    "100 times 4 KiB": (
+        100,
+        {
+            "stock": "for _ in hundred: torch_empty(1024, device=cuda)",
+            "pool": "for _ in hundred: pool_empty(1024)",
+            "pool, in a scope": "with pool.scope():\n for _ in hundred: pool_empty(1024)",
+            "stock, in use()": "with pool.use():\n for _ in hundred: torch_empty(1024, device=cuda)",
+        },
+    ),
+    "make, fill and drop 64 MiB": (
+        32,
+        {
+            "stock": "torch_empty(1 << 24, device=cuda).fill_(1)",
+            "pool": "pool_empty(1 << 24).fill_(1)",
+            "stock, reused": "large.fill_(1)",
+        },
+    ),
+    "make 1 MiB, record_stream() and drop": (
+        100,
+        {
+            "stock": "x = torch_empty(1 << 18, device=cuda)\nx.record_stream(other)\ndel x",
+            "pool": "x = pool_empty(1 << 18)\nx.record_stream(other)\ndel x",
+        },
+    ),
+}
+CASES = {"cpu": CPU_CASES, "cuda": CUDA_CASES}
+
+
+def timer(statement: str, calls: int, names: dict[str, Any], device: str) -> Callable[[], float]:
+    """Seconds of one run of the statement, over a loop without a function call of its own; a GPU is done at its end."""
     loop = timeit.Timer(statement, globals=names)
-    return lambda: loop.timeit(calls) / calls
+    return lambda: seconds(lambda: loop.timeit(calls), device) / calls
 
 
-def run_calls(rounds: int) -> list[dict[str, Any]]:
+def run_calls(rounds: int, device: str) -> list[dict[str, Any]]:
     cases = []
-    pool = memkit.Pool("256MiB")
+    pool = memkit.Pool("256MiB", device)
     names = {
         "torch_empty": torch.empty,
         "bfloat16": torch.bfloat16,
@@ -94,11 +135,13 @@ def run_calls(rounds: int) -> list[dict[str, Any]]:
         "pool_empty": pool.empty,
         "pool_op": pool._core.functions()["empty_op"],
         "hundred": range(100),
-        "small": torch.empty(1 << 18),
-        "large": torch.empty(1 << 24),
+        "small": torch.empty(1 << 18, device=device),
+        "large": torch.empty(1 << 24, device=device),
     }
-    for name, (calls, contenders) in CASES.items():
-        timers = {each: timer(statement, calls, names) for each, statement in contenders.items()}
+    if device == "cuda":
+        names |= {"cuda": torch.device("cuda"), "other": torch.cuda.Stream()}
+    for name, (calls, contenders) in CASES[device].items():
+        timers = {each: timer(statement, calls, names, device) for each, statement in contenders.items()}
         times = interleave(timers, rounds)
         cases.append(
             {
@@ -110,116 +153,6 @@ def run_calls(rounds: int) -> list[dict[str, Any]]:
         )
     pool.check()
     return cases
-
-
-# -- a training step
-
-PRECISION = 1 << 20  # bytes, of the least memory that a pool gets through a step with
-
-
-def training_step(batch: int, model: str = "gpt") -> Callable[[], None]:
-    """A step of stock training, warm: its optimizer state exists."""
-    options = Options(models=(model,), device="cpu", dtype="float32", batch=batch)
-    torch.manual_seed(options.seed)
-    if model == "gpt":
-        tokens = torch.randint(options.vocab, (batch, options.seq_len + 1))
-        data = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-    else:
-        data = (torch.randn(batch, 1, 8, 8), torch.randint(10, (batch,)))
-    sizes = (options.vocab, options.layers, options.d_model, options.heads, options.seq_len)
-    build = {"gpt": lambda: models.GPT(*sizes), "cnn": lambda: models.CNN(10)}[model]
-    task = train.Task(model, build, [data], None, learning_rate=1e-3)
-    variant = train.Variant("eager", (), task, options)
-
-    def step() -> None:
-        variant.optimizer.zero_grad(set_to_none=True)  # of a step that ran out of memory
-        variant.step(data)
-
-    step()
-    return step
-
-
-def status(field: str) -> int:
-    """Bytes that the kernel tells of this process: VmRSS, VmHWM."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field + ":"))
-
-
-def stock_peak(batch: int) -> int:
-    """Of a step, in this process."""
-    step = training_step(batch)
-    step()
-    ctypes.CDLL(None).malloc_trim(0)
-    before = status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again
-    step()
-    return status("VmHWM") - before
-
-
-def stock_peak_apart(batch: int) -> int | None:
-    """In a process of its own; None where the kernel does not tell."""
-    command = [sys.executable, __file__, "--stock-peak", "--batch", str(batch)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    return int(done.stdout.split()[-1]) if done.returncode == 0 else None
-
-
-def least(step: Callable[[], None], low: int) -> int:
-    """The smallest pool, to PRECISION, that a step gets through use() with; `low` bytes are known to be needed."""
-
-    def enough(size: int) -> bool:
-        try:
-            with memkit.Pool(size, grow=False) as pool, pool.use():
-                step()
-        except memkit.PoolExhausted:
-            return False
-        return True
-
-    high = low
-    while not enough(high):
-        low, high = high, high + max(high // 32, PRECISION)
-    while high - low > PRECISION:
-        middle = (low + high) // 2
-        low, high = (low, middle) if enough(middle) else (middle, high)
-    return high
-
-
-def run_step(rounds: int, batch: int) -> dict[str, Any]:
-    step = training_step(batch)
-    plan = memkit.Pool(1 << 20).record(step)
-    needed = least(step, plan.lower_bound)
-    pool, planned = memkit.Pool(needed), memkit.Pool(plan.height)
-
-    def in_pool() -> None:
-        with pool.use():
-            step()
-
-    def in_plan() -> None:
-        with planned.replay(plan):
-            step()
-
-    contenders = {"stock": step, "pool.use()": in_pool, "pool.replay()": in_plan}
-    times = interleave({k: lambda work=v: seconds(work, "cpu") for k, v in contenders.items()}, rounds)
-    with planned.replay(plan) as replay:
-        step()
-    reserved = {
-        "stock": stock_peak_apart(batch),
-        "pool.use()": max(needed, pool.stats().reserved_peak),
-        "pool.replay()": max(plan.height, planned.stats().reserved_peak),
-    }
-    for each in (pool, planned):
-        each.check()
-    return {
-        "batch": batch,
-        "rounds": rounds,
-        "allocations": len(plan.buffers),
-        "served_by_plan": replay.served,
-        "live_bytes": plan.lower_bound,
-        "plan_bytes": plan.height,
-        "seconds": {each: statistics.median(taken) for each, taken in times.items()},
-        "ratio": {each: ratio(taken, times["stock"]) for each, taken in times.items()},
-        "reserved_bytes": reserved,
-        "reserved_to_live": {each: n and n / plan.lower_bound for each, n in reserved.items()},
-    }
 
 
 # -- the core
@@ -279,7 +212,7 @@ def run_plans(budget: float = 10) -> list[dict[str, Any]]:
     """Recorded traces, and steps of the main job's models recorded now."""
     plans = [planned(file.stem, read_trace(file), 512, budget) for file in sorted(TRACES.glob("*.csv"))]
     for model in MODELS:
-        buffers = trace(training_step(BATCH[model], model))
+        buffers = trace(pool_step.training_step(BATCH[model], "cpu", model))
         plans.append(planned(f"step of {model}", buffers, ALIGNMENT, budget))
     return plans
 
@@ -333,39 +266,44 @@ def plans_table(plans: list[dict[str, Any]]) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "--parts", default=",".join(PARTS), metavar="A,B", help=f"of {', '.join(PARTS)} (default: all)"
+        "--device", choices=("auto", *PARTS), default="auto", help="default: a GPU if there is one"
     )
+    parser.add_argument("--parts", metavar="A,B", help=f"of {', '.join(PARTS['cpu'])} (default: all)")
     parser.add_argument("--rounds", type=int, default=21, help="of the calls")
     parser.add_argument("--batch", type=int, default=BATCH["gpt"], help="of the training step")
     parser.add_argument("--steps", type=int, default=15, metavar="ROUNDS", help="of the training step")
-    parser.add_argument("--stock-peak", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--json", nargs="?", const="", metavar="FILE", help="default: results/pool-cpu.json")
+    parser.add_argument(
+        "--json", nargs="?", const="", metavar="FILE", help="default: results/pool-DEVICE.json"
+    )
     args = parser.parse_args(argv)
-    if args.stock_peak:
-        print(stock_peak(args.batch))
-        return 0
-    chosen = args.parts.split(",")
-    if unknown := set(chosen) - set(PARTS):
-        parser.error(f"--parts: expected some of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
+    there = torch.cuda.is_available()
+    device = ("cuda" if there else "cpu") if args.device == "auto" else args.device
+    if device == "cuda" and not there:
+        parser.error("--device cuda: expected a CUDA GPU, got none")
+    chosen = args.parts.split(",") if args.parts else PARTS[device]
+    if unknown := set(chosen) - set(PARTS[device]):
+        known = ", ".join(PARTS[device])
+        parser.error(f"--parts: expected some of {known} on {device}, got {', '.join(sorted(unknown))}")
     parts: dict[str, tuple[Callable[[], Any], Callable[[Any], str]]] = {
-        "calls": (lambda: run_calls(args.rounds), calls_table),
-        "step": (lambda: run_step(args.steps, args.batch), step_table),
+        "calls": (lambda: run_calls(args.rounds, device), calls_table),
+        "step": (lambda: pool_step.run(args.steps, args.batch, device), step_table),
         "core": (run_core, core_table),
         "plans": (run_plans, plans_table),
     }
-    result: dict[str, Any] = {"kind": KIND, "format": FORMAT, **machine.stamp("cpu")}
+    result: dict[str, Any] = {"kind": KIND, "format": FORMAT, **machine.stamp(device)}
     tables = []
-    for part in PARTS:
-        if part in chosen:
-            measure, show = parts[part]
-            result[part] = measure()
-            tables.append(show(result[part]))
+    with until_interrupted(result):
+        for part in PARTS[device]:
+            if part in chosen:
+                measure, show = parts[part]
+                result[part] = measure()
+                tables.append(show(result[part]))
     print(*tables, origin(result), sep="\n\n")
     if args.json is not None:
-        file = Path(args.json) if args.json else RESULTS / "pool-cpu.json"
+        file = Path(args.json) if args.json else RESULTS / f"pool-{device}.json"
         write_json(result, file)
         print(f"wrote {file.name}")
-    return 0
+    return 130 if result.get("interrupted") else 0
 
 
 if __name__ == "__main__":

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -175,16 +174,6 @@ class Choices:
         if args.json is not None:
             args.json = Path(args.json) if args.json else RESULTS / f"{self.file}-{args.device}.json"
         return args
-
-
-@contextlib.contextmanager
-def until_interrupted(result: dict[str, Any]) -> Iterator[None]:
-    """Ctrl-C, or the SIGINT of a time limit, ends the measurements alone: what there is by then is reported and written."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        result["interrupted"] = True
-        print("interrupted: what follows was measured until then", file=sys.stderr)
 
 
 def write(result: dict[str, Any], args: argparse.Namespace) -> int:

@@ -121,7 +121,7 @@ if stage build 240 "$OUT/build.log" "$PYTHON" setup.py -q build_ext --inplace; t
   stage kernels 90 "$SCRATCH/kernels.log" "$PYTHON" benchmarks/bench_activation.py --device cuda --sizes 128Ki,32Mi \
     --no-compile --json "$OUT/kernels.json"
   stage steps 120 "$SCRATCH/steps.log" "$PYTHON" -m memkit.cli bench --device cuda --json "$OUT/steps.json"
-  stage pool 40 "$SCRATCH/pool.log" "$PYTHON" benchmarks/bench_pool.py --parts calls,step --rounds 5 --json "$OUT/pool.json"
+  stage pool 40 "$SCRATCH/pool.log" "$PYTHON" benchmarks/bench_pool.py --device cuda --rounds 5 --json "$OUT/pool.json"
   stage ops 60 "$SCRATCH/ops.log" "$PYTHON" benchmarks/bench_ops.py --device cuda --sizes 128Ki,32Mi \
     --dtypes float32,bfloat16 --no-compile --quick --json "$SCRATCH/ops.json"
   for each in loss optim; do

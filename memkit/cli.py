@@ -159,6 +159,10 @@ def run_bench(args: argparse.Namespace) -> int:
     except bench.OptionError as error:
         print(f"memkit {error}", file=sys.stderr)
         return 2
+    status = 130 if result.get("interrupted") else 0
+    if not result["models"]:
+        print("memkit bench: no model was measured, nothing is written", file=sys.stderr)
+        return status
     report.write_json(result, options.results_file)
     written = [str(options.results_file)]
     if options.plot:
@@ -166,7 +170,7 @@ def run_bench(args: argparse.Namespace) -> int:
         written.append(str(options.out / "memory.png"))
     print(report.full_text(result))
     print(f"\n{result['wall_seconds']:.0f} s; wrote {' and '.join(written)}")
-    return 0
+    return status
 
 
 def add_doctor(parsers: Parsers) -> None:

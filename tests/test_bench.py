@@ -74,6 +74,31 @@ def test_ablation(tmp_path: Path) -> None:
     assert bench("--ablation --pool use --variants eager,memkit", tmp_path) == 2
 
 
+def test_an_interrupted_job_keeps_the_models_it_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from memkit.bench import train
+
+    compare, turns = train.compare, iter(range(1))
+
+    def interrupted(*args: Any) -> dict[str, Any]:
+        if next(turns, None) is None:
+            raise KeyboardInterrupt
+        return compare(*args)
+
+    monkeypatch.setattr(train, "compare", interrupted)
+    assert bench("--variants eager,memkit", tmp_path) == 130
+    result = json.loads((tmp_path / "bench.json").read_text())
+    assert result["interrupted"]
+    assert list(result["models"]) == ["gpt"]
+    assert (tmp_path / "memory.png").exists()
+    assert "gpt" in capsys.readouterr().out
+
+    assert bench("--variants eager,memkit", tmp_path / "second") == 130
+    assert not (tmp_path / "second" / "bench.json").exists()
+    assert "no model was measured" in capsys.readouterr().err
+
+
 def test_table_and_progress(job: tuple[Path, dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
     text = report.full_text(job[1])
     lines = text.splitlines()

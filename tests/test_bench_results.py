@@ -125,27 +125,32 @@ def test_op_benchmark_compiles(scripts: tuple[ModuleType, ModuleType], tmp_path:
     assert all("compiled" in case["ratio"] for case in result["cases"])
 
 
-@pytest.fixture(scope="module")
-def pool(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The results file of a small run of the pool benchmark, without its C++ part."""
-    file = tmp_path_factory.mktemp("pool") / "pool-cpu.json"
+def pool_benchmark(file: Path, device: str) -> Path:
+    """Runs the smallest pool benchmark, without its C++ part."""
     row = {"bench": "holes", "allocator": "memkit", "n": 4096, "ns": 51.2}
     core = {"compiler": "none", "rows": [row, row | {"allocator": "list", "ns": 6e3}]}
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "benchmarks"))
         import bench_pool
+        import pool_step
 
         patch.setattr(
-            bench_pool,
+            pool_step,
             "Options",
             lambda **options: Options(layers=1, d_model=32, heads=2, vocab=400, **options),
         )
         patch.setattr(bench_pool, "BATCH", {"gpt": 2, "cnn": 2})
         patch.setattr(bench_pool, "run_core", lambda: core)
-        patch.setattr(bench_pool, "stock_peak_apart", lambda batch: None)  # a full step, in another process
-        patch.setattr(bench_pool, "CASES", {k: (1, v) for k, (_, v) in bench_pool.CASES.items()})
-        assert bench_pool.main(f"--rounds 2 --steps 2 --batch 2 --json {file}".split()) == 0
+        patch.setattr(pool_step, "resident_peak_apart", lambda batch: None)  # a full step, in another process
+        once = {name: (1, contenders) for name, (_, contenders) in bench_pool.CASES[device].items()}
+        patch.setattr(bench_pool, "CASES", {device: once})
+        assert bench_pool.main(f"--device {device} --rounds 2 --steps 2 --batch 2 --json {file}".split()) == 0
     return file
+
+
+@pytest.fixture(scope="module")
+def pool(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return pool_benchmark(tmp_path_factory.mktemp("pool") / "pool-cpu.json", "cpu")
 
 
 def test_pool_benchmark(pool: Path) -> None:
@@ -159,6 +164,18 @@ def test_pool_benchmark(pool: Path) -> None:
     names = ["gpt", "gpt_ckpt", "gpt_varlen", "step of gpt", "step of cnn"]
     assert [plan["name"] for plan in result["plans"]] == names
     assert all(plan["gap"] == 0 for plan in result["plans"])
+
+
+@pytest.mark.cuda
+def test_pool_benchmark_on_a_gpu(scripts: tuple[ModuleType, ModuleType], tmp_path: Path) -> None:
+    result = json.loads(pool_benchmark(tmp_path / "pool-cuda.json", "cuda").read_text())
+    assert {"pool", "stock"} <= set(result["calls"][0]["seconds"])
+    step = result["step"]
+    assert 0 < step["live_bytes"] <= step["reserved_bytes"]["pool.use()"]
+    assert 0 < step["live_bytes"] <= step["reserved_bytes"]["stock"]
+    results = scripts[0].load(tmp_path)
+    assert "after empty_cache()" in scripts[0].pool_table(results)
+    assert "run on" in scripts[0].support_table(results)
 
 
 def test_pool_benchmark_without_a_compiler(

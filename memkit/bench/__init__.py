@@ -21,10 +21,14 @@ from . import machine, report
 from .options import OptionError as OptionError
 from .options import Options as Options
 from .options import checked
+from .timing import until_interrupted
 
 
 def run(options: Options) -> dict[str, Any]:
-    """The whole job; returns what the JSON file holds. OptionError, before any training, if it cannot run."""
+    """The whole job; returns what the JSON file holds. OptionError, before any training, if it cannot run.
+
+    A KeyboardInterrupt ends it: the models that were finished by then are in the result, which says `interrupted`.
+    """
     options = checked(options)
 
     from tqdm import tqdm
@@ -52,8 +56,9 @@ def run(options: Options) -> dict[str, Any]:
         gc.collect()
         gc.freeze()
         try:
-            for task in tasks:
-                result["models"][task.name] = compare(task, options, say, advance)
+            with until_interrupted(result):
+                for task in tasks:
+                    result["models"][task.name] = compare(task, options, say, advance)
         finally:
             gc.unfreeze()
     result["wall_seconds"] = round(time.perf_counter() - started, 1)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import statistics
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -18,6 +21,16 @@ def seconds(work: Callable[[], object], device: str) -> float:
     if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - start
+
+
+@contextmanager
+def until_interrupted(result: dict[str, Any]) -> Iterator[None]:
+    """Ctrl-C, or the SIGINT of a time limit, ends the measurements alone: what there is by then is reported and written."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        result["interrupted"] = True
+        print("interrupted: what follows was measured until then", file=sys.stderr)
 
 
 def rotated(names: Sequence[str], turn: int) -> list[str]:
