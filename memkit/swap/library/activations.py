@@ -57,23 +57,25 @@ def library_activation(module: nn.Module) -> str | None:
     if cls not in _checked:
         candidate = None if cls.__module__.startswith(("torch.nn.", "memkit.")) else CLASSES.get(cls.__name__)
         if candidate and not (module._parameters or module._buffers or module._modules):
-            _checked[cls] = candidate if _is(module, candidate) else None
+            _checked[cls] = candidate if computes(module.forward, candidate) else None
         else:
             _checked[cls] = None
     return _checked[cls]
 
 
-def _is(module: nn.Module, op: str) -> bool:
+def computes(activation: Any, op: str) -> bool:
+    """Whether a function of one tensor is this activation, by a few values and slopes."""
+
     def of(function: Any) -> tuple[torch.Tensor, torch.Tensor]:
         x = _PROBE.clone().requires_grad_()
         y = function(x * 1.0)  # not a leaf, which it may not overwrite
         return y.detach(), torch.autograd.grad(y.sum(), x)[0]
 
     try:
-        if len(inspect.signature(module.forward).parameters) != 1:
+        if len(inspect.signature(activation).parameters) != 1:
             return False
         with torch.enable_grad():
-            theirs, ours = of(module.forward), of(lambda x: F.act_dropout(x, op, 0.0))
+            theirs, ours = of(activation), of(lambda x: F.act_dropout(x, op, 0.0))
     except Exception:  # whatever it wants, it is not a function of one tensor
         return False
     return all(torch.allclose(a, b, rtol=1e-8, atol=1e-9) for a, b in zip(theirs, ours, strict=True))

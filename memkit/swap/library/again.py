@@ -2,7 +2,8 @@
 
 Inside :class:`memkit.lean` the input alone is kept and backward runs the library's own lines again, to the bit: gates of
 mixtures of experts that are none of memkit's (with limits, as GPT-OSS has them), and activations with parameters. What
-convolutions standardize is made again by the context itself (`standardized.py`).
+convolutions standardize (`standardized.py`) and activations called as functions (`functions.py`) are made again by the
+context itself.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from ..._lean import is_lean
+from .activations import library_activation
+from .attention import is_attention
+from .functions import Functions, calls_activations
 from .scans import Scan, calls_scan
 from .standardized import StandardizedConv, is_standardized
 from .twin import Twin, checkpointed, own_tensors
@@ -42,7 +46,10 @@ def made_again(module: nn.Module, names: frozenset[str]) -> str:
         return Scan.kind
     if "conv2d" in names and is_standardized(cls):
         return StandardizedConv.kind
-    return ActivationAgain.kind if "act_linear" in names and cls.__name__.endswith(ACTIVATIONS) else ""
+    if "act_linear" in names and cls.__name__.endswith(ACTIVATIONS):
+        return ActivationAgain.kind
+    others = is_attention(cls) or library_activation(module) is not None
+    return Functions.kind if calls_activations(cls, names) and not others else ""
 
 
 def _again(

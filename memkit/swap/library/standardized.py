@@ -16,7 +16,7 @@ from ... import functional as F
 from ..._lean import is_lean
 from ...functional._norm import output_dtype
 from ..layers import serves
-from .twin import Twin, with_names
+from .twin import Instead, Twin, with_names
 
 
 class StandardizedConv(Twin, kind="standardized_conv"):
@@ -38,25 +38,14 @@ def _calls_batch_norm(forward: Any) -> bool:
 
 def _with_our_norm(forward: Any) -> dict[str, Any]:
     """The names by which it reaches `torch.nn.functional.batch_norm`."""
-    functional = _Instead(nn.functional, batch_norm=_batch_norm)
-    stand_ins = {nn.functional: functional, nn: _Instead(nn, functional=functional)}
+    functional = Instead(nn.functional, batch_norm=_batch_norm)
+    stand_ins = {nn.functional: functional, nn: Instead(nn, functional=functional)}
     names = {name: forward.__globals__.get(name) for name in forward.__code__.co_names}
     return {
         name: stand_ins[held]
         for name, held in names.items()
         if isinstance(held, ModuleType) and held in stand_ins
     }
-
-
-class _Instead:
-    """A module but for some names."""
-
-    def __init__(self, stock: ModuleType, **names: Any) -> None:
-        self._stock = stock
-        vars(self).update(names)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stock, name)
 
 
 def _batch_norm(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from threading import RLock, get_ident
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any, ClassVar, cast
 
 import torch
@@ -135,6 +135,17 @@ def with_names(forward: Any, **names: Any) -> Callable[..., Any]:
     )
     made.__kwdefaults__ = forward.__kwdefaults__
     return made
+
+
+class Instead:
+    """A module but for some names: what `with_names` may put in its place."""
+
+    def __init__(self, stock: ModuleType, **names: Any) -> None:
+        self._stock = stock
+        vars(self).update(names)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stock, name)
 
 
 def is_tracing() -> bool:

@@ -1,0 +1,177 @@
+"""Activations that a forward calls as functions: inside `lean()` their results are made again."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from swap_cases import assert_as_stock, step
+from torch import nn
+
+from memkit import swap, unswap
+from memkit.memory import measure
+
+pytestmark = pytest.mark.usefixtures("repeatable")
+
+
+def gelu(x):
+    return x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))
+
+
+def mish(x):  # is none
+    return x * torch.tanh(x)
+
+
+class Vocoder(nn.Module):
+    """As HiFi-GAN's: the sum is kept by nobody but the activation."""
+
+    def __init__(self):
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv1d(4, 4, 3, padding=1) for _ in range(2))
+
+    def forward(self, x, slope=0.1):
+        for conv in self.convs:
+            x = x + conv(F.leaky_relu(x, slope))
+        return x
+
+
+class WrittenOut(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Conv1d(4, 4, 1), nn.Conv1d(4, 4, 1)
+
+    def forward(self, x):
+        return self.other(gelu(self.one(x)))
+
+
+class Qualified(WrittenOut):
+    def forward(self, x):
+        y = torch.nn.functional.softplus(self.one(x), beta=2.0, threshold=10.0)
+        return self.other(nn.functional.elu(y, alpha=0.5)) + torch.selu(y)
+
+
+class Gelus(WrittenOut):
+    def forward(self, x):
+        return self.other(F.gelu(F.gelu(self.one(x), approximate="tanh")))
+
+
+KINDS = pytest.mark.parametrize("kind", [Vocoder, WrittenOut, Qualified, Gelus])
+
+
+def samples(dtype=torch.float64):
+    return torch.randn(2, 4, 9, dtype=dtype, requires_grad=True)
+
+
+@KINDS
+@pytest.mark.parametrize("by_sample", [False, True])
+def test_as_stock(kind, by_sample):
+    model, x = nn.Sequential(kind(), nn.Tanh()).double(), samples()
+    report = swap(model, sample=x if by_sample else None, lean="call")
+    assert {row.path: row.after for row in report.changed}["0"] == "in lean()"
+    for _ in range(2):
+        assert_as_stock(model, x)
+        model.eval()
+
+
+@pytest.mark.parametrize(("kind", "kept"), [(Vocoder, 3), (WrittenOut, 4), (Qualified, 3), (Gelus, 3)])
+def test_the_input_alone_is_kept(kind, kept):
+    model, x = kind(), samples(torch.float32)
+    assert measure(lambda: model(x)).saved == kept * x.nbytes
+    swap(model, lean="call")
+    assert measure(lambda: model(x)).saved == x.nbytes
+
+
+@KINDS
+def test_without_lean_it_is_stock(kind):
+    model, x = kind().double(), samples()
+    stock = measure(lambda: model(x)).saved
+    assert not swap(model).changed
+    swap(model, lean=True)
+    assert measure(lambda: model(x)).saved == stock
+    assert_as_stock(model, x)
+
+
+def test_what_is_changed_afterwards_is_kept():
+    class Changes(Vocoder):
+        def forward(self, x):
+            y = F.leaky_relu(x, 0.2)
+            y += 1
+            z = F.leaky_relu(self.convs[0](y), 0.3, True)
+            return self.convs[1](F.elu(z + 1, inplace=True))
+
+    model, x = Changes().double(), samples()
+    swap(model, lean="call")
+    assert_as_stock(model, x)
+
+
+def test_what_stays_as_it_is():
+    class Own(WrittenOut):
+        def forward(self, x):
+            return self.other(mish(self.one(x)))
+
+    class KeepsResult(WrittenOut):
+        def forward(self, x):
+            return self.other(torch.tanh(F.relu(self.one(x))))
+
+    class Named(WrittenOut):
+        def forward(self, x):
+            return torch.neg(self.gelu(x))
+
+        def gelu(self, x):
+            return self.one(x)
+
+    for kind in (Own, KeepsResult, Named):
+        model = kind().double()
+        assert not swap(model, lean="call").changed
+        assert_as_stock(model, samples())
+    assert not swap(Vocoder(), lean="call", ops={"gelu"}).changed
+    assert swap(Vocoder(), lean="call", ops={"leaky_relu"}).changed
+
+
+def test_bad_arguments_are_stocks():
+    model = Vocoder().double()
+    swap(model, lean="call")
+    with pytest.raises(TypeError):
+        model(samples(), slope="much")
+    with pytest.raises(TypeError, match="int"):
+        model(3)
+    assert model(samples(), slope=-0.5).requires_grad
+
+
+def test_survives_copies_and_goes_back():
+    model, x = Vocoder().double(), samples()
+    stock = copy.deepcopy(model)
+    swap(model, lean="call")
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert isinstance(other, Vocoder)
+        assert_as_stock(other, x)
+    unswap(model)
+    assert type(model) is Vocoder
+    for ours, theirs in zip(step(model, x), step(stock, x), strict=True):
+        assert torch.equal(ours, theirs)
+    torch.testing.assert_close(model.state_dict(), stock.state_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast(dtype):
+    model, x = Gelus(), samples(torch.float32)
+    stock = copy.deepcopy(model)
+    swap(model, lean="call")
+    with torch.autocast("cpu", dtype):
+        ours, theirs = model(x), stock(x)
+    assert ours.dtype == theirs.dtype
+    torch.testing.assert_close(ours, theirs)
+    (one,), (other,) = (torch.autograd.grad(y.float().square().sum(), x) for y in (ours, theirs))
+    torch.testing.assert_close(one, other, rtol=3e-2, atol=3e-2)
+
+
+def test_compiled_and_traced():
+    model, x = Vocoder(), samples(torch.float32)
+    expected = model(x)
+    swap(model, lean="call")
+    torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(x), expected)
+    torch.testing.assert_close(torch.jit.trace(model, (x,))(x), expected)
+    (row,) = torch.func.vmap(model)(x[None])
+    torch.testing.assert_close(row, expected)
