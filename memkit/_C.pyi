@@ -174,16 +174,20 @@ def group_norm(
     input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor | None: ...
 def update_running(running: Tensor, new: Tensor, factor: float, momentum: float) -> Tensor | None: ...
+def count_batch(counter: Tensor) -> Tensor | None: ...
 def batch_norm_act(
     input: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    mean: Tensor | None,
-    variance: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
     eps: float,
     act: str,
     params: list[float],
-) -> tuple[Tensor, Tensor, Tensor] | None: ...
+) -> Tensor | None:
+    """None also where something does not fit, which Python refuses."""
 
 # csrc/torch/lean.cpp
 

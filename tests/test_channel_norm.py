@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -238,6 +239,24 @@ def test_batch_norm_modules_train_as_their_twins(dims: int, track: bool, momentu
         for a, b in zip(run(ours, [x], grads), run(twin, [x], grads), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(ours.state_dict(), twin.state_dict())
+
+
+@pytest.mark.parametrize("momentum", [0.1, 0.7])
+def test_batch_norm_modules_train_when_traced(momentum: float) -> None:
+    norm = memkit.nn.BatchNorm2d(3, act="relu", momentum=momentum)
+    traced = torch.jit.trace(copy.deepcopy(norm), normal((2, 3, 4, 4), torch.float32, 0), check_trace=False)
+    traced.load_state_dict(norm.state_dict())
+    for seed in range(3):
+        x = normal((2, 3, 4, 4), torch.float32, seed)
+        torch.testing.assert_close(traced(x), norm(x))
+    torch.testing.assert_close(traced.state_dict(), norm.state_dict())
+
+
+def test_state_that_training_changed_has_another_version() -> None:
+    norm = memkit.nn.BatchNorm1d(3)
+    before = {name: each._version for name, each in norm.named_buffers()}
+    norm(normal((4, 3), torch.float32, 0))
+    assert all(each._version > before[name] for name, each in norm.named_buffers())
 
 
 def test_modules_are_their_twins() -> None:

@@ -17,8 +17,8 @@ void channel_roots(const double* variance, double eps, int64_t n, double* roots)
 void channel_forward(const ChannelArgs& args, int64_t begin, int64_t end);
 void channel_backward(const ChannelArgs& args, int64_t begin, int64_t end);
 
-// Sums of dz and of dz (x - center), laid out as the moments are. dz: where each element's goes, of the type computed in, if
-// there is an activation; may be grad's memory.
+// Sums of dz and of dz (x - center), laid out as the moments are. dz: where each element's goes, of grad's dtype, if there
+// is an activation; may be grad's memory.
 void channel_sums(const ChannelArgs& args, int64_t begin, int64_t end, double* sum_dz, double* sum_dz_distance,
                   void* dz = nullptr);
 

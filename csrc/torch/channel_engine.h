@@ -19,7 +19,7 @@ struct ChannelCall {
   const void* bias = nullptr;
   double* mean = nullptr;
   double* variance = nullptr;
-  void* dz = nullptr;  // where sums leave what the activation's slope made of grad, in the type computed in; CPU
+  void* dz = nullptr;  // where sums leave what the activation's slope made of grad, in grad's type; CPU
   c10::Device device = c10::kCPU;
 };
 

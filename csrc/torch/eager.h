@@ -109,6 +109,10 @@ struct Argument {
 };
 
 inline PyObject* result(at::Tensor&& x) { return THPVariable_Wrap(std::move(x)); }
+inline PyObject* result(std::optional<at::Tensor>&& x) {
+  if (!x) Py_RETURN_NONE;
+  return THPVariable_Wrap(*std::move(x));
+}
 template <class... Ts>
 PyObject* result(std::tuple<Ts...>&& xs) {
   return pybind11::cast(std::move(xs)).release().ptr();
@@ -134,7 +138,8 @@ struct Entry<function, name, R (*)(Args...)> {
 };
 
 // Adds `name` to the module: takes the function's arguments by position and returns its result, or None where a tensor
-// subclass or a mode wants the call for itself; then torch.ops is the way. The function releases the GIL where it works.
+// subclass or a mode wants the call for itself, or the function returned nothing; then torch.ops is the way. The function
+// releases the GIL where it works.
 template <auto function, const char* name>
 void bind(pybind11::module_& m) {
   using Call = Entry<function, name>;

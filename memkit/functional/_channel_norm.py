@@ -68,6 +68,12 @@ def batch_norm_act(
             f"batch_norm_act: expected parameters {sorted(names)} for {act}, got {sorted(params)}"
         )
     values = [params.get(key, default) for key, default in names.items()]
+    if process_group is None and not is_compiling():
+        found: Tensor | None = _C.batch_norm_act(
+            input, weight, bias, running_mean, running_var, bool(training), momentum, eps, name, values
+        )
+        if found is not None:
+            return found
     if training:
         check_running("batch_norm_act", input, running_mean, running_var)
     if not training:
@@ -103,16 +109,10 @@ def _run(
     act: str,
     params: list[float],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if not is_compiling():
-        out: tuple[Tensor, Tensor, Tensor] | None = _C.batch_norm_act(
-            input, weight, bias, mean, variance, eps, act, params
-        )
-        if out is not None:
-            return out
-    found: tuple[Tensor, Tensor, Tensor] = call(
+    made: tuple[Tensor, Tensor, Tensor] = call(
         "_batch_norm_act", input, weight, bias, mean, variance, eps, act, params, output_dtype(input)
     )
-    return found
+    return made
 
 
 def check_running(op: str, input: Tensor, *statistics: Tensor | None) -> None:

@@ -10,7 +10,9 @@ from __future__ import annotations
 from typing import Any, TypedDict
 
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
+from .. import _C
 from .. import functional as F
 from .activation import _Variant
 
@@ -54,7 +56,9 @@ def batch_norm_state(module: Any) -> BatchNormState:
     """Of one call of a batch norm of torch.nn, which is counted."""
     momentum = 0.0 if module.momentum is None else module.momentum
     if module.training and module.track_running_stats and module.num_batches_tracked is not None:
-        module.num_batches_tracked.add_(1)
+        counter = module.num_batches_tracked
+        if is_compiling() or _C.count_batch(counter) is None:
+            counter.add_(1)
         if module.momentum is None:  # the average over all batches
             momentum = 1.0 / float(module.num_batches_tracked)
     kept = not module.training or module.track_running_stats
