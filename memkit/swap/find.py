@@ -10,7 +10,16 @@ from torch import nn
 
 from .._hooks import has_hooks
 from ..nn.activation import _Variant
-from .layers import BATCH_NORMS, INSTANCE_NORMS, LAYERS, BatchNorm, Conv2d, InstanceNorm, is_convolution
+from .layers import (
+    BATCH_NORMS,
+    INSTANCE_NORMS,
+    LAYERS,
+    BatchNorm,
+    Conv2d,
+    InstanceNorm,
+    is_convolution,
+    is_pointwise,
+)
 from .library import (
     Match,
     Verifier,
@@ -153,7 +162,7 @@ class _Search:
             self.found.in_lean.append((module, BATCH_NORMS[kind]))
         if self.lean and kind in INSTANCE_NORMS and "group_norm" in self.names:
             self.found.in_lean.append((module, INSTANCE_NORMS[kind]))
-        if self.lean and is_convolution(module) and "conv2d" in self.names:
+        if self.lean and is_convolution(module) and not is_pointwise(module) and "conv2d" in self.names:
             self.found.in_lean.append((module, Conv2d))
         self.function(module, places)
 

@@ -220,7 +220,7 @@ class InstanceNorm3d(InstanceNorm, nn.InstanceNorm3d):
 
 class Conv2d(Layer, memkit_nn.Conv2d):
     """Brings less memory in backward where the input's gradient is made in parts of the batch: on the CPU, where the input
-    is much larger than the weight (`conv_parts` in csrc/torch/consumer_layers.cpp)."""
+    is much larger than the weight (`conv_parts` in csrc/torch/consumer_layers.cpp), and the layer not pointwise."""
 
     _op = "conv2d"
 
@@ -230,7 +230,6 @@ class Conv2d(Layer, memkit_nn.Conv2d):
             and not is_dynamo_compiling()
             and input.device.type == "cpu"
             and _C.conv_parts(input.numel(), self.weight.numel()) > 1
-            and self.kernel_size + self.stride != (1, 1, 1, 1)
             and takes(self, input)
             and not torch.is_autocast_enabled("cpu")
         )
@@ -319,6 +318,10 @@ def is_convolution(module: Any) -> bool:
         and module.padding_mode == "zeros"
         and not isinstance(module.padding, str)
     )
+
+
+def is_pointwise(conv: Any) -> bool:
+    return bool(conv.kernel_size + conv.stride == (1, 1, 1, 1))
 
 
 def has_statistics(norm: Any, input: Tensor) -> bool:
