@@ -4,7 +4,8 @@ state. The step is one of the models that `memkit bench` trains.
     python benchmarks/pool_step.py BATCH        # bytes by which the process grows over a stock step on the CPU
 
 Stock's memory is, on the CPU, the growth of the resident set in a process of its own, whose free memory went back to the
-system just before; on a GPU what its caching allocator reserves for a step after empty_cache().
+system just before; on a GPU what its caching allocator reserves for a step after empty_cache(), and what the segments of
+weights have left.
 """
 
 from __future__ import annotations
@@ -75,11 +76,11 @@ def resident_peak_apart(batch: int) -> int | None:
 
 
 def cached_peak(step: Callable[[], None]) -> int:
-    """What stock's caching allocator takes from the GPU for a step."""
+    """What stock's caching allocator holds for a step beside weights and optimizer state."""
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_reserved()
+    before = torch.cuda.memory_allocated()
     step()
     return torch.cuda.max_memory_reserved() - before
 
@@ -91,7 +92,7 @@ def least(step: Callable[[], None], low: int, device: str) -> int:
         try:
             with memkit.Pool(size, device, grow=False) as pool, pool.use():
                 step()
-        except memkit.PoolExhausted:
+        except torch.OutOfMemoryError:  # PoolExhausted is one; on a GPU torch raises its own
             return False
         return True
 

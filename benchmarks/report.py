@@ -234,7 +234,10 @@ def pool_table(results: Results) -> str:
         parts.append(report.markdown_table(columns, body))
         live = report.size(step["live_bytes"])
         if result["hardware"]["device"] == "cuda":
-            planned, measured = "", "what its caching allocator takes for a step after empty_cache()"
+            planned, measured = (
+                "",
+                "what its caching allocator holds for a step beside the weights, after empty_cache()",
+            )
         else:
             planned = f"; {step['served_by_plan']:,} go by the plan when it is replayed"
             measured = (
