@@ -1,8 +1,11 @@
 """Activations that a forward calls as functions: inside `lean()` their results are made again."""
 
 import copy
+import importlib
+import inspect
 import math
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -130,6 +133,140 @@ def test_what_stays_as_it_is():
     assert swap(Vocoder(), lean="call", ops={"leaky_relu"}).changed
 
 
+class ByIdentity(WrittenOut):
+    act = staticmethod(F.gelu)
+
+    def forward(self, x):
+        return self.other(F.gelu(x) if self.act is F.gelu else x)
+
+
+class ByName(WrittenOut):
+    def forward(self, x):
+        return self.other(F.gelu(x)) if F.gelu.__name__ == "gelu" else x
+
+
+class Stores(WrittenOut):
+    def forward(self, x):
+        self.act = gelu
+        return self.other(gelu(x))
+
+
+class PassesTheModule(WrittenOut):
+    def forward(self, x, name="silu"):
+        return self.other(F.gelu(x)) + getattr(F, name)(x)
+
+
+class SeesGlobals(WrittenOut):
+    def forward(self, x):
+        return self.other(F.gelu(x)) + len(globals()) * 0
+
+
+class WritesGlobals(WrittenOut):
+    def forward(self, x):
+        global counted
+        counted = counted + 1
+        return self.other(F.gelu(x))
+
+
+counted = 0
+
+
+@pytest.mark.parametrize("kind", [ByIdentity, ByName, Stores, PassesTheModule, SeesGlobals, WritesGlobals])
+def test_a_forward_that_does_more_than_call_them_stays(kind):
+    model = kind().double()
+    assert not swap(model, lean="call").changed
+    assert_as_stock(model, samples())
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def gelu(x): return x * 0.5 * (1 + torch.erf(x / math.sqrt(2.0))) * (x.abs() < 50)",
+        "def gelu(x): return x * 0.5 * (1 + torch.erf(x / math.sqrt(2.0))) if x.dim() < 3 else x",
+        "def gelu(x):\n  calls.append(1)\n  return x * 0.5 * (1 + torch.erf(x / math.sqrt(2.0)))",
+        "def gelu(x):\n  global n\n  n = 1\n  return x * 0.5 * (1 + torch.erf(x / math.sqrt(2.0)))",
+        "def gelu(x): return torch.nn.functional.gelu(x) if not flag else x",
+        "def outer():\n  half = 0.5\n  def gelu(x): return x * half * (1 + torch.erf(x / math.sqrt(2.0)))\n"
+        "  return gelu\ngelu = outer()",
+    ],
+)
+def test_functions_that_may_do_more_are_not_taken(source, monkeypatch):
+    known = {"torch": torch, "math": math, "calls": [], "flag": False}
+    exec(source, known)
+    monkeypatch.setitem(globals(), "gelu", known["gelu"])
+    assert not swap(WrittenOut(), lean="call").changed
+
+
+def scale(x):
+    return x
+
+
+def test_the_module_around_it_is_live(monkeypatch):
+    class Scaled(WrittenOut):
+        def forward(self, x):
+            return scale(self.other(F.gelu(self.one(x))))
+
+    model, x = Scaled().double(), samples()
+    swap(model, lean="call")
+    one = model(x)
+    monkeypatch.setitem(globals(), "scale", lambda x: 2 * x)
+    torch.testing.assert_close(model(x), 2 * one)
+
+
+def test_what_is_patched_later_is_called(monkeypatch):
+    model, x = Gelus().double(), samples()
+    swap(model, lean="call")
+    monkeypatch.setattr(F, "gelu", lambda x, **kwargs: x)
+    torch.testing.assert_close(model(x), model.other(model.one(x)))
+
+
+LIBRARY = """
+import torch.nn.functional as F
+from torch import nn
+
+class Imports(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Linear(4, 4)
+
+    def forward(self, x):
+        from .other import scale
+
+        x, y = (self.one(each) for each in (x, 2 * x))
+        return [scale(F.gelu(each)).sum() for each in (x, y) if isinstance(each, object)][len("x")]
+"""
+
+
+def test_what_it_imports_and_builtins(tmp_path, monkeypatch):
+    library = tmp_path / "some_library"
+    library.mkdir()
+    for name, text in {
+        "__init__": "",
+        "model": LIBRARY,
+        "other": "def scale(x):\n    return 3 * x\n",
+    }.items():
+        (library / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    model = importlib.import_module("some_library.model").Imports().double()
+    assert swap(model, lean="call").changed
+    assert_as_stock(model, torch.randn(3, 4, dtype=torch.float64, requires_grad=True))
+
+
+def test_warnings_are_shown_once():
+    class Warns(WrittenOut):
+        def forward(self, x):
+            warnings.warn("once", stacklevel=1)
+            return self.other(F.gelu(x))
+
+    model = Warns().double()
+    assert swap(model, lean="call").changed
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            model(samples())
+    assert len(seen) == 1
+
+
 def test_bad_arguments_are_stocks():
     model = Vocoder().double()
     swap(model, lean="call")
@@ -137,7 +274,66 @@ def test_bad_arguments_are_stocks():
         model(samples(), slope="much")
     with pytest.raises(TypeError, match="int"):
         model(3)
+    with pytest.raises(TypeError, match="Parameter"):
+        model(samples(), slope=nn.Parameter(torch.tensor(0.1)))
     assert model(samples(), slope=-0.5).requires_grad
+
+
+class Unusual(WrittenOut):
+    """What stock allows and memkit's functions refuse."""
+
+    def forward(self, x):
+        x = F.softplus(input=x, beta=0.0) * 0 + F.hardtanh(x, -1.0, math.nan)
+        return F.leaky_relu(input=x, negative_slope=0.5)
+
+
+class Twice(WrittenOut):
+    def forward(self, x):
+        return gelu(x, x)
+
+
+class OtherName(WrittenOut):
+    def forward(self, x):
+        return gelu(input=x)
+
+
+class GivenTwice(WrittenOut):
+    def forward(self, x):
+        return F.elu(x, 1.0, alpha=2.0)
+
+
+def test_what_stock_takes_is_taken():
+    model, x = Unusual().double(), samples()
+    stock = copy.deepcopy(model)
+    assert swap(model, lean="call").changed
+    torch.testing.assert_close(model(x), stock(x), equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [(Twice, "positional"), (OtherName, "unexpected keyword"), (GivenTwice, "multiple values")],
+)
+def test_what_stock_refuses_is_refused(kind, text):
+    model = kind()
+    assert swap(model, lean="call").changed
+    with pytest.raises(TypeError, match=text):
+        model(samples())
+
+
+def test_it_is_called_as_stock_is():
+    model = Vocoder()
+    signature = inspect.signature(model.forward)
+    swap(model, lean="call")
+    assert inspect.signature(model.forward) == signature
+    traced = torch.fx.symbolic_trace(WrittenOut())
+    swapped = WrittenOut()
+    swap(swapped, lean="call")
+    assert [n.op for n in torch.fx.symbolic_trace(swapped).graph.nodes] == [n.op for n in traced.graph.nodes]
+    exported = torch.export.export(
+        swapped, (), {"x": samples(torch.float32)}, dynamic_shapes={"x": {0: torch.export.Dim("n")}}
+    )
+    x = torch.randn(5, 4, 9)
+    torch.testing.assert_close(exported.module()(x=x), swapped(x))
 
 
 def test_survives_copies_and_goes_back():

@@ -39,7 +39,8 @@ CLASSES = {
 }
 """Class names, and which activation they stand for wherever a few values and slopes agree."""
 
-_PROBE = torch.linspace(-8, 8, 161, dtype=torch.float64, device="cpu")
+_NEAR, _FAR = torch.linspace(-8, 8, 161), torch.tensor([1e1, 2e1, 1e2, 1e3, 1e4])
+_PROBE = torch.cat([_NEAR, _FAR, -_FAR]).to("cpu", torch.float64).view(3, 3, -1)
 _checked: dict[type[nn.Module], str | None] = {}
 
 

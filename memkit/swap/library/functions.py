@@ -1,16 +1,20 @@
 """Activations that a module's forward calls as functions: `F.leaky_relu(x, 0.1)`, or a `gelu` that its library writes out.
 
 Stock keeps what they are given, and what follows keeps their result. Inside :class:`memkit.lean` the twin runs the library's
-own forward with memkit's activations under those names: the input alone is kept, and the result is made again.
+own forward with memkit's activations under those names: the input alone is kept, and the result is made again. Its source
+has to show that it calls them, and does nothing else with them or with the modules that it finds them in.
 """
 
 from __future__ import annotations
 
+import ast
+import builtins
 import dis
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +39,7 @@ WRITTEN_OUT = {
     "swish": "silu",
 }
 """Names of libraries' own functions, and which activation each is where values and slopes agree."""
+SEES_GLOBALS = {"globals", "eval", "exec"}
 
 _checked: dict[FunctionType, bool] = {}
 
@@ -49,47 +54,91 @@ class Functions(Twin, kind="functions"):
 
 def calls_activations(cls: type[nn.Module], names: frozenset[str]) -> bool:
     """Whether its forward calls such functions, all of these names."""
-    called = set() if cls.__module__.startswith(("torch.", "memkit.")) else _called(cls.forward)
-    return bool(called) and called <= names
-
-
-def _called(forward: Any) -> set[str]:
-    """Names of memkit's activations."""
-    names = {"gelu" if op == "gelu_tanh" else op for op in _functions(forward).values()}
-    for held in _modules(forward).values():
-        path = {nn: {"functional"}, torch: {"nn", "functional"}}.get(held, set())
-        here = NAMES if path <= set(forward.__code__.co_names) else set(vars(_STAND_INS[held]))
-        names |= NAMES & here & set(forward.__code__.co_names)
-    return names
+    called = {} if cls.__module__.startswith(("torch.", "memkit.")) else _activations(cls.forward)
+    return bool(called) and {"gelu" if op == "gelu_tanh" else op for op in called.values()} <= names
 
 
 def _ours(forward: Any) -> dict[str, Any]:
     """What its names stand for instead."""
-    known, functions = forward.__globals__, _functions(forward)
-    instead: dict[str, Any] = {name: _STAND_INS[held] for name, held in _modules(forward).items()}
-    return instead | {name: partial(_call, op, known[name]) for name, op in functions.items()}
-
-
-def _modules(forward: Any) -> dict[str, Any]:
-    return {name: held for name, held in _globals(forward) if type(held) is ModuleType and held in _STAND_INS}
-
-
-def _functions(forward: Any) -> dict[str, str]:
-    """Which activations they are."""
-    return {name: op for name, held in _globals(forward) if (op := _activation(name, held)) is not None}
-
-
-def _globals(forward: Any) -> list[tuple[str, Any]]:
-    """That its code asks for."""
-    if type(forward) is not FunctionType:
-        return []
     known = forward.__globals__
-    return [(name, known[name]) for name in _asked(forward.__code__) if name in known]
+    return {name: _instead(name, known[name]) for name, *_ in _activations(forward)}
+
+
+def _activations(forward: Any) -> dict[tuple[str, ...], str]:
+    """Which activations it calls, by their paths from its module; none if it does anything else with one of them."""
+    if type(forward) is not FunctionType:
+        return {}
+    found = {}
+    for use in _uses(forward.__code__):
+        held, past = _follow(use.path, forward.__globals__)
+        op = _activation(use.path[-1 - past], held)
+        if op is not None and use.is_called and not past:
+            found[use.path] = op
+        elif op is not None or _stand_in(held) is not None:
+            return {}
+    return found
+
+
+def _follow(path: tuple[str, ...], known: dict[str, Any]) -> tuple[Any, int]:
+    """What a path leads to through PyTorch's modules, and how many of its names come after that."""
+    held, at = known.get(path[0]), 1
+    while at < len(path) and _stand_in(held) is not None:
+        held, at = getattr(held, path[at], None), at + 1
+    return held, len(path) - at
+
+
+class _Use(NamedTuple):
+    path: tuple[str, ...]
+    """`("F", "gelu")`."""
+    is_called: bool
 
 
 @cache
-def _asked(code: CodeType) -> frozenset[str]:
-    return frozenset(each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL")
+def _uses(code: CodeType) -> tuple[_Use, ...]:
+    """What its source says of its module's names; nothing where it cannot be read, or may look at them in other ways."""
+    names = _names(code)
+    if names is None:
+        return ()
+    try:
+        source = inspect.getsource(code)
+        (function,) = ast.parse(f"if True:\n{source}" if source[0].isspace() else source).body
+    except (OSError, SyntaxError, ValueError):
+        return ()
+    (function,) = function.body if isinstance(function, ast.If) else (function,)
+    if not isinstance(function, ast.FunctionDef) or function.name != code.co_name:
+        return ()
+    uses = tuple(use for line in function.body for use in _used(line) if use.path[0] in names)
+    return uses if names == {use.path[0] for use in uses} else ()
+
+
+def _used(node: ast.AST, is_called: bool = False) -> Iterator[_Use]:
+    if (path := _path(node)) is not None:
+        yield _Use(path, is_called)
+        return
+    for child in ast.iter_child_nodes(node):
+        yield from _used(child, isinstance(node, ast.Call) and child is node.func)
+
+
+def _path(node: ast.AST) -> tuple[str, ...] | None:
+    if isinstance(node, ast.Attribute) and (before := _path(node.value)) is not None:
+        return (*before, node.attr)
+    return (node.id,) if isinstance(node, ast.Name) else None
+
+
+@cache
+def _names(code: CodeType) -> frozenset[str] | None:
+    """Of its module and of builtins, that it reads; None where it changes one, or may see them in other ways."""
+    names = set()
+    for each in dis.get_instructions(code):
+        if each.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
+            return None
+        if each.opname == "LOAD_GLOBAL":
+            names.add(each.argval)
+    for inner in (_names(each) for each in code.co_consts if isinstance(each, CodeType)):
+        if inner is None:
+            return None
+        names |= inner
+    return None if names & SEES_GLOBALS else frozenset(names)
 
 
 def _activation(name: str, held: Any) -> str | None:
@@ -102,42 +151,61 @@ def _activation(name: str, held: Any) -> str | None:
     if op is None or type(held) is not FunctionType:
         return None
     if held not in _checked:
-        _checked[held] = computes(held, op)
+        _checked[held] = _is_alone(held) and computes(held, op)
     return op if _checked[held] else None
 
 
-def _call(op: str, stock: Callable[..., Any], input: Any, *args: Any, **kwargs: Any) -> Any:
-    """Ours, with its input kept, where stock would be out of place."""
+def _is_alone(function: FunctionType) -> bool:
+    """Whether what it computes depends on what it is given alone."""
+    names, known = _names(function.__code__), {**vars(builtins), **function.__globals__}
+    fixed = {ModuleType, BuiltinFunctionType, int, float}
+    return names is not None and not function.__closure__ and all(type(known.get(n)) in fixed for n in names)
+
+
+def _stand_in(held: Any) -> Instead | None:
+    return _STAND_INS.get(held) if isinstance(held, ModuleType) else None
+
+
+def _instead(name: str, held: Any) -> Any:
+    if (op := _activation(name, held)) is not None:
+        return partial(_call, op, held)
+    return _stand_in(held) or held
+
+
+class _WithOurs(Instead):
+    """Asks for what the module holds at that time, which may have been patched."""
+
+    def __getattr__(self, name: str) -> Any:
+        return _instead(name, super().__getattr__(name))
+
+
+_STAND_INS: dict[ModuleType, Instead] = {held: _WithOurs(held) for held in (torch, nn, nn.functional)}
+
+
+def _call(op: str, stock: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Ours, with its input kept, where stock would be out of place and takes what it is given."""
+    names = ("input", *_PARAMETERS.get(op, ()))
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    input, inplace = given.pop("input", None), given.pop("inplace", False)
     ours = (
         isinstance(input, Tensor)
         and input.requires_grad
         and serves(input)
-        and len(args) <= len(_PARAMETERS.get(op, ()))
-        and not kwargs.get("inplace", False)
-        and "out" not in kwargs
+        and len(args) <= len(names)
+        and not kwargs.keys() & names[: len(args)]
+        and (stock in FUNCTIONS or not kwargs)
+        and all(type(each) in (int, float, str) for each in given.values())
+        and not inplace
     )
-    if not ours:
-        return stock(input, *args, **kwargs)
-    kwargs.pop("inplace", None)
-    if op == "gelu_tanh":
-        return F.gelu(input, "tanh", save="input")
-    return getattr(F, op)(input, *args, **kwargs, save="input")
+    if ours:
+        try:
+            return _OURS[op](input, **given, save="input")
+        except (TypeError, ValueError):  # by what it is called with: stock says what it thinks of it
+            pass
+    return stock(*args, **kwargs)
 
 
-def _instead(module: Any) -> dict[str, Any]:
-    return {
-        op: partial(_call, op, held)
-        for op in NAMES
-        if FUNCTIONS.get(held := getattr(module, op, None)) == op and held is not None
-    }
-
-
-NAMES = set(FUNCTIONS.values()) - KEEP_RESULT
-"""Of PyTorch's functions and of memkit's."""
-_FUNCTIONAL = Instead(nn.functional, **_instead(nn.functional))
-_NN = Instead(nn, functional=_FUNCTIONAL)
-_STAND_INS: dict[Any, Instead] = {
-    nn.functional: _FUNCTIONAL,
-    nn: _NN,
-    torch: Instead(torch, nn=_NN, **_instead(torch)),
+_OURS = {op: getattr(F, op) for op in FUNCTIONS.values()} | {
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "quick_gelu": F.quick_gelu,
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from functools import wraps
+from functools import update_wrapper, wraps
 from threading import RLock, get_ident
 from types import FunctionType, ModuleType
 from typing import Any, ClassVar, cast
@@ -73,6 +73,8 @@ def _new(kind: str, stock: type[nn.Module]) -> type[Any]:
         names["forward"] = _by_its_name(mixin.forward, stock.forward)
     elif _takes_one(mixin.forward):
         names["forward"] = _as_called(mixin.forward, stock.forward)
+    elif mixin.forward is not nn.Module.forward:
+        names["forward"] = _with_its_signature(mixin.forward, stock.forward)
     made: type[Any] = type(mixin)(stock.__name__, (mixin, stock), names, stock=stock)
     return made
 
@@ -89,6 +91,13 @@ def _by_its_name(ours: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
     _, name, *_ = inspect.signature(stock).parameters
     renamed = code.replace(co_varnames=(own, name, *others))
     return FunctionType(renamed, ours.__globals__, ours.__name__, ours.__defaults__, ours.__closure__)
+
+
+def _with_its_signature(ours: Any, stock: Callable[..., Any]) -> Any:
+    """Ours, which takes what stock takes, for those who ask how it is called: tracers, exporters, trainers."""
+    made = FunctionType(ours.__code__, ours.__globals__, ours.__name__, ours.__defaults__, ours.__closure__)
+    made.__kwdefaults__ = ours.__kwdefaults__
+    return update_wrapper(made, stock)
 
 
 def _as_called(ours: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -125,16 +134,39 @@ class InLean(Twin, kind="lean"):
 
 
 def with_names(forward: Any, **names: Any) -> Callable[..., Any]:
-    """The same code, where names of its module stand for other things; made in each call, as the rest may be patched."""
+    """The same code, where names of its module stand for other things; all others are looked up when they are asked for."""
     made = FunctionType(
         forward.__code__,
-        {**forward.__globals__, **names},
+        _Names(forward.__globals__, names),
         forward.__name__,
         forward.__defaults__,
         forward.__closure__,
     )
     made.__kwdefaults__ = forward.__kwdefaults__
     return made
+
+
+class _Names(dict[str, Any]):
+    """A module's, but for some."""
+
+    PAST_MISSING = (
+        "__builtins__",
+        "__name__",
+        "__package__",
+        "__spec__",
+        "__path__",
+        "__file__",
+        "__warningregistry__",
+    )
+    """What calls, imports and warnings ask for without `__missing__`."""
+
+    def __init__(self, known: dict[str, Any], names: dict[str, Any]) -> None:
+        known.setdefault("__warningregistry__", {})
+        super().__init__({name: known[name] for name in self.PAST_MISSING if name in known}, **names)
+        self.known = known
+
+    def __missing__(self, name: str) -> Any:
+        return self.known[name]
 
 
 class Instead:
