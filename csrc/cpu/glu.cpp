@@ -66,8 +66,7 @@ struct Glu {
         const T* gate = Side::read(args.gate, args.dtype, at, args.step, gates, n);
         const T* up = Side::read(args.up, args.dtype, at, args.step, ups, n);
         T* const y = place(args.out, args.dtype, dense, ups);
-        MEMKIT_LOOP
-        for (int64_t i = 0; i < n; ++i) y[i] = glu_value(op, gate[i], up[i]);
+        for_elements<true>(n, [&](int64_t i) MEMKIT_INLINE { y[i] = glu_value(op, gate[i], up[i]); }, gate, up, y);
         written<Lanes>(y, args.out, args.dtype, dense, n);
       });
     }
@@ -85,12 +84,12 @@ struct Glu {
         const T* grad = read<Lanes>(args.grad, args.dtype, dense, n, grads);
         T* const grad_gate = Side::place(args.grad_gate, args.dtype, at, args.step, gates);
         T* const grad_up = Side::place(args.grad_up, args.dtype, at, args.step, ups);
-        MEMKIT_LOOP
-        for (int64_t i = 0; i < n; ++i) {
+        const auto gradients = [&](int64_t i) MEMKIT_INLINE {
           const GluGradients<T> both = glu_gradients(op, grad[i], gate[i], up[i]);
           grad_gate[i] = both.gate;
           grad_up[i] = both.up;
-        }
+        };
+        for_elements<true>(n, gradients, gate, up, grad, grad_gate, grad_up);
         Side::written(grad_gate, args.grad_gate, args.dtype, at, args.step, n);
         Side::written(grad_up, args.grad_up, args.dtype, at, args.step, n);
       });

@@ -20,6 +20,27 @@ constexpr int64_t kTile = 64;     // elements that stay in registers, or nearly
 // and the arithmetic for memory. An address past the end does no harm.
 MEMKIT_FN void prefetch(const void* address) { __builtin_prefetch(address, 0, 3); }
 MEMKIT_FN void prefetch_to_write(void* address) { __builtin_prefetch(address, 1, 3); }
+// The same of the tile some way behind this one.
+template <class T>
+MEMKIT_FN void prefetch_tile(const T* tile) {
+  constexpr int64_t ahead = 3072 / sizeof(T);
+  for (int64_t i = 0; i < kTile; i += 64 / sizeof(T)) prefetch(tile + ahead + i);
+}
+
+// f(i) for the elements of arrays, whose lines are asked for some time before where that `pays`: a processor takes up long
+// computations so slowly that it does not get to the next loads by itself while memory is at work.
+template <bool pays, class F, class... T>
+MEMKIT_FN void for_elements(int64_t n, const F& f, const T*... arrays) {
+  int64_t first = 0;
+  if constexpr (pays)
+    for (; first + kTile <= n; first += kTile) {
+      (prefetch_tile(arrays + first), ...);
+      MEMKIT_LOOP
+      for (int64_t i = first; i < first + kTile; ++i) f(i);
+    }
+  MEMKIT_LOOP
+  for (int64_t i = first; i < n; ++i) f(i);
+}
 
 // Element by element.
 struct BaseLanes {
