@@ -20,10 +20,11 @@ constexpr int64_t kTile = 64;     // elements that stay in registers, or nearly
 // and the arithmetic for memory. An address past the end does no harm.
 MEMKIT_FN void prefetch(const void* address) { __builtin_prefetch(address, 0, 3); }
 MEMKIT_FN void prefetch_to_write(void* address) { __builtin_prefetch(address, 1, 3); }
-// The same of the tile some way behind this one.
+// The same of the tile so many elements behind this one.
 template <class T>
-MEMKIT_FN void prefetch_tile(const T* tile) {
-  constexpr int64_t ahead = 3072 / sizeof(T);
+constexpr int64_t kAhead = 3072 / sizeof(T);
+template <class T>
+MEMKIT_FN void prefetch_tile(const T* tile, int64_t ahead = kAhead<T>) {
   for (int64_t i = 0; i < kTile; i += 64 / sizeof(T)) prefetch(tile + ahead + i);
 }
 
@@ -38,6 +39,20 @@ MEMKIT_FN void for_elements(int64_t n, const F& f, const T*... arrays) {
       MEMKIT_LOOP
       for (int64_t i = first; i < first + kTile; ++i) f(i);
     }
+  MEMKIT_LOOP
+  for (int64_t i = first; i < n; ++i) f(i);
+}
+
+// f(i) for the elements of rows that are in the cache: asks for what follows them in memory, where that is what they are
+// read from and not a loop's own space.
+template <class F, class... T>
+MEMKIT_FN void for_kept(int64_t n, bool in_memory, const F& f, const T*... arrays) {
+  int64_t first = 0;
+  for (; in_memory && first + kTile <= n; first += kTile) {
+    (prefetch_tile(arrays + first, std::max(n, kAhead<T>)), ...);
+    MEMKIT_LOOP
+    for (int64_t i = first; i < first + kTile; ++i) f(i);
+  }
   MEMKIT_LOOP
   for (int64_t i = first; i < n; ++i) f(i);
 }

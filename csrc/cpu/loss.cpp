@@ -125,8 +125,9 @@ struct Rows : Reader<Lanes, T> {
       if (args.classes > kBlock) x = this->logits(first + c, block, n);
       for (int64_t r = 0; r < count; ++r) {
         const T *own = x + r * n, most = largest[r];
-        sum[r] += sum_of<Lanes, T>(
-            n, [&](int64_t, bool here, T x) MEMKIT_INLINE { return select(here, exp_falling(x - most), T(0)); }, own);
+        sum[r] += sum_with<Lanes, T>(
+            n, asks_for(own, count * args.classes),
+            [&](int64_t, bool here, T x) MEMKIT_INLINE { return select(here, exp_falling(x - most), T(0)); }, own);
       }
       if (args.one_class()) continue;
       for (int64_t r = 0; r < count; ++r) {
@@ -156,8 +157,8 @@ struct Rows : Reader<Lanes, T> {
         const T* const from = x + r * n;
         T* const to = y + r * n;
         if (args.one_class() && args.cap == 0) {
-          MEMKIT_LOOP
-          for (int64_t k = 0; k < n; ++k) to[k] = exp_falling(from[k] - largest) * product;
+          const auto gradient = [&](int64_t k) MEMKIT_INLINE { to[k] = exp_falling(from[k] - largest) * product; };
+          for_elements<true>(n, gradient, from, to);
         } else {
           shares(c, first + r * n + c, b, n);
           const bool capped = args.cap != 0;

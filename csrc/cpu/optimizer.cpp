@@ -123,8 +123,9 @@ struct Step {
       }
       constexpr int64_t one = Rule::has_first, two = Rule::has_second, three = Rule::has_largest;
       T *const ps = p.x, *const ms = m.x, *const vs = v.x, *const ls = most.x;
-      MEMKIT_LOOP
-      for (int64_t k = 0; k < n; ++k) ps[k] = rule(ps[k], g[k], ms[one * k], vs[two * k], ls[three * k]);
+      const auto step = [&](int64_t k)
+                            MEMKIT_INLINE { ps[k] = rule(ps[k], g[k], ms[one * k], vs[two * k], ls[three * k]); };
+      for_elements<true>(n, step, ps, g, ms, vs);
       p.store(args, t.offset, i, n);
       if constexpr (Rule::has_first) m.store(args, t.offset, i, n);
       if constexpr (Rule::has_second) v.store(args, t.offset, i, n);

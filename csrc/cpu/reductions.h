@@ -35,6 +35,15 @@ struct Fold<V4Lanes, float> {
 };
 #endif
 
+// What comes before each run of x: asks for the elements so far `ahead`, as `for_kept` does.
+template <class T>
+MEMKIT_FN auto asks_for(const T* x, int64_t ahead) {
+  ahead = std::max(ahead, kAhead<T>);
+  return [=](int64_t i) MEMKIT_INLINE {
+    for (int64_t k = 0; k < kSums; k += 64 / sizeof(T)) prefetch(x + ahead + i + k);
+  };
+}
+
 // The first n < size elements, then zeros.
 template <class T, int size>
 struct Padded {
@@ -64,12 +73,14 @@ MEMKIT_FN void padded_vector(int64_t first, int left, const F& f, const Padded<T
 
 // f(i, k, here, x[i]...) for i in [0, n) and k = i % kSums: whole runs, then whole vectors, as rows of few elements feel every
 // loop over what is left. That is a vector, too, if elements can be loaded under a mask: past the end, where `here` is false,
-// they are zeros.
-template <class Lanes, class F, class... T>
-MEMKIT_FN void in_runs(int64_t n, const F& f, const T*... x) {
+// they are zeros. before(i) comes
+// before each whole run.
+template <class Lanes, class Before, class F, class... T>
+MEMKIT_FN void in_runs_with(int64_t n, const Before& before, const F& f, const T*... x) {
   constexpr int bytes = std::min({int(sizeof(T))...}), size = Lanes::kBytes / bytes;
   int64_t i = 0;
   for (; i + kSums <= n; i += kSums) {
+    before(i);
     MEMKIT_LOOP
     for (int k = 0; k < kSums; ++k) f(i + k, k, true, x[i + k]...);
   }
@@ -79,6 +90,10 @@ MEMKIT_FN void in_runs(int64_t n, const F& f, const T*... x) {
   } else {
     for (; i < n; ++i) f(i, int(i % kSums), true, x[i]...);
   }
+}
+template <class Lanes, class F, class... T>
+MEMKIT_FN void in_runs(int64_t n, const F& f, const T*... x) {
+  in_runs_with<Lanes>(n, [](int64_t) MEMKIT_INLINE {}, f, x...);
 }
 
 // The largest of x, or so_far.
@@ -97,12 +112,17 @@ MEMKIT_FN T largest_of(const T* x, int64_t n, T so_far) {
 }
 
 // The sum of term(i, here, x[i]...), which has to be 0 where `here` is false.
+template <class Lanes, class T, class Before, class Term, class... X>
+MEMKIT_FN T sum_with(int64_t n, const Before& before, const Term& term, const X*... x) {
+  T total[kSums] = {};
+  in_runs_with<Lanes>(
+      n, before, [&](int64_t i, int k, bool here, X... each) MEMKIT_INLINE { total[k] += term(i, here, each...); },
+      x...);
+  return Fold<Lanes, T>::sum(total);
+}
 template <class Lanes, class T, class Term, class... X>
 MEMKIT_FN T sum_of(int64_t n, const Term& term, const X*... x) {
-  T total[kSums] = {};
-  in_runs<Lanes>(
-      n, [&](int64_t i, int k, bool here, X... each) MEMKIT_INLINE { total[k] += term(i, here, each...); }, x...);
-  return Fold<Lanes, T>::sum(total);
+  return sum_with<Lanes, T>(n, [](int64_t) MEMKIT_INLINE {}, term, x...);
 }
 
 // Two sums in one go: term(here, x[i]..., a, b) adds what belongs to i, nothing where `here` is false.
@@ -110,11 +130,16 @@ template <class T>
 struct Sums {
   T a, b;
 };
+template <class Lanes, class T, class Before, class Term, class... X>
+MEMKIT_FN Sums<T> sums_with(int64_t n, const Before& before, const Term& term, const X*... x) {
+  T a[kSums] = {}, b[kSums] = {};
+  in_runs_with<Lanes>(
+      n, before, [&](int64_t, int k, bool here, X... each) MEMKIT_INLINE { term(here, each..., a[k], b[k]); }, x...);
+  return {Fold<Lanes, T>::sum(a), Fold<Lanes, T>::sum(b)};
+}
 template <class Lanes, class T, class Term, class... X>
 MEMKIT_FN Sums<T> sums_of(int64_t n, const Term& term, const X*... x) {
-  T a[kSums] = {}, b[kSums] = {};
-  in_runs<Lanes>(n, [&](int64_t, int k, bool here, X... each) MEMKIT_INLINE { term(here, each..., a[k], b[k]); }, x...);
-  return {Fold<Lanes, T>::sum(a), Fold<Lanes, T>::sum(b)};
+  return sums_with<Lanes, T>(n, [](int64_t) MEMKIT_INLINE {}, term, x...);
 }
 
 }  // namespace memkit::cpu

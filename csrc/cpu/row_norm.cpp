@@ -78,7 +78,7 @@ struct Forward {
           const int64_t n = chunk_at(first, args.columns);
           x = input(args, at + first, n, space);
           if constexpr (centered) {
-            moments.add(moments_of<Lanes, T>(x, n));
+            moments.add(moments_of<Lanes, T>(x, n, x != space));
           } else {
             moments.m2 += squares_of<Lanes>(x, n);
           }
@@ -92,14 +92,14 @@ struct Forward {
             x = read<Lanes>(args.residual ? args.sum : args.x, args.dtype, at + first, n, space);
           T* y = place(args.y, args.out_dtype, at + first, result);
           const T *w = weight + first, *b = bias + first;
-          MEMKIT_LOOP
-          for (int64_t i = 0; i < n; ++i) {
+          const auto output = [&](int64_t i) MEMKIT_INLINE {
             if constexpr (centered) {
               y[i] = normalised(x[i], mean, rstd) * w[i] + b[i];
             } else {
               y[i] = x[i] * rstd * w[i];
             }
-          }
+          };
+          for_kept(n, x != space, output, x, y);
           written<Lanes>(y, args.y, args.out_dtype, at + first, n);
         }
       }
@@ -209,8 +209,10 @@ struct Backward {
             for (int64_t i = 0; i < n; ++i)
               dx[i] = norm_gradient(g[i] * w[i], x_hat(saved[i], v[i], c[i]), rstd, a, b) + more[i];
           } else {
-            MEMKIT_LOOP
-            for (int64_t i = 0; i < n; ++i) dx[i] = norm_gradient(g[i] * w[i], x_hat(saved[i], v[i], c[i]), rstd, a, b);
+            const auto gradient = [&](int64_t i) MEMKIT_INLINE {
+              dx[i] = norm_gradient(g[i] * w[i], x_hat(saved[i], v[i], c[i]), rstd, a, b);
+            };
+            for_kept(n, g != grads, gradient, g, saved, dx);
           }
           written<Lanes>(dx, args.grad_input, args.dtype, at + first, n);
         }

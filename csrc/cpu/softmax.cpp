@@ -14,11 +14,11 @@ constexpr int64_t kBeside = 256;
 template <class T>
 constexpr int64_t kRow = (128 << 10) / sizeof(T);  // elements of a row that is kept
 
-// The sum of e^(z - pivot); the terms are written to e where there is one.
+// The sum of e^(z - pivot); the terms are written to e where there is one. Asks for what is `ahead` of z, where that is read next.
 template <class Lanes, bool kept, class T>
-MEMKIT_FN T exponentials(const T* z, T* e, int64_t n, T pivot) {
-  return sum_of<Lanes, T>(
-      n,
+MEMKIT_FN T exponentials(const T* z, T* e, int64_t n, T pivot, int64_t ahead) {
+  return sum_with<Lanes, T>(
+      n, asks_for(z, ahead),
       [&](int64_t i, bool here, T each) MEMKIT_INLINE {
         const T term = select(here, exp_falling(each - pivot), T(0));
         if constexpr (kept)
@@ -88,14 +88,13 @@ struct Forward {
         largest[r] = largest_of<Lanes>(from + r * columns, args.seen(row + r), -std::numeric_limits<T>::infinity());
       for (int64_t r = 0; r < count; ++r)
         sum[r] = exponentials<Lanes, !log>(from + r * columns, block + r * columns, args.seen(row + r),
-                                           softmax_pivot(largest[r]));
+                                           softmax_pivot(largest[r]), count * columns);
       for (int64_t r = 0; r < count; ++r) {
         const SoftmaxOutput<T, log> output(largest[r], sum[r], args.masked);
         const T* const terms = (log ? from : block) + r * columns;
         T* const y = block + r * columns;
         const int64_t n = args.seen(row + r);
-        MEMKIT_LOOP
-        for (int64_t i = 0; i < n; ++i) y[i] = output.finish(terms[i]);
+        for_kept(n, block != space, [&](int64_t i) MEMKIT_INLINE { y[i] = output.finish(terms[i]); }, y);
         std::fill_n(y + n, columns - n, log ? -std::numeric_limits<T>::infinity() : T(0));
       }
       written<Lanes>(block, args.y, args.dtype, first, count * columns);
@@ -108,7 +107,7 @@ struct Forward {
         const int64_t m = chunk_of(c, n);
         const T* chunk = z(first + c, mask + c, m, space);
         state.raise(largest_of<Lanes>(chunk, m, state.largest));
-        state.sum += exponentials<Lanes, false>(chunk, space, m, softmax_pivot(state.largest));
+        state.sum += exponentials<Lanes, false>(chunk, space, m, softmax_pivot(state.largest), m);
       }
       const SoftmaxOutput<T, log> output(state.largest, state.sum, args.masked);
       for (int64_t c = 0; c < n; c += kChunk) {
