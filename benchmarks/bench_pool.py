@@ -68,6 +68,14 @@ CPU_CASES: Cases = {  # name: (statements a sample, contenders as statements, st
         },
     ),
     "make, fill and drop 64 MiB": (
+        8,
+        {
+            "stock": "torch_empty(1 << 24).fill_(1)",
+            "pool": "pool_empty(1 << 24).fill_(1)",
+            "stock, reused": "large.fill_(1)",
+        },
+    ),
+    "64 MiB once, others between": (
         1,
         {
             "stock": "torch_empty(1 << 24).fill_(1)",

@@ -108,8 +108,8 @@ struct Rows : Reader<Lanes, T> {
 
   // Neighbouring rows that fit a block together, or one longer row: one step for all of them, then the next, so that the
   // reductions of short rows overlap.
-  MEMKIT_FN void forward(int64_t row, int64_t count) const {
-    const int64_t first = row * args.classes;
+  MEMKIT_FN void forward(int64_t row, int64_t count, bool last) const {
+    const int64_t first = row * args.classes, ahead = last ? 0 : count * args.classes;
     T block[kBlock], b[kBlock], largest[kBlock], sum[kBlock], mass[kBlock], dot[kBlock];
     std::fill_n(largest, count, -std::numeric_limits<T>::infinity());
     for (T* each : {sum, mass, dot}) std::fill_n(each, count, T(0));
@@ -126,7 +126,7 @@ struct Rows : Reader<Lanes, T> {
       for (int64_t r = 0; r < count; ++r) {
         const T *own = x + r * n, most = largest[r];
         sum[r] += sum_with<Lanes, T>(
-            n, asks_for(own, count * args.classes),
+            n, asks_for(own, ahead),
             [&](int64_t, bool here, T x) MEMKIT_INLINE { return select(here, exp_falling(x - most), T(0)); }, own);
       }
       if (args.one_class()) continue;
@@ -194,7 +194,7 @@ struct Rows : Reader<Lanes, T> {
         rows.skip(pass, row);
         continue;
       }
-      if (pass != LossPass::backward) rows.forward(row, n);
+      if (pass != LossPass::backward) rows.forward(row, n, row + n == end);
       if (pass != LossPass::forward) rows.backward(row, n);
     }
   }

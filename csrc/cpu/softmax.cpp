@@ -70,7 +70,7 @@ struct Forward {
 
     // Rows that are kept, in their outputs' place or in `space`: one step for all of them, then the next, so that the reductions
     // of short rows overlap.
-    MEMKIT_FN void kept_rows(int64_t row, int64_t count, T* space) const {
+    MEMKIT_FN void kept_rows(int64_t row, int64_t count, bool last, T* space) const {
       const int64_t columns = args.columns, first = row * columns;
       T largest[kChunk], sum[kChunk];
       T* const block = place(args.y, args.dtype, first, space);
@@ -88,7 +88,7 @@ struct Forward {
         largest[r] = largest_of<Lanes>(from + r * columns, args.seen(row + r), -std::numeric_limits<T>::infinity());
       for (int64_t r = 0; r < count; ++r)
         sum[r] = exponentials<Lanes, !log>(from + r * columns, block + r * columns, args.seen(row + r),
-                                           softmax_pivot(largest[r]), count * columns);
+                                           softmax_pivot(largest[r]), last ? 0 : count * columns);
       for (int64_t r = 0; r < count; ++r) {
         const SoftmaxOutput<T, log> output(largest[r], sum[r], args.masked);
         const T* const terms = (log ? from : block) + r * columns;
@@ -135,7 +135,7 @@ struct Forward {
       for (int64_t row = begin, n = 0; row < end; row += n) {
         n = std::min(together, end - row);
         if (args.columns <= kRow<T>)
-          body.kept_rows(row, n, space);
+          body.kept_rows(row, n, row + n == end, space);
         else
           body.long_row(row, space);
       }
