@@ -68,7 +68,7 @@ CPU_CASES: Cases = {  # name: (statements a sample, contenders as statements, st
         },
     ),
     "make, fill and drop 64 MiB": (
-        8,
+        32,
         {
             "stock": "torch_empty(1 << 24).fill_(1)",
             "pool": "pool_empty(1 << 24).fill_(1)",
