@@ -1,6 +1,7 @@
 """Activations that a forward calls as functions: inside `lean()` their results are made again."""
 
 import copy
+import functools
 import importlib
 import inspect
 import math
@@ -60,7 +61,26 @@ class Gelus(WrittenOut):
         return self.other(F.gelu(F.gelu(self.one(x), approximate="tanh")))
 
 
-KINDS = pytest.mark.parametrize("kind", [Vocoder, WrittenOut, Qualified, Gelus])
+def renames(function):
+    """A decorator as libraries have for arguments that get new names."""
+
+    @functools.wraps(function)
+    def renamed(*args, **kwargs):
+        if "old" in kwargs:
+            kwargs["x"] = kwargs.pop("old")
+        return function(*args, **kwargs)
+
+    return renamed
+
+
+class Decorated(WrittenOut):
+    @renames
+    @renames
+    def forward(self, x):
+        return self.other(gelu(self.one(x)))
+
+
+KINDS = pytest.mark.parametrize("kind", [Vocoder, WrittenOut, Qualified, Gelus, Decorated])
 
 
 def samples(dtype=torch.float64):
@@ -78,7 +98,9 @@ def test_as_stock(kind, by_sample):
         model.eval()
 
 
-@pytest.mark.parametrize(("kind", "kept"), [(Vocoder, 3), (WrittenOut, 4), (Qualified, 3), (Gelus, 3)])
+@pytest.mark.parametrize(
+    ("kind", "kept"), [(Vocoder, 3), (WrittenOut, 4), (Qualified, 3), (Gelus, 3), (Decorated, 4)]
+)
 def test_the_input_alone_is_kept(kind, kept):
     model, x = kind(), samples(torch.float32)
     assert measure(lambda: model(x)).saved == kept * x.nbytes
@@ -107,6 +129,31 @@ def test_what_is_changed_afterwards_is_kept():
     model, x = Changes().double(), samples()
     swap(model, lean="call")
     assert_as_stock(model, x)
+
+
+def test_decorators_see_calls_as_before():
+    model, x = Decorated().double(), samples()
+    stock = copy.deepcopy(model)
+    assert swap(model, lean="call").changed
+    torch.testing.assert_close(model(old=x), stock(old=x))
+
+
+class Table:  # keeps what it wraps where nobody sees it
+    def __init__(self, function):
+        functools.update_wrapper(self, function)
+        self.function = function
+
+    def __get__(self, module, kind=None):
+        return functools.partial(self.function, module)
+
+
+def test_decorators_that_cannot_be_made_again_stay():
+    class Hidden(WrittenOut):
+        forward = Table(WrittenOut.forward)
+
+    model = Hidden().double()
+    assert not swap(model, lean="call").changed
+    assert_as_stock(model, samples())
 
 
 def test_what_stays_as_it_is():

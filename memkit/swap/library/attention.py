@@ -36,6 +36,7 @@ from .twin import (
     near,
     numbers,
     own_tensors,
+    undecorated,
     with_names,
 )
 
@@ -54,7 +55,7 @@ class Attention(Twin, kind="attention"):
         forward = type(self)._stock_forward
         if is_lean() and torch.is_grad_enabled() and not is_tracing() and _asks(forward):
             # Asked again: of a pickle, the library may be another now.
-            forward = with_names(forward, **{TABLE: _Table(forward.__globals__[TABLE])})
+            forward = with_names(forward, **{TABLE: _Table(undecorated(forward).__globals__[TABLE])})
         return forward(self, *args, **kwargs)
 
 
@@ -64,6 +65,7 @@ def is_attention(cls: type[nn.Module]) -> bool:
 
 
 def _asks(forward: Any) -> bool:
+    forward = undecorated(forward)
     return (
         type(forward) is FunctionType
         and {TABLE, "get_interface"} <= set(forward.__code__.co_names)

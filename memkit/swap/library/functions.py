@@ -25,7 +25,7 @@ from ...functional._activation import _PARAMETERS
 from ..layers import serves
 from ..recipes import FUNCTIONS
 from .activations import computes
-from .twin import Instead, Twin, is_tracing, with_names
+from .twin import Instead, Twin, is_tracing, undecorated, with_names
 
 KEEP_RESULT = {"relu", "sigmoid", "tanh"}
 """Of which stock keeps the result, as what follows does."""
@@ -60,12 +60,13 @@ def calls_activations(cls: type[nn.Module], names: frozenset[str]) -> bool:
 
 def _ours(forward: Any) -> dict[str, Any]:
     """What its names stand for instead."""
-    known = forward.__globals__
+    known = undecorated(forward).__globals__
     return {name: _instead(name, known[name]) for name, *_ in _activations(forward)}
 
 
 def _activations(forward: Any) -> dict[tuple[str, ...], str]:
     """Which activations it calls, by their paths from its module; none if it does anything else with one of them."""
+    forward = undecorated(forward)
     if type(forward) is not FunctionType:
         return {}
     found = {}

@@ -9,9 +9,8 @@ called as they are.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from functools import partial
-from types import CellType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -20,20 +19,21 @@ from torch import Tensor, nn
 from ..._lean import is_lean
 from ..layers import serves
 from .recurrences import KNOWN, stand_in
-from .twin import Twin, checkpointed, in_forward_mode, is_tracing, with_names
+from .twin import Twin, checkpointed, in_forward_mode, is_tracing, undecorated, with_names
 
 
 class Scan(Twin, kind="scan"):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         forward: Any = type(self)._stock_forward
         if is_lean() and torch.is_grad_enabled() and not is_tracing() and calls_scan(type(self)._stock):
-            forward = _with_ours(forward, type(self))
+            ours = {n: partial(_scan, n, f, type(self)) for n, f in _called(undecorated(forward)).items()}
+            forward = with_names(forward, **ours)
         return forward(self, *args, **kwargs)
 
 
 def calls_scan(cls: type[nn.Module]) -> bool:
     """Whether its forward calls one, by the function's name in its module."""
-    return bool(_called(_innermost(cls.forward)))
+    return bool(_called(undecorated(cls.forward)))
 
 
 def _called(forward: Any) -> dict[str, Any]:
@@ -49,27 +49,6 @@ def _is_written_out(function: Any) -> bool:
         return False
     closure = inspect.getclosurevars(function).nonlocals
     return not hasattr(function, "__wrapped__") or closure.get("is_new_implementation") is False
-
-
-def _innermost(forward: Any) -> Any:
-    """What decorators wrap that keep it in a variable."""
-    while (inner := getattr(forward, "__wrapped__", None)) is not None:
-        forward = inner
-    return forward
-
-
-def _with_ours(forward: Any, cls: type[nn.Module]) -> Callable[..., Any]:
-    """The same code, decorators around it included."""
-    inner = getattr(forward, "__wrapped__", None)
-    if inner is None:
-        return with_names(forward, **{n: partial(_scan, n, f, cls) for n, f in _called(forward).items()})
-    cells = tuple(
-        CellType(_with_ours(inner, cls)) if cell.cell_contents is inner else cell
-        for cell in forward.__closure__ or ()
-    )
-    made = FunctionType(forward.__code__, forward.__globals__, forward.__name__, forward.__defaults__, cells)
-    made.__kwdefaults__ = forward.__kwdefaults__
-    return made
 
 
 def _scan(name: str, function: Any, cls: type[nn.Module], *args: Any, **kwargs: Any) -> Any:

@@ -16,7 +16,7 @@ from ... import functional as F
 from ..._lean import is_lean
 from ...functional._norm import output_dtype
 from ..layers import serves
-from .twin import Instead, Twin, with_names
+from .twin import Instead, Twin, undecorated, with_names
 
 
 class StandardizedConv(Twin, kind="standardized_conv"):
@@ -33,6 +33,7 @@ def is_standardized(cls: type[nn.Module]) -> bool:
 
 
 def _calls_batch_norm(forward: Any) -> bool:
+    forward = undecorated(forward)
     return type(forward) is FunctionType and "batch_norm" in forward.__code__.co_names
 
 
@@ -40,6 +41,7 @@ def _with_our_norm(forward: Any) -> dict[str, Any]:
     """The names by which it reaches `torch.nn.functional.batch_norm`."""
     functional = Instead(nn.functional, batch_norm=_batch_norm)
     stand_ins = {nn.functional: functional, nn: Instead(nn, functional=functional)}
+    forward = undecorated(forward)
     names = {name: forward.__globals__.get(name) for name in forward.__code__.co_names}
     return {
         name: stand_ins[held]

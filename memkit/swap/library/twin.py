@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from functools import update_wrapper, wraps
 from threading import RLock, get_ident
-from types import FunctionType, ModuleType
+from types import CellType, FunctionType, ModuleType
 from typing import Any, ClassVar, cast
 
 import torch
@@ -133,17 +133,39 @@ class InLean(Twin, kind="lean"):
             return super().__call__(*args, **kwargs)
 
 
+def undecorated(forward: Any) -> Any:
+    """The function that was written, without decorators that keep what they wrap in a variable."""
+    while (inner := _wrapped(forward)) is not None:
+        forward = inner
+    return forward
+
+
 def with_names(forward: Any, **names: Any) -> Callable[..., Any]:
-    """The same code, where names of its module stand for other things; all others are looked up when they are asked for."""
-    made = FunctionType(
-        forward.__code__,
-        _Names(forward.__globals__, names),
-        forward.__name__,
-        forward.__defaults__,
-        forward.__closure__,
-    )
+    """The same code, where names of its module stand for other things; all others are looked up when they are asked for.
+    Decorators stay around it."""
+    known, cells = forward.__globals__, forward.__closure__
+    if (inner := _wrapped(forward)) is None:
+        known = _Names(known, names)
+    else:
+        ours = CellType(with_names(inner, **names))
+        cells = tuple(ours if _holds(cell, inner) else cell for cell in cells)
+    made = FunctionType(forward.__code__, known, forward.__name__, forward.__defaults__, cells)
     made.__kwdefaults__ = forward.__kwdefaults__
     return made
+
+
+def _wrapped(forward: Any) -> Any:
+    inner = getattr(forward, "__wrapped__", None)
+    if type(forward) is not FunctionType or type(inner) is not FunctionType:
+        return None
+    return inner if any(_holds(cell, inner) for cell in forward.__closure__ or ()) else None
+
+
+def _holds(cell: CellType, held: Any) -> bool:
+    try:
+        return cell.cell_contents is held
+    except ValueError:  # empty
+        return False
 
 
 class _Names(dict[str, Any]):
