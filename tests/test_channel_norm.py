@@ -252,6 +252,16 @@ def test_batch_norm_modules_train_when_traced(momentum: float) -> None:
     torch.testing.assert_close(traced.state_dict(), norm.state_dict())
 
 
+def test_a_transform_that_refuses_changes_nothing() -> None:
+    norm, x = memkit.nn.BatchNorm2d(2), normal((2, 2, 3, 3), torch.float32, 0)
+    with pytest.raises(RuntimeError):
+        torch.func.grad(lambda p: torch.func.functional_call(norm, p, (x,)).sum())(
+            dict(norm.named_parameters())
+        )
+    assert norm.num_batches_tracked == 0
+    assert not norm.running_mean.any()
+
+
 def test_state_that_training_changed_has_another_version() -> None:
     norm = memkit.nn.BatchNorm1d(3)
     before = {name: each._version for name, each in norm.named_buffers()}

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import math
 import pickle
+import sys
 import warnings
 
 import pytest
@@ -218,7 +219,15 @@ class WritesGlobals(WrittenOut):
 counted = 0
 
 
-@pytest.mark.parametrize("kind", [ByIdentity, ByName, Stores, PassesTheModule, SeesGlobals, WritesGlobals])
+class Counts(WrittenOut):
+    def forward(self, x):
+        F.calls = 1
+        return self.other(F.gelu(x))
+
+
+@pytest.mark.parametrize(
+    "kind", [ByIdentity, ByName, Stores, PassesTheModule, SeesGlobals, WritesGlobals, Counts]
+)
 def test_a_forward_that_does_more_than_call_them_stays(kind):
     model = kind().double()
     assert not swap(model, lean="call").changed
@@ -233,6 +242,8 @@ def test_a_forward_that_does_more_than_call_them_stays(kind):
         "def gelu(x):\n  calls.append(1)\n  return x * 0.5 * (1 + torch.erf(x / math.sqrt(2.0)))",
         "def gelu(x):\n  global n\n  n = 1\n  return x * 0.5 * (1 + torch.erf(x / math.sqrt(2.0)))",
         "def gelu(x): return torch.nn.functional.gelu(x) if not flag else x",
+        "def gelu(x): return torch.nn.functional.gelu(x.contiguous())",
+        "def gelu(x):\n  y = torch.nn.functional.gelu(x)\n  return x.copy_(y)",
         "def outer():\n  half = 0.5\n  def gelu(x): return x * half * (1 + torch.erf(x / math.sqrt(2.0)))\n"
         "  return gelu\ngelu = outer()",
     ],
@@ -258,6 +269,41 @@ def test_the_module_around_it_is_live(monkeypatch):
     one = model(x)
     monkeypatch.setitem(globals(), "scale", lambda x: 2 * x)
     torch.testing.assert_close(model(x), 2 * one)
+
+
+def test_classes_inside_and_readers_of_frames_find_the_module():
+    class Inside(WrittenOut):
+        def forward(self, x):
+            class Kept:
+                base = math.pi
+
+            found = sys._getframe().f_globals.get("counted", 7)
+            return self.other(F.gelu(x)) * Kept.base + found
+
+    model = Inside().double()
+    stock, x = copy.deepcopy(model), samples()
+    assert swap(model, lean="call").changed
+    torch.testing.assert_close(model(x), stock(x))
+
+
+SCALE = 1.0
+
+
+def quick_gelu(x):
+    return x * torch.sigmoid(SCALE * 1.702 * x)
+
+
+def test_numbers_of_a_module_are_looked_at_again(monkeypatch):
+    class Scaled(WrittenOut):
+        def forward(self, x):
+            return self.other(quick_gelu(x))
+
+    model = Scaled().double()
+    stock, x = copy.deepcopy(model), samples()
+    assert swap(model, lean="call").changed
+    torch.testing.assert_close(model(x), stock(x))
+    monkeypatch.setitem(globals(), "SCALE", 2.0)
+    torch.testing.assert_close(model(x), stock(x))
 
 
 def test_what_is_patched_later_is_called(monkeypatch):

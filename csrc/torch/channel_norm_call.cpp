@@ -1,5 +1,6 @@
 // batch_norm_act and group_norm, as Python calls them in eager mode.
 #include <ATen/ATen.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/jit/frontend/tracer.h>
 
@@ -29,8 +30,9 @@ Tensor group_norm_entry(const Tensor& input, int64_t groups, OptionalTensor weig
 }
 
 bool is_array(const Tensor& x, at::ScalarType dtype) {
-  return is_plain(x) && !torch::jit::tracer::isTracing() && !x.is_inference() && x.is_cpu() && x.is_contiguous() &&
-         x.scalar_type() == dtype;
+  const bool transformed = c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
+  return is_plain(x) && !transformed && !torch::jit::tracer::isTracing() && !x.is_inference() && x.is_cpu() &&
+         x.is_contiguous() && x.scalar_type() == dtype;
 }
 
 // A batch norm's count of its training steps, one more.
@@ -66,7 +68,7 @@ Tensor update_running(const Tensor& running, const Tensor& found, double factor,
 // Whether it is a running statistic of the input's channels.
 bool fits(const Tensor& running, const Tensor& input) {
   return running.dim() == 1 && running.size(0) == input.size(1) && running.device() == input.device() &&
-         running.is_floating_point();
+         running.is_floating_point() && running.is_non_overlapping_and_dense() && !running.is_inference();
 }
 
 // Nothing where Python has to look itself: what it refuses, too.

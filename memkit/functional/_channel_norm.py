@@ -70,7 +70,8 @@ def batch_norm_act(
     values = [params.get(key, default) for key, default in names.items()]
     if process_group is None and not is_compiling():
         found: Tensor | None = _C.batch_norm_act(
-            input, weight, bias, running_mean, running_var, bool(training), momentum, eps, name, values
+            *(input, weight, bias, running_mean, running_var, bool(training)),
+            *(momentum if training else 0.0, eps, name, values),
         )
         if found is not None:
             return found

@@ -11,7 +11,8 @@ import ast
 import builtins
 import dis
 import inspect
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -41,7 +42,8 @@ WRITTEN_OUT = {
 """Names of libraries' own functions, and which activation each is where values and slopes agree."""
 SEES_GLOBALS = {"globals", "eval", "exec"}
 
-_checked: dict[FunctionType, bool] = {}
+_checked: dict[tuple[FunctionType, Any], bool] = {}
+"""By the function and the numbers of its module that it reads."""
 
 
 class Functions(Twin, kind="functions"):
@@ -114,6 +116,8 @@ def _uses(code: CodeType) -> tuple[_Use, ...]:
 
 def _used(node: ast.AST, is_called: bool = False) -> Iterator[_Use]:
     if (path := _path(node)) is not None:
+        if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
+            path, is_called = path[:-1], False  # what is changed
         yield _Use(path, is_called)
         return
     for child in ast.iter_child_nodes(node):
@@ -151,16 +155,32 @@ def _activation(name: str, held: Any) -> str | None:
     op = WRITTEN_OUT.get(name)
     if op is None or type(held) is not FunctionType:
         return None
-    if held not in _checked:
-        _checked[held] = _is_alone(held) and computes(held, op)
-    return op if _checked[held] else None
+    known = {**vars(builtins), **held.__globals__}
+    reads = {name: known.get(name) for name in _names(held.__code__) or ()}
+    seen = (held, tuple((name, each) for name, each in reads.items() if type(each) in (int, float)))
+    if seen not in _checked:
+        _checked[seen] = _is_alone(held, reads.values()) and computes(held, op) and _is_elementwise(held)
+    return op if _checked[seen] else None
 
 
-def _is_alone(function: FunctionType) -> bool:
-    """Whether what it computes depends on what it is given alone."""
-    names, known = _names(function.__code__), {**vars(builtins), **function.__globals__}
-    fixed = {ModuleType, BuiltinFunctionType, int, float}
-    return names is not None and not function.__closure__ and all(type(known.get(n)) in fixed for n in names)
+def _is_alone(function: FunctionType, reads: Iterable[Any]) -> bool:
+    """Whether what it computes depends on what it is given alone, and on what it reads of its module."""
+    fixed = (BuiltinFunctionType, int, float)
+    return (
+        _names(function.__code__) is not None
+        and not function.__closure__
+        and all(
+            type(each) in fixed or any(each is module for module in (*_STAND_INS, math)) for each in reads
+        )
+    )
+
+
+def _is_elementwise(function: FunctionType) -> bool:
+    """Whether it leaves its argument as it is, and its result lies in memory as that does."""
+    x = torch.linspace(-2, 2, 24, device="cpu").view(2, 3, 4).transpose(1, 2)
+    before = x.clone()
+    y = function(x)
+    return y is not x and y.stride() == x.stride() and torch.equal(x, before)
 
 
 def _stand_in(held: Any) -> Instead | None:

@@ -141,11 +141,12 @@ def undecorated(forward: Any) -> Any:
 
 
 def with_names(forward: Any, **names: Any) -> Callable[..., Any]:
-    """The same code, where names of its module stand for other things; all others are looked up when they are asked for.
-    Decorators stay around it."""
+    """The same code over a copy of its module's names, of which some stand for other things; made for each call, as the rest
+    may be patched. Decorators stay around it."""
     known, cells = forward.__globals__, forward.__closure__
     if (inner := _wrapped(forward)) is None:
-        known = _Names(known, names)
+        known.setdefault("__warningregistry__", {})  # shared, or a warning would be shown in each call
+        known = {**known, **names}
     else:
         ours = CellType(with_names(inner, **names))
         cells = tuple(ours if _holds(cell, inner) else cell for cell in cells)
@@ -166,29 +167,6 @@ def _holds(cell: CellType, held: Any) -> bool:
         return cell.cell_contents is held
     except ValueError:  # empty
         return False
-
-
-class _Names(dict[str, Any]):
-    """A module's, but for some."""
-
-    PAST_MISSING = (
-        "__builtins__",
-        "__name__",
-        "__package__",
-        "__spec__",
-        "__path__",
-        "__file__",
-        "__warningregistry__",
-    )
-    """What calls, imports and warnings ask for without `__missing__`."""
-
-    def __init__(self, known: dict[str, Any], names: dict[str, Any]) -> None:
-        known.setdefault("__warningregistry__", {})
-        super().__init__({name: known[name] for name in self.PAST_MISSING if name in known}, **names)
-        self.known = known
-
-    def __missing__(self, name: str) -> Any:
-        return self.known[name]
 
 
 class Instead:
