@@ -219,6 +219,17 @@ class WritesGlobals(WrittenOut):
 counted = 0
 
 
+class Compiles(WrittenOut):
+    def forward(self, x):
+        return self.other(torch.compile(lambda x: F.gelu(x), backend="eager", fullgraph=True)(x))
+
+
+class Compiled(WrittenOut):
+    @torch.compile(backend="eager", fullgraph=True)
+    def forward(self, x):
+        return F.gelu(x) * counted
+
+
 class Counts(WrittenOut):
     def forward(self, x):
         F.calls = 1
@@ -226,7 +237,8 @@ class Counts(WrittenOut):
 
 
 @pytest.mark.parametrize(
-    "kind", [ByIdentity, ByName, Stores, PassesTheModule, SeesGlobals, WritesGlobals, Counts]
+    "kind",
+    [ByIdentity, ByName, Stores, PassesTheModule, SeesGlobals, WritesGlobals, Counts, Compiles, Compiled],
 )
 def test_a_forward_that_does_more_than_call_them_stays(kind):
     model = kind().double()

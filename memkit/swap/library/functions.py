@@ -77,7 +77,7 @@ def _activations(forward: Any) -> dict[tuple[str, ...], str]:
         op = _activation(use.path[-1 - past], held)
         if op is not None and use.is_called and not past:
             found[use.path] = op
-        elif op is not None or _stand_in(held) is not None:
+        elif op is not None or _stand_in(held) is not None or held is torch.compile:
             return {}
     return found
 

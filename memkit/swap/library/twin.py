@@ -159,6 +159,10 @@ def _wrapped(forward: Any) -> Any:
     inner = getattr(forward, "__wrapped__", None)
     if type(forward) is not FunctionType or type(inner) is not FunctionType:
         return None
+    if forward.__globals__.get("__name__", "").startswith(
+        "torch."
+    ):  # a compiler ties what it made to a module's names
+        return None
     return inner if any(_holds(cell, inner) for cell in forward.__closure__ or ()) else None
 
 
