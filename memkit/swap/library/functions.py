@@ -179,7 +179,10 @@ def _is_elementwise(function: FunctionType) -> bool:
     """Whether it leaves its argument as it is, and its result lies in memory as that does."""
     x = torch.linspace(-2, 2, 24, device="cpu").view(2, 3, 4).transpose(1, 2)
     before = x.clone()
-    y = function(x)
+    try:
+        y = function(x)
+    except Exception:  # it wants another shape
+        return False
     return y is not x and y.stride() == x.stride() and torch.equal(x, before)
 
 
