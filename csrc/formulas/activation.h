@@ -1,6 +1,8 @@
 // Activation functions: value, slope, and slope from the output, once for every engine.
 #pragma once
 
+#include <limits>
+
 #include "inverse.h"
 
 namespace memkit {
@@ -256,6 +258,7 @@ struct QuickGelu {  // silu(g x) / g
   static constexpr bool branch = true;
   static constexpr double gain = 1.702;
   static constexpr double x0 = Silu<T>::x0 / gain, y0 = Silu<T>::y0 / gain, y0_rest = 0;
+  static constexpr double reach = Silu<T>::reach / 1.30460724;  // sqrt(gain)
   MEMKIT_FN explicit QuickGelu(const ActParams&) {}
   MEMKIT_FN T value(T x) const { return detail::divide(x, T(2) * memkit::half_exp(T(-gain) * x) + T(1)); }
   MEMKIT_FN T slope(T x) const {  // gain * x must not overflow: infinity times 0
@@ -309,13 +312,16 @@ struct Hardswish {
   }
   MEMKIT_FN bool right(T x) const { return x >= T(x0); }
   MEMKIT_FN T slope_from_output(T y, bool right) const {
+    const auto mask = detail::mask_of<T>(right);
     T root = memkit::sqrt(at_least(T(9) + T(24) * y, T(0))) * (T(1) / T(6));
-    T rising = select(y >= T(3), T(1), root);
-    T falling = select(y >= T(0), T(0), -root);
-    return select(right, rising, falling);
+    T inner = detail::choose(mask, root, -root), outer = detail::choose(mask, T(1), T(0));
+    return select(y >= detail::choose(mask, T(3), T(0)), outer, inner);
   }
   MEMKIT_FN bool flat(T x) const { return x <= T(-3); }
-  MEMKIT_FN bool flat_from_output(T y, bool right) const { return !right & (y >= T(0)); }
+  MEMKIT_FN bool flat_from_output(T y, bool right) const {
+    constexpr T never = std::numeric_limits<T>::quiet_NaN();
+    return y >= detail::choose(detail::mask_of<T>(right), never, T(0));
+  }
 };
 
 // Calls f.template operator()<Op>(args...) with the struct of the kind.
