@@ -1,5 +1,7 @@
 // memkit::_activation and its companions below autograd, on CPU, CUDA and meta tensors.
 #include <ATen/ATen.h>
+#include <ATen/CPUFunctions.h>
+#include <ATen/EmptyTensor.h>
 #include <torch/library.h>
 
 #include <cmath>
@@ -73,7 +75,7 @@ void forward_into(const Tensor& x, const OptionalTensor& bias, int64_t dim, cons
   if (x.is_meta()) return;
   if (!bias && !residual && !drop.seed && is_quicker_in_torch(x, spec.act)) {
     Tensor result = out;
-    at::tanh_out(result, x);
+    at::cpu::tanh_out(result, x);
     return;
   }
   const OptionalTensor dense_bias = contiguous(bias);
@@ -89,7 +91,10 @@ void forward_into(const Tensor& x, const OptionalTensor& bias, int64_t dim, cons
 
 c10::SymInt sym_bit_bytes(const Tensor& x) { return (x.sym_numel() + 7) / 8; }
 
-Tensor empty_bits(const Tensor& x) { return at::empty_symint({sym_bit_bytes(x)}, x.options().dtype(at::kByte)); }
+Tensor empty_bits(const Tensor& x) {
+  if (x.is_cpu()) return at::detail::empty_cpu({(x.numel() + 7) / 8}, at::kByte);
+  return at::empty_symint({sym_bit_bytes(x)}, x.options().dtype(at::kByte));
+}
 
 Tensor activation(const Tensor& input, const OptionalTensor& bias, int64_t dim, c10::string_view op, Params params,
                   c10::string_view save, const OptionalTensor& residual, const OptionalTensor& seed, Params drop) {
@@ -99,6 +104,7 @@ Tensor activation(const Tensor& input, const OptionalTensor& bias, int64_t dim, 
   check_residual(input, residual);
   const Drop dropout = drop_of(spec, input, seed, drop);
   const Tensor x = flat(input, bias.has_value(), dim);
+  if (!bias && !residual && !seed && is_quicker_in_torch(x, spec.act)) return at::cpu::tanh(x);
   Tensor out = fresh_like(x);
   forward_into(x, bias, dim, spec, residual, dropout, out, nullptr);
   return out;
