@@ -8,6 +8,7 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/MemoryFormat.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <structmember.h>
 #include <torch/library.h>
 
 #include "pool_python.h"
@@ -313,20 +314,38 @@ PyMethodDef kFull{"full", plain(full), kFlags, "full(size, fill_value, dtype=Non
 // -- the base class
 
 // Eager calls find the C function here at once. A compiler that looks at the class finds a Python method it can trace.
+constexpr int kQuick = 4;
+struct PoolObject {
+  PyObject_HEAD PyObject* functions[kQuick];
+};
+
 PyObject* get_attribute(PyObject* self, PyObject* name) {
-  static PyObject* const names[][2] = {
-      {PyUnicode_InternFromString("empty"), PyUnicode_InternFromString("_empty")},
-      {PyUnicode_InternFromString("zeros"), PyUnicode_InternFromString("_zeros")},
-      {PyUnicode_InternFromString("ones"), PyUnicode_InternFromString("_ones")},
-      {PyUnicode_InternFromString("full"), PyUnicode_InternFromString("_full")},
-  };
-  for (const auto& [shown, held] : names)
-    if (name == shown) return PyObject_GenericGetAttr(self, held);
+  static PyObject* const names[kQuick] = {PyUnicode_InternFromString("empty"), PyUnicode_InternFromString("zeros"),
+                                          PyUnicode_InternFromString("ones"), PyUnicode_InternFromString("full")};
+  for (int i = 0; i < kQuick; ++i)
+    if (PyObject* function = reinterpret_cast<PoolObject*>(self)->functions[i]; name == names[i] && function)
+      return Py_NewRef(function);
   return PyObject_GenericGetAttr(self, name);
 }
 
-PyType_Slot kSlots[] = {{Py_tp_getattro, reinterpret_cast<void*>(get_attribute)}, {0, nullptr}};
-PyType_Spec kSpec{"memkit._C.PoolBase", sizeof(PyObject), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, kSlots};
+void deallocate(PyObject* self) {
+  for (PyObject*& function : reinterpret_cast<PoolObject*>(self)->functions) Py_CLEAR(function);
+  PyTypeObject* type = Py_TYPE(self);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+constexpr Py_ssize_t offset(int i) { return offsetof(PoolObject, functions) + i * sizeof(PyObject*); }
+PyMemberDef kMembers[] = {{"_empty", T_OBJECT_EX, offset(0), 0, nullptr},
+                          {"_zeros", T_OBJECT_EX, offset(1), 0, nullptr},
+                          {"_ones", T_OBJECT_EX, offset(2), 0, nullptr},
+                          {"_full", T_OBJECT_EX, offset(3), 0, nullptr},
+                          {nullptr, 0, 0, 0, nullptr}};
+PyType_Slot kSlots[] = {{Py_tp_getattro, reinterpret_cast<void*>(get_attribute)},
+                        {Py_tp_dealloc, reinterpret_cast<void*>(deallocate)},
+                        {Py_tp_members, kMembers},
+                        {0, nullptr}};
+PyType_Spec kSpec{"memkit._C.PoolBase", sizeof(PoolObject), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, kSlots};
 
 }  // namespace
 
