@@ -244,6 +244,7 @@ MEMKIT_LOOPS_FOR(BaseLoops, BaseLanes, )
 #if MEMKIT_X86
 MEMKIT_LOOPS_FOR(V3Loops, V3Lanes, MEMKIT_TARGET_V3)
 MEMKIT_LOOPS_FOR(V4Loops, V4Lanes, MEMKIT_TARGET_V4)
+MEMKIT_LOOPS_FOR(V4ShortLoops, V4Lanes, MEMKIT_TARGET_V4_SHORT)
 MEMKIT_TILES_FOR(V3Tiles, V3Lanes, MEMKIT_TARGET_V3)
 MEMKIT_TILES_FOR(V4Tiles, V4Lanes, MEMKIT_TARGET_V4)
 #endif
@@ -254,7 +255,10 @@ struct FindTable {
   const Table<T>* operator()() const {
     using Op = Formula<T, coarse>;
 #if MEMKIT_X86
-    if (isa() == Isa::v4) return &V4Loops<Op, T>::table;
+    if (isa() == Isa::v4) {
+      if constexpr (is_long<Op>) return &V4Loops<Op, T>::table;
+      return &V4ShortLoops<Op, T>::table;
+    }
     if (isa() == Isa::v3) return &V3Loops<Op, T>::table;
 #endif
     return &BaseLoops<Op, T>::table;
