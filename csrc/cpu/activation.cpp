@@ -5,7 +5,7 @@
 #include "activation.h"
 
 #include "../formulas/gradient.h"
-#include "curve.h"
+#include "pieces.h"
 
 namespace memkit::cpu {
 namespace {
@@ -22,6 +22,8 @@ inline constexpr bool is_long<ReluSquared<T, coarse>> = false;
 template <class Lanes, class Op, class T, bool ahead = is_long<Op>>
 struct Loops {
   MEMKIT_FN static void value(const ActParams& params, const T* x, T* y, int64_t n) {
+    if constexpr (std::is_same_v<Lanes, V4Lanes> && std::is_same_v<Op, Tanh<float, false>>)
+      return V4Tanh::value(x, y, n);
     const Op op(params);
     for_elements<ahead>(n, [&](int64_t i) MEMKIT_INLINE { y[i] = op.value(x[i]); }, x, y);
   }
@@ -249,15 +251,20 @@ MEMKIT_TILES_FOR(V3Tiles, V3Lanes, MEMKIT_TARGET_V3)
 MEMKIT_TILES_FOR(V4Tiles, V4Lanes, MEMKIT_TARGET_V4)
 #endif
 
+constexpr int64_t kFewElements = 1 << 18;
+
 template <class T, bool coarse>
 struct FindTable {
+  int64_t numel;
+
   template <template <class, bool> class Formula>
   const Table<T>* operator()() const {
     using Op = Formula<T, coarse>;
 #if MEMKIT_X86
     if (isa() == Isa::v4) {
-      if constexpr (is_long<Op>) return &V4Loops<Op, T>::table;
-      return &V4ShortLoops<Op, T>::table;
+      if constexpr (!is_long<Op>)
+        if (numel <= kFewElements) return &V4ShortLoops<Op, T>::table;
+      return &V4Loops<Op, T>::table;
     }
     if (isa() == Isa::v3) return &V3Loops<Op, T>::table;
 #endif
@@ -329,7 +336,7 @@ struct Engine {
   using T = typename ComputeType<S>::type;
   static constexpr bool direct = std::is_same_v<S, T>;
   const ActivationArgs& args;
-  const Table<T>& loops = *visit(args.act, FindTable<T, !direct>{});
+  const Table<T>& loops = *visit(args.act, FindTable<T, !direct>{args.numel});
   const TileTable<S>* tiles = visit(args.act, FindTiles<S>{});
   const Blocks<S, T>& engine = blocks<S, T>();
 

@@ -1,11 +1,11 @@
-// The polynomials for slopes from outputs against the formulas in double, over every output and both sides.
+// Polynomials in pieces: slopes from outputs against the formulas in double, over outputs of both sides; tanh.
 #include <cmath>
 #include <limits>
 #include <random>
 #include <vector>
 
 #include "check.h"
-#include "cpu/curve.h"
+#include "cpu/pieces.h"
 
 using namespace memkit;
 using namespace memkit::cpu;
@@ -15,7 +15,7 @@ namespace {
 #if MEMKIT_X86
 
 // The curve lies this near to the slope; the formula in double is compared with long double in test_formulas.
-template <template <class, bool> class Formula, bool coarse>
+template <class Lanes, template <class, bool> class Formula, bool coarse>
 void check(const char* name) {
   using Op = Formula<float, coarse>;
   const Formula<double, false> exact{ActParams{}};
@@ -31,7 +31,7 @@ void check(const char* name) {
   for (bool right : {false, true}) {
     std::vector<uint8_t> bits(y.size() / 8 + 2, right ? 0xff : 0);
     for (float& g : grad) g = float(int(random() % 5)) - 2;
-    OnCurve<V4Lanes, Op, float>::template gradient<true>(y.data(), bits.data(), grad.data(), out.data(), n);
+    OnCurve<Lanes, Op, float>::template gradient<true>(y.data(), bits.data(), grad.data(), out.data(), n);
     for (int64_t i = 0; i < n; ++i) {
       if (!right && y[i] > 0) continue;  // no output
       const double want = std::isinf(y[i]) ? 1 : exact.slope_from_output(y[i], right);
@@ -48,7 +48,7 @@ void check(const char* name) {
 }
 
 // Each length, so that the last vector is part of one; sides mixed; NaN; in the place of the gradient.
-template <template <class, bool> class Formula>
+template <class Lanes, template <class, bool> class Formula>
 void check_lengths(const char* name) {
   using Op = Formula<float, false>;
   const Op op{ActParams{}};
@@ -66,7 +66,7 @@ void check_lengths(const char* name) {
       want[i] = grad[i] * op.slope_from_output(y[i], op.right(x));
     }
     grad[n] = 7;  // not to be touched
-    OnCurve<V4Lanes, Op, float>::template gradient<false>(y.data(), bits.data(), grad.data(), grad.data(), n);
+    OnCurve<Lanes, Op, float>::template gradient<false>(y.data(), bits.data(), grad.data(), grad.data(), n);
     for (int64_t i = 0; i < n; ++i)
       CHECK(std::isnan(y[i]) ? std::isnan(grad[i]) : std::abs(grad[i] - want[i]) <= 1e-4f * (1 + std::abs(want[i])),
             "%s: element %ld of %ld is %g, not %g", name, long(i), long(n), double(grad[i]), double(want[i]));
@@ -74,11 +74,56 @@ void check_lengths(const char* name) {
   }
 }
 
-template <template <class, bool> class Formula>
-void check_all(const char* name) {
-  check<Formula, false>(name);
-  check<Formula, true>(name);
-  check_lengths<Formula>(name);
+void check_tanh() {
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  std::vector<float> x{0.f, -0.f, 1e-45f, -1e-45f, 9.02f, -9.02f, 9.1f, 9.2f, 1e30f, -INFINITY, INFINITY, nan};
+  for (uint32_t bits = 0x2f000000; bits < 0x41200000; bits += 997) {  // 1e-10 to 10
+    x.push_back(memkit::detail::from_bits<float>(bits));
+    x.push_back(-x.back());
+  }
+  std::vector<float> y(x.size() + 1, 7.f);
+  V4Tanh::value(x.data(), y.data(), int64_t(x.size()));
+  CHECK(y.back() == 7, "tanh: wrote behind its elements");
+  double worst = 0;
+  for (size_t i = 0; i < x.size(); ++i) {
+    if (std::isnan(x[i])) {
+      CHECK(std::isnan(y[i]), "tanh(nan) is %g", double(y[i]));
+      continue;
+    }
+    const long double want = tanhl(x[i]);
+    const float rounded = float(want);
+    const double unit = std::abs(double(std::nextafter(rounded, 2.f * rounded)) - rounded);
+    const double error = unit ? double(fabsl(y[i] - want)) / unit : double(std::abs(y[i]));
+    worst = std::max(worst, error);
+    CHECK(error <= 1 && (std::abs(x[i]) < 9.1f || std::abs(y[i]) == 1) && std::signbit(y[i]) == std::signbit(x[i]) &&
+              std::abs(y[i]) <= 1,
+          "tanh(%.9g) is %.9g, %.2f units off", double(x[i]), double(y[i]), error);
+  }
+  for (int64_t n = 0; n < 40; ++n) {
+    std::vector<float> some(x.begin(), x.begin() + n);
+    V4Tanh::value(some.data(), some.data(), n);
+    for (int64_t i = 0; i < n; ++i)
+      CHECK(some[i] == y[i] || std::isnan(y[i]), "tanh: element %ld of %ld is %g, not %g", long(i), long(n),
+            double(some[i]), double(y[i]));
+  }
+  std::printf("tanh: %.2f units in the last place\n", worst);
+}
+
+template <class Lanes, template <class, bool> class Formula>
+void check_one(const char* name) {
+  check<Lanes, Formula, false>(name);
+  check<Lanes, Formula, true>(name);
+  check_lengths<Lanes, Formula>(name);
+}
+
+template <class Lanes>
+void check_all(const char* lanes) {
+  std::printf("%s\n", lanes);
+  check_one<Lanes, Gelu>("gelu");
+  check_one<Lanes, GeluTanh>("gelu_tanh");
+  check_one<Lanes, QuickGelu>("quick_gelu");
+  check_one<Lanes, Silu>("silu");
+  check_one<Lanes, Mish>("mish");
 }
 
 #endif
@@ -87,13 +132,9 @@ void check_all(const char* name) {
 
 int main() {
 #if MEMKIT_X86
-  if (isa() == Isa::v4) {
-    check_all<Gelu>("gelu");
-    check_all<GeluTanh>("gelu_tanh");
-    check_all<QuickGelu>("quick_gelu");
-    check_all<Silu>("silu");
-    check_all<Mish>("mish");
-  }
+  if (isa() == Isa::v4) check_tanh();
+  if (isa() == Isa::v4) check_all<V4Lanes>("vectors of 16");
+  if (isa() != Isa::base) check_all<V3Lanes>("vectors of 8");
 #endif
-  return finish("test_curve");
+  return finish("test_pieces");
 }

@@ -1,0 +1,296 @@
+// Functions as polynomials in pieces, whose coefficients lie in registers: a table that a vector looks up in at once.
+//
+// The slope of a function with one minimum from its output: the formula takes a logarithm, a root and a quotient of long
+// polynomials. In s = sqrt(y - y0), negative left of the minimum, the slope is smooth, so that short polynomials over 32 or
+// 16 pieces of s do: of w = shift + scale s, four octaves between 1/16 and 1 in as many pieces each, so that bits of w are
+// the number of the piece. They are made from the formula in double when first asked for. At the left end, where y is nearly
+// 0, the slope goes as y log y: the formula stays.
+#pragma once
+
+#include <array>
+#include <cmath>
+
+#include "../formulas/activation.h"
+#include "lanes.h"
+
+namespace memkit::cpu {
+
+// The polynomial in d that is f(d) at Chebyshev's points of [low, low + width].
+template <int kDegree, class F>
+std::array<double, kDegree + 1> fitted(double low, double width, const F& f) {
+  double at[kDegree + 1], values[kDegree + 1];
+  std::array<double, kDegree + 1> sum{};
+  for (int i = 0; i <= kDegree; ++i) {
+    at[i] = low + width / 2 * (1 - std::cos(3.14159265358979323846 * (i + 0.5) / (kDegree + 1)));
+    values[i] = f(at[i]);
+  }
+  for (int order = 1; order <= kDegree; ++order)  // Newton's divided differences, then powers
+    for (int i = kDegree; i >= order; --i) values[i] = (values[i] - values[i - 1]) / (at[i] - at[i - order]);
+  for (int i = kDegree; i >= 0; --i) {
+    for (int power = kDegree; power > 0; --power) sum[power] = sum[power - 1] - at[i] * sum[power];
+    sum[0] = values[i] - at[i] * sum[0];
+  }
+  return sum;
+}
+
+// `kPieces` of w, a quarter of them in each octave from 1/16 to 1.
+template <int kPieces>
+struct Octaves {
+  static constexpr int kShift = kPieces == 16 ? 21 : 20;            // bits of w below the piece's number
+  static constexpr float kFirst = 0.0625f, kLast = 0x1.fffffep-1f;  // of w
+  static constexpr int kEach = kPieces / 4;
+  static uint32_t piece(double w) { return detail::bits_of(float(w)) >> kShift & (kPieces - 1); }
+  // f(low, width) for each piece.
+  template <class F>
+  static void visit(const F& f) {
+    for (int k = 0; k < kPieces; ++k) {
+      const double octave = kFirst * double(1 << k / kEach), width = octave / kEach;
+      f(octave + width * (k % kEach), width);
+    }
+  }
+};
+
+// Functions with one minimum that are smooth around it.
+template <class Op>
+inline constexpr bool has_curve = Op::branch;
+template <class T, bool coarse>
+inline constexpr bool has_curve<Hardswish<T, coarse>> = false;
+
+// Error of the slope: 1.6e-7, or 1e-4 where `coarse`, for values of two bytes.
+template <class Op, int kPieces>
+struct Curve;
+template <template <class, bool> class Formula, bool coarse, int kPieces>
+struct Curve<Formula<float, coarse>, kPieces> : Octaves<kPieces> {
+  using Exact = Formula<double, false>;
+  using Octaves<kPieces>::kFirst;
+  static constexpr int kDegree = (coarse ? 3 : 5) + (kPieces == 32 ? 0 : coarse ? 1 : 2);
+
+  alignas(64) float coefficients[kDegree + 1][kPieces];  // in w - the piece's least w
+  float scale, shift;
+
+  static const Curve& made() {
+    static const Curve curve;
+    return curve;
+  }
+
+ private:
+  Curve() {
+    const double end = std::sqrt(-Exact::y0), cut = coarse ? 0.005 : 0.0165;  // of s + end
+    const double per_s = (1 - kFirst) / (Exact::reach + end - cut), at_minimum = 1 - per_s * Exact::reach;
+    scale = float(per_s), shift = float(at_minimum);
+    const Exact formula{ActParams{}};
+    this->visit([&](double low, double width) {
+      const auto fit = fitted<kDegree>(0, width, [&](double d) {
+        const double s = (low + d - at_minimum) / per_s;
+        return formula.slope_from_output(Exact::y0 + s * s, s >= 0);
+      });
+      for (int power = 0; power <= kDegree; ++power) coefficients[power][this->piece(low)] = float(fit[power]);
+    });
+  }
+};
+
+// The loop over it, for the lanes that have one.
+template <class Lanes, class Op, class T>
+struct OnCurve {
+  static constexpr bool exists = false;
+};
+
+#if MEMKIT_X86
+
+template <class Op>
+struct OnCurve<V3Lanes, Op, float> {
+  static constexpr bool exists = has_curve<Op>;
+
+  // out = grad * slope; bit k of the bits is set where element k was right of the minimum.
+  template <bool ahead>
+  MEMKIT_TARGET_V3 static void gradient(const float* y, const uint8_t* bits, const float* grad, float* out, int64_t n) {
+    const Made& curve = Made::made();
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+      if constexpr (ahead) {
+        prefetch(y + i + kAhead<float>);
+        prefetch(grad + i + kAhead<float>);
+      }
+      const __m256 slope = slopes(curve, _mm256_loadu_ps(y + i), bits[i / 8]);
+      _mm256_storeu_ps(out + i, _mm256_mul_ps(_mm256_loadu_ps(grad + i), slope));
+    }
+    if (i == n) return;
+    float rest[8] = {}, result[8];
+    std::copy_n(y + i, n - i, rest);
+    _mm256_storeu_ps(result, slopes(curve, _mm256_loadu_ps(rest), bits[i / 8]));
+    for (int64_t k = 0; i + k < n; ++k) out[i + k] = grad[i + k] * result[k];
+  }
+
+ private:
+  using Made = Curve<Op, 16>;
+
+  MEMKIT_TARGET_V3 static __m256 slopes(const Made& curve, __m256 y, int right) {
+    constexpr float high = float(Op::y0), low = float((Op::y0 - double(high)) + Op::y0_rest);  // as above_minimum
+    const __m256 above = _mm256_sub_ps(_mm256_sub_ps(y, _mm256_set1_ps(high)), _mm256_set1_ps(low));
+    const __m256 root = _mm256_sqrt_ps(_mm256_max_ps(_mm256_setzero_ps(), above));  // NaN stays, here and in min
+    const __m256i place = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    const __m256i left = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(right), place), _mm256_setzero_si256());
+    const __m256 s = _mm256_xor_ps(root, _mm256_and_ps(_mm256_castsi256_ps(left), _mm256_set1_ps(-0.f)));
+    __m256 w = _mm256_fmadd_ps(s, _mm256_set1_ps(curve.scale), _mm256_set1_ps(curve.shift));
+    w = _mm256_min_ps(_mm256_set1_ps(Made::kLast), w);
+    const __m256i at = _mm256_castps_si256(w), piece = _mm256_srli_epi32(at, Made::kShift);
+    const __m256 least = _mm256_castsi256_ps(_mm256_and_si256(at, _mm256_set1_epi32(int(~0u << Made::kShift))));
+    const __m256 t = _mm256_sub_ps(w, least);
+    __m256 slope = look_up(curve.coefficients[Made::kDegree], piece);
+#pragma GCC unroll 8
+    for (int power = Made::kDegree - 1; power >= 0; --power)
+      slope = _mm256_fmadd_ps(slope, t, look_up(curve.coefficients[power], piece));
+    const __m256 beyond = _mm256_cmp_ps(w, _mm256_set1_ps(Made::kFirst), _CMP_LT_OQ);
+    if (__builtin_expect(_mm256_movemask_ps(beyond), 0)) slope = _mm256_blendv_ps(slope, by_formula(y), beyond);
+    return slope;
+  }
+  MEMKIT_TARGET_V3 static __m256 look_up(const float* table, __m256i piece) {
+    const __m256 low = _mm256_permutevar8x32_ps(_mm256_load_ps(table), piece);
+    const __m256 high = _mm256_permutevar8x32_ps(_mm256_load_ps(table + 8), piece);
+    return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(piece, 28)));
+  }
+  // Of elements left of the minimum.
+  MEMKIT_OUTLINE MEMKIT_TARGET_V3 static __m256 by_formula(__m256 y) {
+    const Op op{ActParams{}};
+    alignas(32) float at[8];
+    _mm256_store_ps(at, y);
+    MEMKIT_LOOP
+    for (int i = 0; i < 8; ++i) at[i] = op.slope_from_output(at[i], false);
+    return _mm256_load_ps(at);
+  }
+};
+
+template <class Op>
+struct OnCurve<V4Lanes, Op, float> {
+  static constexpr bool exists = has_curve<Op>;
+
+  // As above.
+  template <bool ahead>
+  MEMKIT_TARGET_V4 static void gradient(const float* y, const uint8_t* bits, const float* grad, float* out, int64_t n) {
+    const Made& curve = Made::made();
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16) {
+      if constexpr (ahead) {
+        prefetch(y + i + kAhead<float>);
+        prefetch(grad + i + kAhead<float>);
+      }
+      const __m512 slope = slopes(curve, _mm512_loadu_ps(y + i), __mmask16(bits[i / 8] | bits[i / 8 + 1] << 8));
+      _mm512_storeu_ps(out + i, _mm512_mul_ps(_mm512_loadu_ps(grad + i), slope));
+    }
+    if (i == n) return;
+    const __mmask16 own = __mmask16((1 << (n - i)) - 1);
+    const __m512 rest = _mm512_mask_loadu_ps(_mm512_setzero_ps(), own, y + i);
+    const __mmask16 right = __mmask16(~own | bits[i / 8] | (n - i > 8 ? bits[i / 8 + 1] << 8 : 0));
+    const __m512 slope = slopes(curve, rest, right);
+    _mm512_mask_storeu_ps(out + i, own, _mm512_mul_ps(_mm512_maskz_loadu_ps(own, grad + i), slope));
+  }
+
+ private:
+  using Made = Curve<Op, 32>;
+
+  MEMKIT_TARGET_V4 static __m512 slopes(const Made& curve, __m512 y, __mmask16 right) {
+    constexpr float high = float(Op::y0), low = float((Op::y0 - double(high)) + Op::y0_rest);  // as above_minimum
+    const __m512 above = _mm512_sub_ps(_mm512_sub_ps(y, _mm512_set1_ps(high)), _mm512_set1_ps(low));
+    const __m512 s = _mm512_sqrt_ps(_mm512_max_ps(_mm512_setzero_ps(), above));  // NaN stays, here and in min
+    const __m512 scale = _mm512_set1_ps(curve.scale), shift = _mm512_set1_ps(curve.shift);
+    __m512 w = _mm512_mask_fnmadd_ps(s, __mmask16(~right), scale, shift);
+    w = _mm512_mask_mov_ps(_mm512_fmadd_ps(s, scale, shift), __mmask16(~right), w);
+    w = _mm512_min_ps(_mm512_set1_ps(Made::kLast), w);
+    const __m512i at = _mm512_castps_si512(w), piece = _mm512_srli_epi32(at, Made::kShift);
+    const __m512 least = _mm512_castsi512_ps(_mm512_and_si512(at, _mm512_set1_epi32(int(~0u << Made::kShift))));
+    const __m512 t = _mm512_sub_ps(w, least);
+    __m512 slope = look_up(curve.coefficients[Made::kDegree], piece);
+#pragma GCC unroll 8
+    for (int power = Made::kDegree - 1; power >= 0; --power)
+      slope = _mm512_fmadd_ps(slope, t, look_up(curve.coefficients[power], piece));
+    const __mmask16 beyond = _mm512_cmp_ps_mask(w, _mm512_set1_ps(Made::kFirst), _CMP_LT_OQ);
+    if (__builtin_expect(beyond, 0)) slope = _mm512_mask_mov_ps(slope, beyond, by_formula(y));
+    return slope;
+  }
+  MEMKIT_TARGET_V4 static __m512 look_up(const float* table, __m512i piece) {
+    return _mm512_permutex2var_ps(_mm512_load_ps(table), piece, _mm512_load_ps(table + 16));
+  }
+  // Of elements left of the minimum.
+  MEMKIT_OUTLINE MEMKIT_TARGET_V4 static __m512 by_formula(__m512 y) {
+    const Op op{ActParams{}};
+    alignas(64) float at[16];
+    _mm512_store_ps(at, y);
+    MEMKIT_LOOP
+    for (int i = 0; i < 16; ++i) at[i] = op.slope_from_output(at[i], false);
+    return _mm512_load_ps(at);
+  }
+};
+
+// tanh of float for sixteen at a time: 0.96 ulp. Over 32 pieces of |x| up to 9.1, where it is 1, tanh(x) is tanh(edge) + d Q(d),
+// d = |x| - edge, with edges for which the first term is a float.
+struct V4Tanh {
+  MEMKIT_TARGET_V4 static void value(const float* x, float* y, int64_t n) {
+    const Table& table = made();
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16) {
+      prefetch(x + i + kAhead<float>);
+      prefetch_to_write(y + i + kAhead<float>);
+      _mm512_storeu_ps(y + i, values(table, _mm512_loadu_ps(x + i)));
+    }
+    const __mmask16 rest = __mmask16((1 << (n - i)) - 1);
+    if (rest) _mm512_mask_storeu_ps(y + i, rest, values(table, _mm512_maskz_loadu_ps(rest, x + i)));
+  }
+
+ private:
+  using Pieces = Octaves<32>;
+  static constexpr int kDegree = 4;  // of Q
+  static constexpr float kEnd = 9.1f, kScale = (0.99999f - Pieces::kFirst) / kEnd;
+
+  struct Table {
+    alignas(64) float edges[32], first[32], quotient[kDegree + 1][32];
+    Table() {
+      Pieces::visit([&](double low, double width) {
+        const uint32_t at = Pieces::piece(low);
+        const double start = (low - Pieces::kFirst) / kScale, span = width / kScale;
+        const float edge = exact_near(float(start), float(span));
+        const double value = std::tanh(double(edge)), scale = std::cosh(double(edge));
+        const auto fit = fitted<kDegree>(start - edge, span, [&](double d) {  // (tanh(edge + d) - tanh(edge)) / d
+          return (d == 0 ? 1 : std::sinh(d) / d) / (scale * std::cosh(edge + d));
+        });
+        edges[at] = edge, first[at] = float(value);
+        for (int power = 0; power <= kDegree; ++power) quotient[power][at] = float(fit[power]);
+        if (edge == 0) quotient[0][at] = 1;
+      });
+    }
+  };
+  static const Table& made() {
+    static const Table table;
+    return table;
+  }
+  // Of the first half of a piece, or of 0, a float whose tanh is one, or nearly.
+  static float exact_near(float start, float span) {
+    float best = start;
+    double least = 1;
+    for (int k = 0; k < 512 && least > 0; ++k) {
+      const float next = start + span * float(k) / 1024;
+      const double value = std::tanh(double(next)), off = std::abs(value - float(value)) / value;
+      if (!(off >= least)) best = next, least = next == 0 ? 0 : off;
+    }
+    return best;
+  }
+
+  MEMKIT_TARGET_V4 static __m512 look_up(const float* table, __m512i piece) {
+    return _mm512_permutex2var_ps(_mm512_load_ps(table), piece, _mm512_load_ps(table + 16));
+  }
+  MEMKIT_TARGET_V4 static __m512 values(const Table& table, __m512 x) {
+    const __m512 t = _mm512_min_ps(_mm512_set1_ps(kEnd), _mm512_abs_ps(x));  // NaN stays
+    const __m512 w = _mm512_fmadd_ps(t, _mm512_set1_ps(kScale), _mm512_set1_ps(Pieces::kFirst));
+    const __m512i piece = _mm512_srli_epi32(_mm512_castps_si512(w), Pieces::kShift);
+    const __m512 d = _mm512_sub_ps(t, look_up(table.edges, piece));
+    __m512 q = look_up(table.quotient[kDegree], piece);
+#pragma GCC unroll 8
+    for (int power = kDegree - 1; power >= 0; --power) q = _mm512_fmadd_ps(q, d, look_up(table.quotient[power], piece));
+    const __m512 y = _mm512_fmadd_ps(q, d, look_up(table.first, piece));
+    const __m512i sign = _mm512_set1_epi32(int(0x80000000));
+    return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_castps_si512(y), _mm512_castps_si512(x), sign, 0xd8));
+  }
+};
+
+#endif
+
+}  // namespace memkit::cpu
