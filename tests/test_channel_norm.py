@@ -377,6 +377,39 @@ def test_nothing_to_normalise() -> None:
         assert out.shape == x.shape
 
 
+@pytest.mark.parametrize("shape", [(0, 3), (0, 3, 4), (4, 3, 0)], ids=str)
+def test_an_empty_batch_is_a_training_step_without_statistics(shape: tuple[int, ...]) -> None:
+    for training_step in (F.batch_norm, M.batch_norm_act):
+        x, weight = torch.zeros(shape, requires_grad=True), torch.ones(3, requires_grad=True)
+        mean, variance = torch.zeros(3), torch.ones(3)
+        y = training_step(x, mean, variance, weight, training=True)
+        y.sum().backward()
+        assert y.shape == x.grad.shape == shape
+        assert torch.equal(weight.grad, torch.zeros(3))
+        assert torch.equal(mean, torch.zeros(3))
+        assert torch.equal(variance, torch.ones(3))
+
+
+def test_an_empty_batch_before_a_convolution() -> None:
+    x, kernel = torch.zeros(0, 3, 4, 4, requires_grad=True), torch.randn(5, 3, 3, 3, requires_grad=True)
+    mean, variance = torch.zeros(3), torch.ones(3)
+    y = M.norm_act_conv2d(
+        x, kernel, padding=1, running_mean=mean, running_var=variance, training=True, act="relu"
+    )
+    y.sum().backward()
+    assert y.shape == (0, 5, 4, 4)
+    assert torch.equal(kernel.grad, torch.zeros_like(kernel))
+    assert torch.equal(mean, torch.zeros(3))
+    assert torch.equal(variance, torch.ones(3))
+
+
+def test_expanded_running_statistics_leave_the_others_alone() -> None:
+    mean = torch.zeros(3)
+    with pytest.raises(RuntimeError, match="batch_norm_act: expected running statistics to be written"):
+        M.batch_norm_act(torch.randn(4, 3), mean, torch.ones(1).expand(3), training=True)
+    assert torch.equal(mean, torch.zeros(3))
+
+
 def test_changed_running_statistics_are_noticed() -> None:
     norm = memkit.nn.BatchNorm1d(3).eval()
     x = normal((4, 3), torch.float32, 0).requires_grad_()

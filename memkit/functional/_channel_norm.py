@@ -89,12 +89,12 @@ def batch_norm_act(
         out, mean, variance, count = synchronised(input, weight, bias, eps, name, values, process_group)
     else:
         count = input.numel() // max(1, input.shape[1]) if input.dim() > 1 else 0
-        if input.dim() > 1 and count <= 1:
+        if input.dim() > 1 and count == 1:
             raise ValueError(
                 f"batch_norm_act: expected more than 1 value per channel when training, got {list(input.shape)}"
             )
         out, mean, variance = _run(input, weight, bias, None, None, eps, name, values)
-    if running_mean is not None and running_var is not None:
+    if running_mean is not None and running_var is not None and count:
         _update(running_mean, mean, momentum)
         _update(running_var, variance, momentum, count / (count - 1))
     return out
@@ -128,6 +128,10 @@ def check_running(op: str, input: Tensor, *statistics: Tensor | None) -> None:
             raise ValueError(
                 f"{op}: expected running statistics of {input.shape[1]} floating-point numbers on {input.device}, "
                 f"got {each.dtype} {list(each.shape)} on {each.device}"
+            )
+        if each.shape[0] > 1 and each.stride(0) == 0:
+            raise RuntimeError(
+                f"{op}: expected running statistics to be written in place, got an expanded tensor; clone() it first"
             )
 
 

@@ -320,7 +320,7 @@ def norm_act_conv2d(
     if not training and (running_mean is None or running_var is None):
         raise ValueError("norm_act_conv2d: expected running_mean and running_var outside training, got None")
     count = input.numel() // max(1, input.shape[1])
-    if training and count <= 1:
+    if training and count == 1:
         raise ValueError(
             f"norm_act_conv2d: expected more than 1 value per channel when training, got {list(input.shape)}"
         )
@@ -339,7 +339,7 @@ def norm_act_conv2d(
         [bias],
         conv,
     )
-    if training:
+    if training and count:
         mean, variance = statistics
         if running_mean is not None:
             _update(running_mean, mean, momentum)
