@@ -6,6 +6,7 @@ import io
 import pickle
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -138,6 +139,16 @@ def test_a_forgotten_pool_keeps_its_tensors():
     made = Pool("1MiB").full((1000,), 2.0)
     gc.collect()
     assert (made == 2).all()
+
+
+@pytest.mark.parametrize("name", ["_empty", "_zeros", "_ones", "_full", "anything"])
+def test_a_pool_in_a_cycle_is_collected(name):
+    pool = Pool("1MiB")
+    gone = weakref.ref(pool)
+    setattr(pool, name, lambda: pool)
+    del pool
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_pool_is_not_copied(pool):

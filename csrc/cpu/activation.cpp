@@ -22,8 +22,7 @@ inline constexpr bool is_long<ReluSquared<T, coarse>> = false;
 template <class Lanes, class Op, class T, bool ahead = is_long<Op>>
 struct Loops {
   MEMKIT_FN static void value(const ActParams& params, const T* x, T* y, int64_t n) {
-    if constexpr (std::is_same_v<Lanes, V4Lanes> && std::is_same_v<Op, Tanh<float, false>>)
-      return V4Tanh::value(x, y, n);
+    if constexpr (InPieces<Lanes, Op>::exists) return InPieces<Lanes, Op>::value(x, y, n);
     const Op op(params);
     for_elements<ahead>(n, [&](int64_t i) MEMKIT_INLINE { y[i] = op.value(x[i]); }, x, y);
   }

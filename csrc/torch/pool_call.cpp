@@ -328,8 +328,20 @@ PyObject* get_attribute(PyObject* self, PyObject* name) {
   return PyObject_GenericGetAttr(self, name);
 }
 
-void deallocate(PyObject* self) {
+int traverse(PyObject* self, visitproc visit, void* arg) {
+  for (PyObject* function : reinterpret_cast<PoolObject*>(self)->functions) Py_VISIT(function);
+  Py_VISIT(Py_TYPE(self));
+  return 0;
+}
+
+int clear(PyObject* self) {
   for (PyObject*& function : reinterpret_cast<PoolObject*>(self)->functions) Py_CLEAR(function);
+  return 0;
+}
+
+void deallocate(PyObject* self) {
+  PyObject_GC_UnTrack(self);
+  clear(self);
   PyTypeObject* type = Py_TYPE(self);
   type->tp_free(self);
   Py_DECREF(type);
@@ -342,10 +354,13 @@ PyMemberDef kMembers[] = {{"_empty", T_OBJECT_EX, offset(0), 0, nullptr},
                           {"_full", T_OBJECT_EX, offset(3), 0, nullptr},
                           {nullptr, 0, 0, 0, nullptr}};
 PyType_Slot kSlots[] = {{Py_tp_getattro, reinterpret_cast<void*>(get_attribute)},
+                        {Py_tp_traverse, reinterpret_cast<void*>(traverse)},
+                        {Py_tp_clear, reinterpret_cast<void*>(clear)},
                         {Py_tp_dealloc, reinterpret_cast<void*>(deallocate)},
                         {Py_tp_members, kMembers},
                         {0, nullptr}};
-PyType_Spec kSpec{"memkit._C.PoolBase", sizeof(PoolObject), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, kSlots};
+PyType_Spec kSpec{"memkit._C.PoolBase", sizeof(PoolObject), 0,
+                  Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, kSlots};
 
 }  // namespace
 

@@ -23,8 +23,9 @@ place refused; backward through an output changed afterwards.
 The slope from the output is exact to rounding for monotone functions. For gelu, silu, quick_gelu, mish and hardswish
 rounding of the output near the minimum costs, at worst and in the slope: 2e-4 in float32 (1e-6 root mean square over
 N(0, 1)), 1e-8 in float64, 9e-3 in float16 and 2.4e-2 in bfloat16 (2.5e-3 root mean square). An output that rounds to a
-bound has the slope of the bound: hardsigmoid within rounding of +-3, relu_squared where the square is subnormal (inputs
-below 7.8e-3 in float16: at most 5e-4 of slope) or overflows.
+bound has the slope of the bound: hardsigmoid within rounding of +-3, hardswish where it rounds to 3 (1 instead of
+up to 1.5), relu_squared where the square is subnormal (inputs below 7.8e-3 in float16: at most 5e-4 of slope) or
+overflows.
 """
 
 from __future__ import annotations

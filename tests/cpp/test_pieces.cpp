@@ -82,7 +82,7 @@ void check_tanh() {
     x.push_back(-x.back());
   }
   std::vector<float> y(x.size() + 1, 7.f);
-  V4Tanh::value(x.data(), y.data(), int64_t(x.size()));
+  InPieces<V4Lanes, Tanh<float>>::value(x.data(), y.data(), int64_t(x.size()));
   CHECK(y.back() == 7, "tanh: wrote behind its elements");
   double worst = 0;
   for (size_t i = 0; i < x.size(); ++i) {
@@ -101,7 +101,7 @@ void check_tanh() {
   }
   for (int64_t n = 0; n < 40; ++n) {
     std::vector<float> some(x.begin(), x.begin() + n);
-    V4Tanh::value(some.data(), some.data(), n);
+    InPieces<V4Lanes, Tanh<float>>::value(some.data(), some.data(), n);
     for (int64_t i = 0; i < n; ++i)
       CHECK(some[i] == y[i] || std::isnan(y[i]), "tanh: element %ld of %ld is %g, not %g", long(i), long(n),
             double(some[i]), double(y[i]));
