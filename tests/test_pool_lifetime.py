@@ -145,7 +145,7 @@ def test_a_forgotten_pool_keeps_its_tensors():
 def test_a_pool_in_a_cycle_is_collected(name):
     pool = Pool("1MiB")
     gone = weakref.ref(pool)
-    setattr(pool, name, lambda: pool)
+    setattr(pool, name, lambda kept=pool: kept)
     del pool
     gc.collect()
     assert gone() is None

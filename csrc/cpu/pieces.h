@@ -56,7 +56,7 @@ inline constexpr bool has_curve = Op::branch;
 template <class T, bool coarse>
 inline constexpr bool has_curve<Hardswish<T, coarse>> = false;
 
-// Error of the slope: 1.6e-7, or 1e-4 where `coarse`, for values of two bytes.
+// Error of the fits: 1.6e-7, or 1e-4 where `coarse`, for values of two bytes.
 template <class Op, int kPieces>
 struct Curve;
 template <template <class, bool> class Formula, bool coarse, int kPieces>
@@ -103,6 +103,16 @@ struct OnCurve {
 
 #if MEMKIT_X86
 
+// Each lane's entry of a table of 16 or 32.
+MEMKIT_TARGET_V3 inline __m256 look_up(const float* table, __m256i piece) {
+  const __m256 low = _mm256_permutevar8x32_ps(_mm256_load_ps(table), piece);
+  const __m256 high = _mm256_permutevar8x32_ps(_mm256_load_ps(table + 8), piece);
+  return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(piece, 28)));
+}
+MEMKIT_TARGET_V4 inline __m512 look_up(const float* table, __m512i piece) {
+  return _mm512_permutex2var_ps(_mm512_load_ps(table), piece, _mm512_load_ps(table + 16));
+}
+
 template <class Op>
 struct OnCurve<V3Lanes, Op, float> {
   static constexpr bool exists = has_curve<Op>;
@@ -131,8 +141,8 @@ struct OnCurve<V3Lanes, Op, float> {
   using Made = Curve<Op, 16>;
 
   MEMKIT_TARGET_V3 static __m256 slopes(const Made& curve, __m256 y, int right) {
-    constexpr float high = float(Op::y0), low = float((Op::y0 - double(high)) + Op::y0_rest);  // as above_minimum
-    const __m256 above = _mm256_sub_ps(_mm256_sub_ps(y, _mm256_set1_ps(high)), _mm256_set1_ps(low));
+    using Minimum = detail::Minimum<Op, float>;
+    const __m256 above = _mm256_sub_ps(_mm256_sub_ps(y, _mm256_set1_ps(Minimum::high)), _mm256_set1_ps(Minimum::low));
     const __m256 root = _mm256_sqrt_ps(_mm256_max_ps(_mm256_setzero_ps(), above));  // NaN stays, here and in min
     const __m256i place = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
     const __m256i left = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(right), place), _mm256_setzero_si256());
@@ -149,11 +159,6 @@ struct OnCurve<V3Lanes, Op, float> {
     const __m256 beyond = _mm256_cmp_ps(w, _mm256_set1_ps(Made::kFirst), _CMP_LT_OQ);
     if (__builtin_expect(_mm256_movemask_ps(beyond), 0)) slope = _mm256_blendv_ps(slope, by_formula(y), beyond);
     return slope;
-  }
-  MEMKIT_TARGET_V3 static __m256 look_up(const float* table, __m256i piece) {
-    const __m256 low = _mm256_permutevar8x32_ps(_mm256_load_ps(table), piece);
-    const __m256 high = _mm256_permutevar8x32_ps(_mm256_load_ps(table + 8), piece);
-    return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(piece, 28)));
   }
   // Of elements left of the minimum.
   MEMKIT_OUTLINE MEMKIT_TARGET_V3 static __m256 by_formula(__m256 y) {
@@ -195,8 +200,8 @@ struct OnCurve<V4Lanes, Op, float> {
   using Made = Curve<Op, 32>;
 
   MEMKIT_TARGET_V4 static __m512 slopes(const Made& curve, __m512 y, __mmask16 right) {
-    constexpr float high = float(Op::y0), low = float((Op::y0 - double(high)) + Op::y0_rest);  // as above_minimum
-    const __m512 above = _mm512_sub_ps(_mm512_sub_ps(y, _mm512_set1_ps(high)), _mm512_set1_ps(low));
+    using Minimum = detail::Minimum<Op, float>;
+    const __m512 above = _mm512_sub_ps(_mm512_sub_ps(y, _mm512_set1_ps(Minimum::high)), _mm512_set1_ps(Minimum::low));
     const __m512 s = _mm512_sqrt_ps(_mm512_max_ps(_mm512_setzero_ps(), above));  // NaN stays, here and in min
     const __m512 scale = _mm512_set1_ps(curve.scale), shift = _mm512_set1_ps(curve.shift);
     __m512 w = _mm512_mask_fnmadd_ps(s, __mmask16(~right), scale, shift);
@@ -212,9 +217,6 @@ struct OnCurve<V4Lanes, Op, float> {
     const __mmask16 beyond = _mm512_cmp_ps_mask(w, _mm512_set1_ps(Made::kFirst), _CMP_LT_OQ);
     if (__builtin_expect(beyond, 0)) slope = _mm512_mask_mov_ps(slope, beyond, by_formula(y));
     return slope;
-  }
-  MEMKIT_TARGET_V4 static __m512 look_up(const float* table, __m512i piece) {
-    return _mm512_permutex2var_ps(_mm512_load_ps(table), piece, _mm512_load_ps(table + 16));
   }
   // Of elements left of the minimum.
   MEMKIT_OUTLINE MEMKIT_TARGET_V4 static __m512 by_formula(__m512 y) {
@@ -263,7 +265,6 @@ struct InPieces<V4Lanes, Tanh<float, false>> {
         });
         edges[at] = edge, first[at] = float(value);
         for (int power = 0; power <= kDegree; ++power) quotient[power][at] = float(fit[power]);
-        if (edge == 0) quotient[0][at] = 1;
       });
     }
   };
@@ -283,9 +284,6 @@ struct InPieces<V4Lanes, Tanh<float, false>> {
     return best;
   }
 
-  MEMKIT_TARGET_V4 static __m512 look_up(const float* table, __m512i piece) {
-    return _mm512_permutex2var_ps(_mm512_load_ps(table), piece, _mm512_load_ps(table + 16));
-  }
   MEMKIT_TARGET_V4 static __m512 values(const Table& table, __m512 x) {
     const __m512 t = _mm512_min_ps(_mm512_set1_ps(kEnd), _mm512_abs_ps(x));  // NaN stays
     const __m512 w = _mm512_fmadd_ps(t, _mm512_set1_ps(kScale), _mm512_set1_ps(Pieces::kFirst));

