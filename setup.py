@@ -24,10 +24,10 @@ import setup_checks as checks  # noqa: E402
 
 # -fno-math-errno and -fno-trapping-math: without them g++ cannot vectorise the branch-free formulas.
 # No -march=native: the loops are compiled for three instruction sets and choose at run time, so wheels run everywhere.
-# -Wno-maybe-uninitialized: g++ 12 warns of its own AVX-512 headers (GCC bug 105593).
+# -Wno-...uninitialized: g++ 12 warns of its own AVX-512 headers (GCC bug 105593).
 # -fopenmp: at::parallel_for is serial without it. -g0 undoes the -g of some distributions' Python.
 CXX_FLAGS = ["-O3", "-g0", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-fopenmp"]
-CXX_FLAGS += ["-Wno-maybe-uninitialized"]
+CXX_FLAGS += ["-Wno-maybe-uninitialized", "-Wno-uninitialized"]
 # -compress-all: object code an eighth the size, line numbers kept.
 NVCC_FLAGS = ["-O3", "-lineinfo", "-Xcompiler=-fvisibility=hidden", "-Xfatbin=-compress-all"]
 

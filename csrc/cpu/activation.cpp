@@ -192,7 +192,7 @@ void for_dtype(const ActivationArgs& args, int64_t begin, int64_t end) {
 
 }  // namespace
 
-bool is_in_pieces(Act act, Dtype dtype) { return act == Act::tanh && dtype == Dtype::float32 && isa() == Isa::v4; }
+bool has_own_tanh(Dtype dtype) { return dtype == Dtype::float32 && isa() == Isa::v4; }
 
 void activation_forward(const ActivationArgs& args, int64_t begin, int64_t end) {
   for_dtype<Forward>(args, begin, end);

@@ -6,8 +6,8 @@
 
 namespace memkit::cpu {
 
-// Whether the values come from polynomials in pieces on this machine (pieces.h), quicker than the formula.
-bool is_in_pieces(Act act, Dtype dtype);
+// Whether tanh has a loop of its own on this machine (values.h), quicker than the formula's.
+bool has_own_tanh(Dtype dtype);
 
 void activation_forward(const ActivationArgs& args, int64_t begin, int64_t end);
 void activation_backward_from_input(const ActivationArgs& args, int64_t begin, int64_t end);

@@ -4,7 +4,8 @@
 #pragma once
 
 #include "../formulas/gradient.h"
-#include "pieces.h"
+#include "../formulas/random.h"
+#include "values.h"
 
 namespace memkit::cpu {
 
@@ -20,7 +21,7 @@ inline constexpr bool is_long<ReluSquared<T, coarse>> = false;
 template <class Lanes, class Op, class T, bool ahead = is_long<Op>>
 struct Loops {
   MEMKIT_FN static void value(const ActParams& params, const T* x, T* y, int64_t n) {
-    if constexpr (InPieces<Lanes, Op>::exists) return InPieces<Lanes, Op>::value(x, y, n);
+    if constexpr (Values<Lanes, Op>::exists) return Values<Lanes, Op>::template write<ahead>(x, y, n);
     const Op op(params);
     for_elements<ahead>(n, [&](int64_t i) MEMKIT_INLINE { y[i] = op.value(x[i]); }, x, y);
   }

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "chunks.h"
+#include "values.h"
 
 namespace memkit::cpu {
 namespace {
@@ -66,7 +67,13 @@ struct Glu {
         const T* gate = Side::read(args.gate, args.dtype, at, args.step, gates, n);
         const T* up = Side::read(args.up, args.dtype, at, args.step, ups, n);
         T* const y = place(args.out, args.dtype, dense, ups);
-        for_elements<true>(n, [&](int64_t i) MEMKIT_INLINE { y[i] = glu_value(op, gate[i], up[i]); }, gate, up, y);
+        if constexpr (Values<Lanes, Op>::exists) {
+          T values[kBlock];
+          Values<Lanes, Op>::template write<true>(gate, values, n);
+          for_elements<true>(n, [&](int64_t i) MEMKIT_INLINE { y[i] = values[i] * up[i]; }, up, y);
+        } else {
+          for_elements<true>(n, [&](int64_t i) MEMKIT_INLINE { y[i] = glu_value(op, gate[i], up[i]); }, gate, up, y);
+        }
         written<Lanes>(y, args.out, args.dtype, dense, n);
       });
     }

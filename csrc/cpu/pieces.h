@@ -89,13 +89,7 @@ struct Curve<Formula<float, coarse>, kPieces> : Octaves<kPieces> {
   }
 };
 
-// The values of a function, for the lanes that have a loop of their own for them.
-template <class Lanes, class Op>
-struct InPieces {
-  static constexpr bool exists = false;
-};
-
-// The loop over a curve, likewise.
+// The loop over a curve, for the lanes that have one.
 template <class Lanes, class Op, class T>
 struct OnCurve {
   static constexpr bool exists = false;
@@ -226,75 +220,6 @@ struct OnCurve<V4Lanes, Op, float> {
     MEMKIT_LOOP
     for (int i = 0; i < 16; ++i) at[i] = op.slope_from_output(at[i], false);
     return _mm512_load_ps(at);
-  }
-};
-
-// tanh of float for sixteen at a time: 1 ulp. Over 32 pieces of |x| up to 9.1, where it is 1, tanh(x) is tanh(edge) + d Q(d),
-// d = |x| - edge, with edges for which the first term is a float.
-template <>
-struct InPieces<V4Lanes, Tanh<float, false>> {
-  static constexpr bool exists = true;
-
-  MEMKIT_TARGET_V4 static void value(const float* x, float* y, int64_t n) {
-    const Table& table = made();
-    int64_t i = 0;
-    for (; i + 16 <= n; i += 16) {
-      prefetch(x + i + kAhead<float>);
-      prefetch_to_write(y + i + kAhead<float>);
-      _mm512_storeu_ps(y + i, values(table, _mm512_loadu_ps(x + i)));
-    }
-    const __mmask16 rest = __mmask16((1 << (n - i)) - 1);
-    if (rest) _mm512_mask_storeu_ps(y + i, rest, values(table, _mm512_maskz_loadu_ps(rest, x + i)));
-  }
-
- private:
-  using Pieces = Octaves<32>;
-  static constexpr int kDegree = 4;  // of Q
-  static constexpr float kEnd = 9.1f, kScale = (0.99999f - Pieces::kFirst) / kEnd;
-
-  struct Table {
-    alignas(64) float edges[32], first[32], quotient[kDegree + 1][32];
-    Table() {
-      Pieces::visit([&](double low, double width) {
-        const uint32_t at = Pieces::piece(low);
-        const double start = (low - Pieces::kFirst) / kScale, span = width / kScale;
-        const float edge = exact_near(float(start), float(span));
-        const double value = std::tanh(double(edge)), scale = std::cosh(double(edge));
-        const auto fit = fitted<kDegree>(start - edge, span, [&](double d) {  // (tanh(edge + d) - tanh(edge)) / d
-          return (d == 0 ? 1 : std::sinh(d) / d) / (scale * std::cosh(edge + d));
-        });
-        edges[at] = edge, first[at] = float(value);
-        for (int power = 0; power <= kDegree; ++power) quotient[power][at] = float(fit[power]);
-      });
-    }
-  };
-  static const Table& made() {
-    static const Table table;
-    return table;
-  }
-  // Of the first half of a piece, or of 0, a float whose tanh is one, or nearly.
-  static float exact_near(float start, float span) {
-    float best = start;
-    double least = 1;
-    for (int k = 0; k < 512 && least > 0; ++k) {
-      const float next = start + span * float(k) / 1024;
-      const double value = std::tanh(double(next)), off = std::abs(value - float(value)) / value;
-      if (!(off >= least)) best = next, least = next == 0 ? 0 : off;
-    }
-    return best;
-  }
-
-  MEMKIT_TARGET_V4 static __m512 values(const Table& table, __m512 x) {
-    const __m512 t = _mm512_min_ps(_mm512_set1_ps(kEnd), _mm512_abs_ps(x));  // NaN stays
-    const __m512 w = _mm512_fmadd_ps(t, _mm512_set1_ps(kScale), _mm512_set1_ps(Pieces::kFirst));
-    const __m512i piece = _mm512_srli_epi32(_mm512_castps_si512(w), Pieces::kShift);
-    const __m512 d = _mm512_sub_ps(t, look_up(table.edges, piece));
-    __m512 q = look_up(table.quotient[kDegree], piece);
-#pragma GCC unroll 8
-    for (int power = kDegree - 1; power >= 0; --power) q = _mm512_fmadd_ps(q, d, look_up(table.quotient[power], piece));
-    const __m512 y = _mm512_fmadd_ps(q, d, look_up(table.first, piece));
-    const __m512i sign = _mm512_set1_epi32(int(0x80000000));
-    return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_castps_si512(y), _mm512_castps_si512(x), sign, 0xd8));
   }
 };
 

@@ -217,6 +217,7 @@ struct Gelu : detail::GeluInverse {
 template <class T, bool coarse = false>
 struct GeluTanh : detail::GeluTanhInverse {
   static constexpr bool branch = true;
+  static constexpr T k = T(1.59576912160573071176), kc = T(1.59576912160573071176 * 0.044715);
   MEMKIT_FN explicit GeluTanh(const ActParams&) {}
   MEMKIT_FN T value(T x) const { return detail::divide(x, T(2) * memkit::half_exp(-x * (k + kc * x * x)) + T(1)); }
   MEMKIT_FN T slope(T x) const { return jet(x).d1; }
@@ -231,9 +232,6 @@ struct GeluTanh : detail::GeluTanhInverse {
     detail::Logistic<T> v = detail::logistic(x * (k + kc * xx));
     return {x * v.s, v.s + x * z1 * v.sr, v.sr * (T(2) * z1 + x * (z1 * z1 * (v.r - v.s) + z2))};
   }
-
- private:
-  static constexpr T k = T(1.59576912160573071176), kc = T(1.59576912160573071176 * 0.044715);
 };
 
 template <class T, bool coarse = false>
@@ -275,6 +273,7 @@ struct QuickGelu {  // silu(g x) / g
 template <class T, bool coarse = false>
 struct Mish : detail::MishInverse {  // x tanh(log(1 + e)) = x n / (n + 2), e = e^x, n = e (e + 2)
   static constexpr bool branch = true;
+  static constexpr T flat = std::is_same<T, float>::value ? T(20) : T(40);  // tanh(log(1 + e^x)) is 1 from here on
   MEMKIT_FN explicit Mish(const ActParams&) {}
   MEMKIT_FN T value(T x) const {
     T e = memkit::exp_falling(at_most(x, flat)), n = e * (e + T(2));
@@ -292,9 +291,6 @@ struct Mish : detail::MishInverse {  // x tanh(log(1 + e)) = x n / (n + 2), e = 
     T w = n * u, w1 = T(4) * a * u * u, w2 = T(4) * u * u * (a + e * e - T(4) * a * u * a);
     return {x * w, w + z * w1, T(2) * w1 + z * w2};
   }
-
- private:
-  static constexpr T flat = std::is_same<T, float>::value ? T(20) : T(40);  // tanh(log(1 + e^x)) is 1 from here on
 };
 
 template <class T, bool coarse = false>

@@ -68,7 +68,7 @@ void check_residual(const Tensor& x, const OptionalTensor& residual) {
 // where a call's own costs do not count.
 bool is_quicker_in_torch(const Tensor& x, Act act) {
   return act == Act::tanh && x.is_cpu() && x.numel() >= 4096 &&
-         (x.scalar_type() == at::kFloat || x.scalar_type() == at::kDouble) && !cpu::is_in_pieces(act, dtype_of(x));
+         (x.scalar_type() == at::kFloat || x.scalar_type() == at::kDouble) && !cpu::has_own_tanh(dtype_of(x));
 }
 
 void forward_into(const Tensor& x, const OptionalTensor& bias, int64_t dim, const ActivationSpec& spec,

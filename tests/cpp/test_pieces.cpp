@@ -1,4 +1,4 @@
-// Polynomials in pieces: slopes from outputs against the formulas in double, over outputs of both sides; tanh.
+// Polynomials in pieces: slopes from outputs against the formulas in double, over outputs of both sides.
 #include <cmath>
 #include <limits>
 #include <random>
@@ -74,41 +74,6 @@ void check_lengths(const char* name) {
   }
 }
 
-void check_tanh() {
-  const float nan = std::numeric_limits<float>::quiet_NaN();
-  std::vector<float> x{0.f, -0.f, 1e-45f, -1e-45f, 9.02f, -9.02f, 9.1f, 9.2f, 1e30f, -INFINITY, INFINITY, nan};
-  for (uint32_t bits = 0x2f000000; bits < 0x41200000; bits += 997) {  // 1e-10 to 10
-    x.push_back(memkit::detail::from_bits<float>(bits));
-    x.push_back(-x.back());
-  }
-  std::vector<float> y(x.size() + 1, 7.f);
-  InPieces<V4Lanes, Tanh<float>>::value(x.data(), y.data(), int64_t(x.size()));
-  CHECK(y.back() == 7, "tanh: wrote behind its elements");
-  double worst = 0;
-  for (size_t i = 0; i < x.size(); ++i) {
-    if (std::isnan(x[i])) {
-      CHECK(std::isnan(y[i]), "tanh(nan) is %g", double(y[i]));
-      continue;
-    }
-    const long double want = tanhl(x[i]);
-    const float rounded = float(want);
-    const double unit = std::abs(double(std::nextafter(rounded, 2.f * rounded)) - rounded);
-    const double error = unit ? double(fabsl(y[i] - want)) / unit : double(std::abs(y[i]));
-    worst = std::max(worst, error);
-    CHECK(error <= 1 && (std::abs(x[i]) < 9.1f || std::abs(y[i]) == 1) && std::signbit(y[i]) == std::signbit(x[i]) &&
-              std::abs(y[i]) <= 1,
-          "tanh(%.9g) is %.9g, %.2f units off", double(x[i]), double(y[i]), error);
-  }
-  for (int64_t n = 0; n < 40; ++n) {
-    std::vector<float> some(x.begin(), x.begin() + n);
-    InPieces<V4Lanes, Tanh<float>>::value(some.data(), some.data(), n);
-    for (int64_t i = 0; i < n; ++i)
-      CHECK(some[i] == y[i] || std::isnan(y[i]), "tanh: element %ld of %ld is %g, not %g", long(i), long(n),
-            double(some[i]), double(y[i]));
-  }
-  std::printf("tanh: %.2f units in the last place\n", worst);
-}
-
 template <class Lanes, template <class, bool> class Formula>
 void check_one(const char* name) {
   check<Lanes, Formula, false>(name);
@@ -132,7 +97,6 @@ void check_all(const char* lanes) {
 
 int main() {
 #if MEMKIT_X86
-  if (isa() == Isa::v4) check_tanh();
   if (isa() == Isa::v4) check_all<V4Lanes>("vectors of 16");
   if (isa() != Isa::base) check_all<V3Lanes>("vectors of 8");
 #endif
