@@ -165,35 +165,41 @@ struct OnCurve<V3Lanes, Op, float> {
   }
 };
 
+// out = gradient(y, whether y was right of the minimum, grad) for all elements, sixteen at a time.
+template <bool ahead, class F>
+MEMKIT_TARGET_V4 inline void for_sides(const F& gradient, const float* y, const uint8_t* bits, const float* grad,
+                                       float* out, int64_t n) {
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) {
+    if constexpr (ahead) {
+      prefetch(y + i + kAhead<float>);
+      prefetch(grad + i + kAhead<float>);
+    }
+    const __mmask16 right = __mmask16(bits[i / 8] | bits[i / 8 + 1] << 8);
+    _mm512_storeu_ps(out + i, gradient(_mm512_loadu_ps(y + i), right, _mm512_loadu_ps(grad + i)));
+  }
+  if (i == n) return;
+  const __mmask16 own = __mmask16((1 << (n - i)) - 1);
+  const __mmask16 right = __mmask16(~own | bits[i / 8] | (n - i > 8 ? bits[i / 8 + 1] << 8 : 0));
+  const __m512 rest = _mm512_maskz_loadu_ps(own, y + i), arrived = _mm512_maskz_loadu_ps(own, grad + i);
+  _mm512_mask_storeu_ps(out + i, own, gradient(rest, right, arrived));
+}
+
 template <class Op>
-struct OnCurve<V4Lanes, Op, float> {
+class OnCurve<V4Lanes, Op, float> {
+  using Made = Curve<Op, 32>;
+  const Made& curve = Made::made();
+
+ public:
   static constexpr bool exists = has_curve<Op>;
 
   // As above.
   template <bool ahead>
   MEMKIT_TARGET_V4 static void gradient(const float* y, const uint8_t* bits, const float* grad, float* out, int64_t n) {
-    const Made& curve = Made::made();
-    int64_t i = 0;
-    for (; i + 16 <= n; i += 16) {
-      if constexpr (ahead) {
-        prefetch(y + i + kAhead<float>);
-        prefetch(grad + i + kAhead<float>);
-      }
-      const __m512 slope = slopes(curve, _mm512_loadu_ps(y + i), __mmask16(bits[i / 8] | bits[i / 8 + 1] << 8));
-      _mm512_storeu_ps(out + i, _mm512_mul_ps(_mm512_loadu_ps(grad + i), slope));
-    }
-    if (i == n) return;
-    const __mmask16 own = __mmask16((1 << (n - i)) - 1);
-    const __m512 rest = _mm512_mask_loadu_ps(_mm512_setzero_ps(), own, y + i);
-    const __mmask16 right = __mmask16(~own | bits[i / 8] | (n - i > 8 ? bits[i / 8 + 1] << 8 : 0));
-    const __m512 slope = slopes(curve, rest, right);
-    _mm512_mask_storeu_ps(out + i, own, _mm512_mul_ps(_mm512_maskz_loadu_ps(own, grad + i), slope));
+    for_sides<ahead>(OnCurve(), y, bits, grad, out, n);
   }
 
- private:
-  using Made = Curve<Op, 32>;
-
-  MEMKIT_TARGET_V4 static __m512 slopes(const Made& curve, __m512 y, __mmask16 right) {
+  MEMKIT_TARGET_V4 __m512 operator()(__m512 y, __mmask16 right, __m512 grad) const {
     using Minimum = detail::Minimum<Op, float>;
     const __m512 above = _mm512_sub_ps(_mm512_sub_ps(y, _mm512_set1_ps(Minimum::high)), _mm512_set1_ps(Minimum::low));
     const __m512 s = _mm512_sqrt_ps(_mm512_max_ps(_mm512_setzero_ps(), above));  // NaN stays, here and in min
@@ -210,8 +216,10 @@ struct OnCurve<V4Lanes, Op, float> {
       slope = _mm512_fmadd_ps(slope, t, look_up(curve.coefficients[power], piece));
     const __mmask16 beyond = _mm512_cmp_ps_mask(w, _mm512_set1_ps(Made::kFirst), _CMP_LT_OQ);
     if (__builtin_expect(beyond, 0)) slope = _mm512_mask_mov_ps(slope, beyond, by_formula(y));
-    return slope;
+    return _mm512_mul_ps(grad, slope);
   }
+
+ private:
   // Of elements left of the minimum.
   MEMKIT_OUTLINE MEMKIT_TARGET_V4 static __m512 by_formula(__m512 y) {
     const Op op{ActParams{}};
@@ -220,6 +228,28 @@ struct OnCurve<V4Lanes, Op, float> {
     MEMKIT_LOOP
     for (int i = 0; i < 16; ++i) at[i] = op.slope_from_output(at[i], false);
     return _mm512_load_ps(at);
+  }
+};
+
+// Hardswish for a y of two bytes: the formula with a root from 14 bits of its inverse, as sixteen roots take as long as all the
+// rest. No curve, but its loop.
+template <>
+struct OnCurve<V4Lanes, Hardswish<float, true>, float> {
+  static constexpr bool exists = true;
+
+  template <bool ahead>
+  MEMKIT_TARGET_V4 static void gradient(const float* y, const uint8_t* bits, const float* grad, float* out, int64_t n) {
+    for_sides<ahead>(OnCurve(), y, bits, grad, out, n);
+  }
+
+  MEMKIT_TARGET_V4 __m512 operator()(__m512 y, __mmask16 right, __m512 grad) const {
+    const __m512 square = _mm512_fmadd_ps(_mm512_set1_ps(24), y, _mm512_set1_ps(9));
+    const __m512 above = _mm512_max_ps(_mm512_set1_ps(1e-30f), square);  // NaN stays
+    const __m512 root = _mm512_mul_ps(above, _mm512_rsqrt14_ps(above));
+    __m512 slope = _mm512_mul_ps(root, _mm512_mask_blend_ps(right, _mm512_set1_ps(-1 / 6.f), _mm512_set1_ps(1 / 6.f)));
+    slope = _mm512_mask_mov_ps(slope, _mm512_cmp_ps_mask(y, _mm512_set1_ps(3), _CMP_GE_OQ), _mm512_set1_ps(1));
+    const __mmask16 flat = _mm512_mask_cmp_ps_mask(__mmask16(~right), y, _mm512_setzero_ps(), _CMP_GE_OQ);
+    return _mm512_maskz_mul_ps(__mmask16(~flat), grad, slope);
   }
 };
 

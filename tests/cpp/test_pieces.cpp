@@ -97,7 +97,10 @@ void check_all(const char* lanes) {
 
 int main() {
 #if MEMKIT_X86
-  if (isa() == Isa::v4) check_all<V4Lanes>("vectors of 16");
+  if (isa() == Isa::v4) {
+    check_all<V4Lanes>("vectors of 16");
+    check<V4Lanes, Hardswish, true>("hardswish");
+  }
   if (isa() != Isa::base) check_all<V3Lanes>("vectors of 8");
 #endif
   return finish("test_pieces");
