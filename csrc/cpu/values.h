@@ -52,41 +52,34 @@ MEMKIT_TARGET_V4 inline __m512 gated(__m512 a, __m512 z) {
   return quotient(a, _mm512_add_ps(exponential<-1>(z), _mm512_set1_ps(1)));
 }
 
-// tile(x, y): the values of a tile; x and y may be the same.
+// value(x) of a vector.
 template <class Op>
 struct Function {
   static constexpr bool exists = false;
 };
-
-// Of a function with value(vector).
-template <class Op>
-struct EachVector {
+struct Exists {
   static constexpr bool exists = true;
-  MEMKIT_TARGET_V4 void tile(const float* x, float* y) const {
-    const auto& function = static_cast<const Function<Op>&>(*this);
-    for (int i = 0; i < kTile; i += 16) _mm512_storeu_ps(y + i, function.value(_mm512_loadu_ps(x + i)));
-  }
 };
 
 template <bool coarse>
-struct Function<Sigmoid<float, coarse>> : EachVector<Sigmoid<float, coarse>> {
+struct Function<Sigmoid<float, coarse>> : Exists {
   MEMKIT_TARGET_V4 __m512 value(__m512 x) const { return gated(_mm512_set1_ps(1), x); }
 };
 
 template <bool coarse>
-struct Function<Silu<float, coarse>> : EachVector<Silu<float, coarse>> {
+struct Function<Silu<float, coarse>> : Exists {
   MEMKIT_TARGET_V4 __m512 value(__m512 x) const { return gated(x, x); }
 };
 
 template <bool coarse>
-struct Function<QuickGelu<float, coarse>> : EachVector<QuickGelu<float, coarse>> {
+struct Function<QuickGelu<float, coarse>> : Exists {
   MEMKIT_TARGET_V4 __m512 value(__m512 x) const {
     return gated(x, _mm512_mul_ps(_mm512_set1_ps(float(QuickGelu<float>::gain)), x));
   }
 };
 
 template <bool coarse>
-struct Function<GeluTanh<float, coarse>> : EachVector<GeluTanh<float, coarse>> {
+struct Function<GeluTanh<float, coarse>> : Exists {
   MEMKIT_TARGET_V4 __m512 value(__m512 x) const {
     using Op = GeluTanh<float>;
     const __m512 xx = _mm512_mul_ps(x, x);
@@ -95,7 +88,7 @@ struct Function<GeluTanh<float, coarse>> : EachVector<GeluTanh<float, coarse>> {
 };
 
 template <bool coarse>
-struct Function<Mish<float, coarse>> : EachVector<Mish<float, coarse>> {
+struct Function<Mish<float, coarse>> : Exists {
   MEMKIT_TARGET_V4 __m512 value(__m512 x) const {
     const __m512 two = _mm512_set1_ps(2), at_most = _mm512_min_ps(_mm512_set1_ps(Mish<float>::flat), x);
     const __m512 e = exponential<1>(at_most, detail::Format<float>::lowest);
@@ -104,25 +97,21 @@ struct Function<Mish<float, coarse>> : EachVector<Mish<float, coarse>> {
   }
 };
 
-// x Phi(x), Phi over 32 pieces of equal width from -6.5 to 5.4, from where on it is 1; before them the density times a
-// polynomial. Relative error 2 ulp from -4 on, 1e-6 at -5 and 1e-3 below -6.5, where the value is at most 3e-10.
+// max(x, 0) - |x| Phi(-|x|), Phi over 31 pieces of equal width up to 12.8, where the value is 2e-36 and from where on it is 0.
+// Relative error 2 ulp from -3 on, 4e-7 at -4, 1e-5 at -6, 3e-4 at -8 and 3e-2 at the end.
 template <bool coarse>
-class Function<Gelu<float, coarse>> {
-  static constexpr int kDegree = 6, kTail = 4, kFirst = -17;
-  static constexpr float kWidth = 0.375f, kStart = (kFirst - 0.4f) * kWidth, kEnd = 5.43f, kVanishes = -12.9f;
+class Function<Gelu<float, coarse>> : public Exists {
+  static constexpr int kDegree = 6, kPieces = 31;
+  static constexpr float kWidth = 0.42f;
   struct Table {
-    alignas(64) float coefficients[kDegree + 1][32];
-    float tail[kTail + 1];  // of Phi(x) e^(x^2 / 2) in kStart - x
+    alignas(64) float coefficients[kDegree + 1][32] = {};  // of Phi(-t) in t - k kWidth; the last are 0
     Table() {
-      const auto normal = [](double x) { return 0.5 * std::erfc(x * -0.70710678118654752440); };
-      for (int k = kFirst; k < kFirst + 32; ++k) {
-        const auto fit = fitted<kDegree>(-kWidth / 2, kWidth, [&](double d) { return normal(k * double(kWidth) + d); });
-        for (int power = 0; power <= kDegree; ++power) coefficients[power][k & 31] = float(fit[power]);
+      for (int k = 0; k < kPieces; ++k) {
+        const double middle = k * double(kWidth);
+        const auto fit = fitted<kDegree>(
+            -kWidth / 2, kWidth, [&](double d) { return 0.5 * std::erfc((middle + d) * 0.70710678118654752440); });
+        for (int power = 0; power <= kDegree; ++power) coefficients[power][k] = float(fit[power]);
       }
-      const auto fit = fitted<kTail>(0, kStart - kVanishes, [&](double d) {
-        return normal(kStart - d) * std::exp((d - kStart) * (d - kStart) / 2);
-      });
-      std::copy(fit.begin(), fit.end(), tail);
     }
   };
   static const Table& made() {
@@ -131,53 +120,27 @@ class Function<Gelu<float, coarse>> {
   }
   const Table& table = made();
 
-  MEMKIT_TARGET_V4 __m512 normal(__m512 x) const {
-    const __m512 t = _mm512_min_ps(_mm512_set1_ps(kEnd), x), round = _mm512_set1_ps(detail::Format<float>::round);
-    const __m512 shifted = _mm512_fmadd_ps(t, _mm512_set1_ps(1 / kWidth), round), n = _mm512_sub_ps(shifted, round);
-    const __m512 d = _mm512_fnmadd_ps(n, _mm512_set1_ps(kWidth), t);
+ public:
+  MEMKIT_TARGET_V4 __m512 value(__m512 x) const {
+    // |min(x, end)|, so that -infinity gives NaN as 0 times infinity, as in stock; end for NaN, which stays in `positive`.
+    const __m512 end = _mm512_set1_ps(kPieces * kWidth), size = _mm512_range_ps(x, end, 0b1000);
+    const __m512 t = _mm512_min_ps(size, end), positive = _mm512_max_ps(_mm512_set1_ps(-0.f), x);
+    const __m512 round = _mm512_set1_ps(detail::Format<float>::round);
+    const __m512 shifted = _mm512_fmadd_ps(t, _mm512_set1_ps(1 / kWidth), round), k = _mm512_sub_ps(shifted, round);
+    const __m512 d = _mm512_fnmadd_ps(k, _mm512_set1_ps(kWidth), t);
     const __m512i piece = _mm512_castps_si512(shifted);
-    __m512 sum = look_up(table.coefficients[kDegree], piece);
+    __m512 tail = look_up(table.coefficients[kDegree], piece);
 #pragma GCC unroll 8
     for (int power = kDegree - 1; power >= 0; --power)
-      sum = _mm512_fmadd_ps(sum, d, look_up(table.coefficients[power], piece));
-    return sum;
-  }
-  MEMKIT_TARGET_V4 __m512 normal_tail(__m512 x) const {
-    const __m512 d = _mm512_sub_ps(_mm512_set1_ps(kStart), _mm512_max_ps(_mm512_set1_ps(kVanishes), x));
-    __m512 sum = _mm512_set1_ps(table.tail[kTail]);
-#pragma GCC unroll 8
-    for (int power = kTail - 1; power >= 0; --power) sum = _mm512_fmadd_ps(sum, d, _mm512_set1_ps(table.tail[power]));
-    const __m512 density = exponential<-1, true>(_mm512_mul_ps(_mm512_mul_ps(x, x), _mm512_set1_ps(0.5f)));
-    return _mm512_maskz_mul_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(kVanishes), _CMP_NLT_UQ), sum, density);
-  }
-  // A tile with elements before the pieces.
-  MEMKIT_OUTLINE MEMKIT_TARGET_V4 void mixed(const float* x, float* y) const {
-    for (int i = 0; i < kTile; i += 16) {
-      const __m512 at = _mm512_loadu_ps(x + i);
-      const __mmask16 before = _mm512_cmp_ps_mask(at, _mm512_set1_ps(kStart), _CMP_LT_OQ);
-      __m512 phi = normal_tail(at);
-      if (before != 0xffff) phi = _mm512_mask_mov_ps(normal(at), before, phi);
-      _mm512_storeu_ps(y + i, _mm512_mul_ps(at, phi));
-    }
-  }
-
- public:
-  static constexpr bool exists = true;
-  MEMKIT_TARGET_V4 void tile(const float* x, float* y) const {
-    __m512 least = _mm512_setzero_ps();
-    for (int i = 0; i < kTile; i += 16) least = _mm512_min_ps(_mm512_loadu_ps(x + i), least);  // none from NaN
-    if (_mm512_cmp_ps_mask(least, _mm512_set1_ps(kStart), _CMP_LT_OQ)) return mixed(x, y);
-    for (int i = 0; i < kTile; i += 16) {
-      const __m512 at = _mm512_loadu_ps(x + i);
-      _mm512_storeu_ps(y + i, _mm512_mul_ps(at, normal(at)));
-    }
+      tail = _mm512_fmadd_ps(tail, d, look_up(table.coefficients[power], piece));
+    return _mm512_fnmadd_ps(size, tail, positive);
   }
 };
 
 // tanh of float for sixteen at a time: 1 ulp. Over 32 pieces of |x| up to 9.1, where it is 1, tanh(x) is tanh(edge) + d Q(d),
 // d = |x| - edge, with edges for which the first term is a float.
 template <bool coarse>
-class Function<Tanh<float, coarse>> : public EachVector<Tanh<float, coarse>> {
+class Function<Tanh<float, coarse>> : public Exists {
   using Pieces = Octaves<32>;
   static constexpr int kDegree = 4;  // of Q
   static constexpr float kEnd = 9.1f, kScale = (0.99999f - Pieces::kFirst) / kEnd;
@@ -247,13 +210,18 @@ struct Values<V4Lanes, Op> {
         prefetch_tile(x + i);
         prefetch_tile(y + i);
       }
-      function.tile(x + i, y + i);
+      tile(function, x + i, y + i);
     }
     if (i == n) return;
     alignas(64) float rest[kTile] = {};
     std::copy_n(x + i, n - i, rest);
-    function.tile(rest, rest);
+    tile(function, rest, rest);
     std::copy_n(rest, n - i, y + i);
+  }
+
+ private:
+  MEMKIT_TARGET_V4 static void tile(const sixteen::Function<Op>& function, const float* x, float* y) {
+    for (int i = 0; i < kTile; i += 16) _mm512_storeu_ps(y + i, function.value(_mm512_loadu_ps(x + i)));
   }
 };
 
