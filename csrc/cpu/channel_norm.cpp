@@ -241,7 +241,7 @@ struct GradientSums {
               const T center = terms.center[set];
               const Sums<T> s = sums_of<Lanes, T>(
                   m,
-                  [&](bool here, T dz, T x, T& a, T& b) MEMKIT_INLINE {
+                  [&](int64_t, bool here, T dz, T x, T& a, T& b) MEMKIT_INLINE {
                     a += dz;
                     b += dz * select(here, x - center, T(0));
                   },
@@ -273,7 +273,7 @@ struct PlaneMoments {
         for (int64_t first = 0; first < args.inner; first += kChunk) {
           const int64_t n = std::min(kChunk, args.inner - first);
           const T* x = read<Lanes>(args.x, args.dtype, plane * args.inner + first, n, space);
-          moments.add(moments_of<Lanes, double>(x, n, x != space));
+          moments.add(moments_about<Lanes, double>(x, n, about_of<Lanes>(x, n), x == space ? 0 : n));
         }
         means[plane] = moments.mean, m2[plane] = moments.m2;
       }

@@ -43,16 +43,22 @@ MEMKIT_FN void for_elements(int64_t n, const F& f, const T*... arrays) {
   for (int64_t i = first; i < n; ++i) f(i);
 }
 
-// f(i) for the elements of rows that are in the cache: asks for what follows them in memory, where that is what they are
-// read from and not a loop's own space.
+// f(i) for the elements of rows that are in the cache: asks for what lies so far `ahead` of them in memory, unless that is 0,
+// as of a loop's own space.
 template <class F, class... T>
-MEMKIT_FN void for_kept(int64_t n, bool in_memory, const F& f, const T*... arrays) {
+MEMKIT_FN void for_kept(int64_t n, int64_t ahead, const F& f, const T*... arrays) {
+  const auto ask = [&](const auto* tile, int64_t length) MEMKIT_INLINE {
+    using Element = std::decay_t<decltype(*tile)>;
+    const int64_t own = std::max(ahead, kAhead<Element>);
+    for (int64_t i = 0; i < length; i += 64 / sizeof(Element)) prefetch(tile + own + i);
+  };
   int64_t first = 0;
-  for (; in_memory && first + kTile <= n; first += kTile) {
-    (prefetch_tile(arrays + first, std::max(n, kAhead<T>)), ...);
+  for (; ahead && first + kTile <= n; first += kTile) {
+    (ask(arrays + first, kTile), ...);
     MEMKIT_LOOP
     for (int64_t i = first; i < first + kTile; ++i) f(i);
   }
+  if (ahead) (ask(arrays + first, n - first), ...);
   MEMKIT_LOOP
   for (int64_t i = first; i < n; ++i) f(i);
 }

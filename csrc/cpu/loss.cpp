@@ -126,7 +126,7 @@ struct Rows : Reader<Lanes, T> {
       for (int64_t r = 0; r < count; ++r) {
         const T *own = x + r * n, most = largest[r];
         sum[r] += sum_with<Lanes, T>(
-            n, asks_for(own, ahead),
+            n, asks_for<Lanes>(own, ahead),
             [&](int64_t, bool here, T x) MEMKIT_INLINE { return select(here, exp_falling(x - most), T(0)); }, own);
       }
       if (args.one_class()) continue;

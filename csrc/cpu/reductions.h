@@ -7,18 +7,22 @@
 
 namespace memkit::cpu {
 
-constexpr int kSums = 32;  // side by side: the compiler keeps to the order of an addition, and 32 round less than one
+// Side by side: the compiler keeps to the order of an addition, many round less than one, and an addition takes four cycles.
+template <class Lanes, class T>
+constexpr int kSums = std::max(32, 4 * Lanes::kBytes / int(sizeof(T)));
 
-// One of kSums values. The compiler goes through memory for this, which short rows feel.
+// One of n values. The compiler goes through memory for this, which short rows feel.
 template <class Lanes, class T>
 struct Fold {
-  MEMKIT_FN static T sum(T (&x)[kSums]) {
-    for (int half = kSums / 2; half > 0; half /= 2)
+  template <int n>
+  MEMKIT_FN static T sum(T (&x)[n]) {
+    for (int half = n / 2; half > 0; half /= 2)
       for (int k = 0; k < half; ++k) x[k] += x[k + half];
     return x[0];
   }
-  MEMKIT_FN static T most(T (&x)[kSums]) {
-    for (int half = kSums / 2; half > 0; half /= 2)
+  template <int n>
+  MEMKIT_FN static T most(T (&x)[n]) {
+    for (int half = n / 2; half > 0; half /= 2)
       for (int k = 0; k < half; ++k) x[k] = select(x[k + half] > x[k], x[k + half], x[k]);
     return x[0];
   }
@@ -26,21 +30,46 @@ struct Fold {
 #if MEMKIT_X86
 template <>
 struct Fold<V4Lanes, float> {
-  MEMKIT_TARGET_V4 static float sum(const float (&x)[kSums]) {
-    return _mm512_reduce_add_ps(_mm512_add_ps(_mm512_loadu_ps(x), _mm512_loadu_ps(x + 16)));
+  template <int n>
+  MEMKIT_TARGET_V4 static float sum(const float (&x)[n]) {
+    __m512 all = _mm512_loadu_ps(x);
+#pragma GCC unroll 8
+    for (int k = 16; k < n; k += 16) all = _mm512_add_ps(all, _mm512_loadu_ps(x + k));
+    return _mm512_reduce_add_ps(all);
   }
-  MEMKIT_TARGET_V4 static float most(const float (&x)[kSums]) {
-    return _mm512_reduce_max_ps(_mm512_max_ps(_mm512_loadu_ps(x), _mm512_loadu_ps(x + 16)));
+  template <int n>
+  MEMKIT_TARGET_V4 static float most(const float (&x)[n]) {
+    __m512 all = _mm512_loadu_ps(x);
+#pragma GCC unroll 8
+    for (int k = 16; k < n; k += 16) all = _mm512_max_ps(all, _mm512_loadu_ps(x + k));
+    return _mm512_reduce_max_ps(all);
+  }
+};
+template <>
+struct Fold<V4Lanes, double> {
+  template <int n>
+  MEMKIT_TARGET_V4 static double sum(const double (&x)[n]) {
+    __m512d all = _mm512_loadu_pd(x);
+#pragma GCC unroll 8
+    for (int k = 8; k < n; k += 8) all = _mm512_add_pd(all, _mm512_loadu_pd(x + k));
+    return _mm512_reduce_add_pd(all);
+  }
+  template <int n>
+  MEMKIT_TARGET_V4 static double most(const double (&x)[n]) {
+    __m512d all = _mm512_loadu_pd(x);
+#pragma GCC unroll 8
+    for (int k = 8; k < n; k += 8) all = _mm512_max_pd(all, _mm512_loadu_pd(x + k));
+    return _mm512_reduce_max_pd(all);
   }
 };
 #endif
 
 // What comes before each run of x: asks for the elements so far `ahead`, as `for_kept` does.
-template <class T>
+template <class Lanes, class T>
 MEMKIT_FN auto asks_for(const T* x, int64_t ahead) {
   ahead = std::max(ahead, kAhead<T>);
   return [=](int64_t i) MEMKIT_INLINE {
-    for (int64_t k = 0; k < kSums; k += 64 / sizeof(T)) prefetch(x + ahead + i + k);
+    for (int64_t k = 0; k < kSums<Lanes, T>; k += 64 / sizeof(T)) prefetch(x + ahead + i + k);
   };
 }
 
@@ -58,88 +87,111 @@ struct Padded {
   }
 };
 
-template <int size, class F, class... T>
-MEMKIT_FN void vector_of(int64_t first, const F& f, const T*... x) {
-  const int lane = int(first % kSums);
+template <int size, class F, class... X>
+MEMKIT_FN void vector_of(int64_t first, int lane, const F& f, const X*... x) {
   MEMKIT_ONE_LOOP
   for (int k = 0; k < size; ++k) f(first + k, lane + k, true, x[first + k]...);
 }
-template <int size, class F, class... T>
-MEMKIT_FN void padded_vector(int64_t first, int left, const F& f, const Padded<T, size>&... x) {
-  const int lane = int(first % kSums);
+template <int size, class F, class... X>
+MEMKIT_FN void padded_vector(int64_t first, int lane, int left, const F& f, const Padded<X, size>&... x) {
   MEMKIT_ONE_LOOP
   for (int k = 0; k < size; ++k) f(first + k, lane + k, k < left, x.values[k]...);
 }
 
-// f(i, k, here, x[i]...) for i in [0, n) and k = i % kSums: whole runs, then whole vectors, as rows of few elements feel every
+// Elements of a vector of the narrowest of the types.
+template <class Lanes, class... X>
+constexpr int kVector = Lanes::kBytes / std::min({int(sizeof(X))...});
+
+// f(i, k, here, x[i]...) for i in [0, n) and k = i % sums: whole runs, then whole vectors, as rows of few elements feel every
 // loop over what is left. That is a vector, too, if elements can be loaded under a mask: past the end, where `here` is false,
-// they are zeros. before(i) comes
-// before each whole run.
-template <class Lanes, class Before, class F, class... T>
-MEMKIT_FN void in_runs_with(int64_t n, const Before& before, const F& f, const T*... x) {
-  constexpr int bytes = std::min({int(sizeof(T))...}), size = Lanes::kBytes / bytes;
+// they are zeros. before(i) comes before each whole run.
+template <class Lanes, int sums, class Before, class F, class... X>
+MEMKIT_FN void in_runs(int64_t n, const Before& before, const F& f, const X*... x) {
+  constexpr int size = kVector<Lanes, X...>;
+  const auto lane = [](int64_t i) MEMKIT_INLINE { return sums == size ? 0 : int(i % sums); };
   int64_t i = 0;
-  for (; i + kSums <= n; i += kSums) {
-    before(i);
-    MEMKIT_LOOP
-    for (int k = 0; k < kSums; ++k) f(i + k, k, true, x[i + k]...);
-  }
-  for (; i + size <= n; i += size) vector_of<size>(i, f, x...);
-  if constexpr (Lanes::masked(bytes)) {
-    if (i < n) padded_vector<size>(i, int(n - i), f, Padded<T, size>(x + i, int(n - i))...);
+  if constexpr (sums > size)
+    for (; i + sums <= n; i += sums) {
+      before(i);
+      MEMKIT_LOOP
+      for (int k = 0; k < sums; ++k) f(i + k, k, true, x[i + k]...);
+    }
+  for (; i + size <= n; i += size) vector_of<size>(i, lane(i), f, x...);
+  if constexpr (Lanes::masked(Lanes::kBytes / size)) {
+    if (i < n) padded_vector<size>(i, lane(i), int(n - i), f, Padded<X, size>(x + i, int(n - i))...);
   } else {
-    for (; i < n; ++i) f(i, int(i % kSums), true, x[i]...);
+    for (; i < n; ++i) f(i, int(i % sums), true, x[i]...);
   }
 }
-template <class Lanes, class F, class... T>
-MEMKIT_FN void in_runs(int64_t n, const F& f, const T*... x) {
-  in_runs_with<Lanes>(n, [](int64_t) MEMKIT_INLINE {}, f, x...);
+MEMKIT_FN void nothing_before(int64_t) {}
+
+// result(sums, n elements of x): of rows of few elements, one vector of sums, which stays in registers.
+template <class Lanes, class T, class Result, class... X>
+MEMKIT_FN auto with_sums(int64_t n, const Result& result, const X*...) {
+  constexpr int size = kVector<Lanes, X...>, most = kSums<Lanes, T>;
+  return n < 2 * most ? result(std::integral_constant<int, size>()) : result(std::integral_constant<int, most>());
 }
 
 // The largest of x, or so_far.
 template <class Lanes, class T>
 MEMKIT_FN T largest_of(const T* x, int64_t n, T so_far) {
-  T most[kSums];
-  std::fill_n(most, kSums, so_far);
-  in_runs<Lanes>(
+  return with_sums<Lanes, T>(
       n,
-      [&](int64_t, int k, bool here, T each) MEMKIT_INLINE {
-        const T own = select(here, each, so_far);
-        most[k] = select(own > most[k], own, most[k]);
+      [&](auto sums) MEMKIT_INLINE {
+        T most[sums];
+        std::fill_n(most, int(sums), so_far);
+        in_runs<Lanes, sums>(
+            n, nothing_before,
+            [&](int64_t, int k, bool here, T each) MEMKIT_INLINE {
+              const T own = select(here, each, so_far);
+              most[k] = select(own > most[k], own, most[k]);
+            },
+            x);
+        return Fold<Lanes, T>::most(most);
       },
       x);
-  return Fold<Lanes, T>::most(most);
 }
 
 // The sum of term(i, here, x[i]...), which has to be 0 where `here` is false.
 template <class Lanes, class T, class Before, class Term, class... X>
 MEMKIT_FN T sum_with(int64_t n, const Before& before, const Term& term, const X*... x) {
-  T total[kSums] = {};
-  in_runs_with<Lanes>(
-      n, before, [&](int64_t i, int k, bool here, X... each) MEMKIT_INLINE { total[k] += term(i, here, each...); },
+  return with_sums<Lanes, T>(
+      n,
+      [&](auto sums) MEMKIT_INLINE {
+        T total[sums] = {};
+        in_runs<Lanes, sums>(
+            n, before,
+            [&](int64_t i, int k, bool here, X... each) MEMKIT_INLINE { total[k] += term(i, here, each...); }, x...);
+        return Fold<Lanes, T>::sum(total);
+      },
       x...);
-  return Fold<Lanes, T>::sum(total);
 }
 template <class Lanes, class T, class Term, class... X>
 MEMKIT_FN T sum_of(int64_t n, const Term& term, const X*... x) {
-  return sum_with<Lanes, T>(n, [](int64_t) MEMKIT_INLINE {}, term, x...);
+  return sum_with<Lanes, T>(n, nothing_before, term, x...);
 }
 
-// Two sums in one go: term(here, x[i]..., a, b) adds what belongs to i, nothing where `here` is false.
+// Two sums in one go: term(i, here, x[i]..., a, b) adds what belongs to i, nothing where `here` is false.
 template <class T>
 struct Sums {
   T a, b;
 };
 template <class Lanes, class T, class Before, class Term, class... X>
 MEMKIT_FN Sums<T> sums_with(int64_t n, const Before& before, const Term& term, const X*... x) {
-  T a[kSums] = {}, b[kSums] = {};
-  in_runs_with<Lanes>(
-      n, before, [&](int64_t, int k, bool here, X... each) MEMKIT_INLINE { term(here, each..., a[k], b[k]); }, x...);
-  return {Fold<Lanes, T>::sum(a), Fold<Lanes, T>::sum(b)};
+  return with_sums<Lanes, T>(
+      n,
+      [&](auto sums) MEMKIT_INLINE {
+        T a[sums] = {}, b[sums] = {};
+        in_runs<Lanes, sums>(
+            n, before,
+            [&](int64_t i, int k, bool here, X... each) MEMKIT_INLINE { term(i, here, each..., a[k], b[k]); }, x...);
+        return Sums<T>{Fold<Lanes, T>::sum(a), Fold<Lanes, T>::sum(b)};
+      },
+      x...);
 }
 template <class Lanes, class T, class Term, class... X>
 MEMKIT_FN Sums<T> sums_of(int64_t n, const Term& term, const X*... x) {
-  return sums_with<Lanes, T>(n, [](int64_t) MEMKIT_INLINE {}, term, x...);
+  return sums_with<Lanes, T>(n, nothing_before, term, x...);
 }
 
 }  // namespace memkit::cpu

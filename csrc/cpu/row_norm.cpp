@@ -1,5 +1,7 @@
-// A row is worked on in chunks, which stay in the first-level cache between the passes over them: two for the moments,
-// one for the result. Rows of one chunk are converted once; longer rows of a half dtype again for the second pass.
+// Some rows at a time, which stay in the first-level cache between the passes over them: forward two for the moments and
+// one for the result, backward one for the sums over a row and one for the gradients. Each step is taken for all of the rows
+// before the next, so that the reductions of one overlap with the loads of another. Half dtypes are converted once, or, of rows
+// too long for that, again for the second pass.
 #include "row_norm.h"
 
 #include <algorithm>
@@ -49,12 +51,43 @@ MEMKIT_FN T squares_of(const T* x, int64_t n) {
   return sum_of<Lanes, T>(n, [](int64_t, bool, T each) MEMKIT_INLINE { return each * each; }, x);
 }
 
+constexpr int64_t kTogether = 256;  // rows at most
+
+// What lies in one piece: `rows` rows, or of a single long one `width` columns from `first` on.
+struct Piece {
+  int64_t rows, width, first, at;
+
+  MEMKIT_FN int64_t size() const { return rows * width; }
+  // How far ahead to ask for the rows after these. Long rows come in by themselves, and would drive others out of the cache.
+  MEMKIT_FN int64_t ahead() const { return width > 1024 ? 0 : size(); }
+};
+
+// Rows in pieces of about so many elements.
+class Rows {
+ public:
+  MEMKIT_FN Rows(int64_t columns, int64_t elements)
+      : columns_(columns), together_(std::clamp<int64_t>(elements / columns, 1, kTogether)) {}
+
+  MEMKIT_FN int64_t count(int64_t row, int64_t end) const { return std::min(together_, end - row); }
+  MEMKIT_FN bool whole() const { return columns_ <= kChunk; }
+  // f(piece) for each of the pieces of `count` rows.
+  template <class F>
+  MEMKIT_FN void each_piece(int64_t row, int64_t count, const F& f) const {
+    for (int64_t first = 0; first < columns_; first += kChunk)
+      f(Piece{count, std::min(kChunk, columns_ - first), first, row * columns_ + first});
+  }
+
+ private:
+  const int64_t columns_, together_;
+};
+
 template <class T, bool centered>
 struct Forward {
   template <class Lanes>
   struct Body {
-    // The chunk of the input, which with a residual is their sum as it is stored.
-    MEMKIT_FN static const T* input(const RowNormArgs& args, int64_t at, int64_t n, T* space) {
+    // Of the input, which with a residual is their sum as it is stored.
+    MEMKIT_FN static const T* input(const RowNormArgs& args, const Piece& piece, T* space) {
+      const int64_t at = piece.at, n = piece.size();
       const T* x = read<Lanes>(args.x, args.dtype, at, n, space);
       if (!args.residual) return x;
       T other[kChunk];
@@ -66,42 +99,60 @@ struct Forward {
       return read<Lanes>(args.sum, args.dtype, at, n, space);
     }
 
+    MEMKIT_FN static void add_moments(const Piece& piece, const T* x, int64_t ahead, Moments<T>* moments) {
+      const int64_t n = piece.width;
+      if constexpr (centered) {
+        T about[kTogether];
+        for (int64_t r = 0; r < piece.rows; ++r) about[r] = about_of<Lanes>(x + r * n, n);
+        for (int64_t r = 0; r < piece.rows; ++r) {
+          const auto own = moments_about<Lanes, T>(x + r * n, n, about[r], ahead);
+          if (piece.first == 0)
+            moments[r] = own;
+          else
+            moments[r].add(own);
+        }
+      } else {
+        for (int64_t r = 0; r < piece.rows; ++r)
+          moments[r].m2 = (piece.first == 0 ? T(0) : moments[r].m2) + squares_of<Lanes>(x + r * n, n);
+      }
+    }
+
     MEMKIT_FN static void run(const RowNormArgs& args, int64_t begin, int64_t end) {
       const Affine<Lanes, T> affine(args);
-      const T *weight = affine.weight, *bias = affine.bias;
-      T space[kChunk], result[kChunk];
-      for (int64_t row = begin; row < end; ++row) {
-        const int64_t at = row * args.columns;
-        Moments<T> moments;
-        const T* x = nullptr;
-        for (int64_t first = 0; first < args.columns; first += kChunk) {
-          const int64_t n = chunk_at(first, args.columns);
-          x = input(args, at + first, n, space);
-          if constexpr (centered) {
-            moments.add(moments_of<Lanes, T>(x, n, x != space));
-          } else {
-            moments.m2 += squares_of<Lanes>(x, n);
+      const Rows rows(args.columns, 4096 / sizeof(T));
+      T space[kChunk], result[kChunk], rstd[kTogether];
+      Moments<T> moments[kTogether];
+      const T* x = nullptr;
+      for (int64_t row = begin, count = 0; row < end; row += count) {
+        count = rows.count(row, end);
+        rows.each_piece(row, count, [&](const Piece& piece) MEMKIT_INLINE {
+          x = input(args, piece, space);
+          add_moments(piece, x, x == space ? 0 : piece.ahead(), moments);
+        });
+        for (int64_t r = 0; r < count; ++r) {
+          rstd[r] = reciprocal_root(moments[r].m2 / T(args.columns), T(args.eps));
+          if (args.mean) static_cast<T*>(args.mean)[row + r] = moments[r].mean;
+          if (args.rstd) static_cast<T*>(args.rstd)[row + r] = rstd[r];
+        }
+        rows.each_piece(row, count, [&](const Piece& piece) MEMKIT_INLINE {
+          const int64_t n = piece.width;
+          if (!rows.whole()) x = read<Lanes>(args.residual ? args.sum : args.x, args.dtype, piece.at, n, space);
+          T* const y = place(args.y, args.out_dtype, piece.at, result);
+          const T *w = affine.weight + piece.first, *b = centered ? affine.bias + piece.first : nullptr;
+          for (int64_t r = 0; r < count; ++r) {
+            const T *from = x + r * n, mean = moments[r].mean, own = rstd[r];
+            T* const to = y + r * n;
+            const auto output = [&](int64_t i) MEMKIT_INLINE {
+              if constexpr (centered) {
+                to[i] = normalised(from[i], mean, own) * w[i] + b[i];
+              } else {
+                to[i] = from[i] * own * w[i];
+              }
+            };
+            for_kept(n, x == space ? 0 : piece.ahead(), output, from, to);
           }
-        }
-        const T mean = moments.mean, rstd = reciprocal_root(moments.m2 / T(args.columns), T(args.eps));
-        if (args.mean) static_cast<T*>(args.mean)[row] = mean;
-        if (args.rstd) static_cast<T*>(args.rstd)[row] = rstd;
-        for (int64_t first = 0; first < args.columns; first += kChunk) {
-          const int64_t n = chunk_at(first, args.columns);
-          if (args.columns > kChunk)
-            x = read<Lanes>(args.residual ? args.sum : args.x, args.dtype, at + first, n, space);
-          T* y = place(args.y, args.out_dtype, at + first, result);
-          const T *w = weight + first, *b = bias + first;
-          const auto output = [&](int64_t i) MEMKIT_INLINE {
-            if constexpr (centered) {
-              y[i] = normalised(x[i], mean, rstd) * w[i] + b[i];
-            } else {
-              y[i] = x[i] * rstd * w[i];
-            }
-          };
-          for_kept(n, x != space, output, x, y);
-          written<Lanes>(y, args.y, args.out_dtype, at + first, n);
-        }
+          written<Lanes>(y, args.y, args.out_dtype, piece.at, piece.size());
+        });
       }
     }
   };
@@ -113,7 +164,7 @@ template <class T>
 class ParameterSums {
  public:
   MEMKIT_FN ParameterSums(double* sums, int64_t columns)
-      : pitch((columns + kSums - 1) / kSums * kSums),
+      : pitch((columns + kWhole - 1) / kWhole * kWhole),
         weight(new T[2 * pitch]()),
         bias(weight.get() + pitch),
         sums_(sums),
@@ -126,19 +177,22 @@ class ParameterSums {
     if (flushed_ && rows_ == 0) return;
     add(weight.get(), sums_);
     add(bias, sums_ + columns_);
-    std::fill_n(weight.get(), 2 * pitch, T(0));
     flushed_ = true;
     rows_ = 0;
   }
 
-  const int64_t pitch;  // the columns, in whole runs
+  static constexpr int64_t kWhole = 64;  // no vector is longer
+  const int64_t pitch;
   const std::unique_ptr<T[]> weight;
   T* const bias;
 
  private:
-  MEMKIT_FN void add(const T* from, double* to) const {
+  MEMKIT_FN void add(T* from, double* to) const {
     MEMKIT_LOOP
-    for (int64_t i = 0; i < columns_; ++i) to[i] = (flushed_ ? to[i] : 0) + double(from[i]);
+    for (int64_t i = 0; i < columns_; ++i) {
+      to[i] = (flushed_ ? to[i] : 0) + double(from[i]);
+      from[i] = 0;
+    }
   }
 
   static constexpr int kRows = 8;
@@ -159,63 +213,76 @@ struct Backward {
       const Dtype saved_dtype = from_output_ ? args.out_dtype : args.dtype;
       ParameterSums<T> parameter_sums(static_cast<double*>(args.partial), parameters ? args.columns : 0);
       T *grad_weight = parameter_sums.weight.get(), *grad_bias = parameter_sums.bias;
-      T kept[kChunk], grads[kChunk], result[kChunk], other[kChunk];
-      for (int64_t row = begin; row < end; ++row) {
-        const int64_t at = row * args.columns;
-        const T mean = centered && !from_output_ ? static_cast<const T*>(args.mean)[row] : T(0);
-        const T rstd = static_cast<const T*>(args.rstd)[row];
-        const T *saved = nullptr, *g = nullptr;
-        const auto chunk = [&](int64_t first, int64_t n) MEMKIT_INLINE {
-          saved = read<Lanes>(args.saved, saved_dtype, at + first, n, kept);
-          g = read<Lanes>(args.grad, args.out_dtype, at + first, n, grads);
-        };
-        const auto x_hat = [&](T saved, T inverse, T bias) MEMKIT_INLINE {
-          if constexpr (from_output_)
-            return from_output(saved, inverse, centered ? bias : T(0));
-          else
-            return normalised(saved, mean, rstd);
-        };
-        Sums<T> total{0, 0};
-        for (int64_t first = 0; first < args.columns; first += kChunk) {
-          const int64_t n = chunk_at(first, args.columns);
-          chunk(first, n);
-          T a[kSums] = {}, b[kSums] = {};
-          const T *w = weight + first, *v = from_output_ ? inverse + first : w, *c = centered ? bias + first : w;
-          in_runs<Lanes>(
-              n,
-              [&](int64_t i, int k, bool here, T gi, T si, T wi, T vi, T ci) MEMKIT_INLINE {
-                const T xh = select(here, x_hat(si, vi, ci), T(0)), gw = gi * wi;
-                if constexpr (centered) a[k] += gw;
-                b[k] += gw * xh;
-                if constexpr (parameters) {  // which hold whole runs
-                  grad_weight[first + i] += gi * xh;
-                  if constexpr (centered) grad_bias[first + i] += gi;
-                }
-              },
-              g, saved, w, v, c);
-          total.a += Fold<Lanes, T>::sum(a), total.b += Fold<Lanes, T>::sum(b);
+      const Rows rows(args.columns, args.columns < 48 ? 4096 / sizeof(T) : 1);
+      T kept[kChunk], grads[kChunk], result[kChunk], other[kChunk], means[kTogether], rstds[kTogether];
+      Sums<T> total[kTogether];
+      const T *saved = nullptr, *g = nullptr;
+      const auto take = [&](const Piece& piece) MEMKIT_INLINE {
+        saved = read<Lanes>(args.saved, saved_dtype, piece.at, piece.size(), kept);
+        g = read<Lanes>(args.grad, args.out_dtype, piece.at, piece.size(), grads);
+      };
+      const auto x_hat = [](T saved, T mean, T rstd, T inverse, T bias) MEMKIT_INLINE {
+        if constexpr (from_output_)
+          return from_output(saved, inverse, centered ? bias : T(0));
+        else
+          return normalised(saved, mean, rstd);
+      };
+      for (int64_t row = begin, count = 0; row < end; row += count) {
+        count = rows.count(row, end);
+        for (int64_t r = 0; r < count; ++r) {
+          means[r] = centered && !from_output_ ? static_cast<const T*>(args.mean)[row + r] : T(0);
+          rstds[r] = static_cast<const T*>(args.rstd)[row + r];
+          total[r] = {0, 0};
         }
-        if constexpr (parameters) parameter_sums.next_row();
-        if (!args.grad_input) continue;
-        const T a = total.a / T(args.columns), b = total.b / T(args.columns);
-        for (int64_t first = 0; first < args.columns; first += kChunk) {
-          const int64_t n = chunk_at(first, args.columns);
-          if (args.columns > kChunk) chunk(first, n);
-          T* dx = place(args.grad_input, args.dtype, at + first, result);
+        rows.each_piece(row, count, [&](const Piece& piece) MEMKIT_INLINE {
+          take(piece);
+          const int64_t n = piece.width, first = piece.first;
           const T *w = weight + first, *v = from_output_ ? inverse + first : w, *c = centered ? bias + first : w;
-          if (args.grad_sum) {
-            const T* more = read<Lanes>(args.grad_sum, args.dtype, at + first, n, other);
-            MEMKIT_LOOP
-            for (int64_t i = 0; i < n; ++i)
-              dx[i] = norm_gradient(g[i] * w[i], x_hat(saved[i], v[i], c[i]), rstd, a, b) + more[i];
-          } else {
-            const auto gradient = [&](int64_t i) MEMKIT_INLINE {
-              dx[i] = norm_gradient(g[i] * w[i], x_hat(saved[i], v[i], c[i]), rstd, a, b);
-            };
-            for_kept(n, g != grads, gradient, g, saved, dx);
+          for (int64_t r = 0; r < count; ++r) {
+            const T mean = means[r], rstd = rstds[r];
+            const Sums<T> own = sums_of<Lanes, T>(
+                n,
+                [&](int64_t i, bool here, T gi, T si, T wi, T vi, T ci, T& a, T& b) MEMKIT_INLINE {
+                  const T xh = select(here, x_hat(si, mean, rstd, vi, ci), T(0)), gw = gi * wi;
+                  if constexpr (centered) a += gw;
+                  b += gw * xh;
+                  if constexpr (parameters) {  // which hold whole vectors
+                    grad_weight[first + i] += gi * xh;
+                    if constexpr (centered) grad_bias[first + i] += gi;
+                  }
+                },
+                g + r * n, saved + r * n, w, v, c);
+            total[r].a += own.a, total[r].b += own.b;
+            if (parameters && first + n == args.columns) parameter_sums.next_row();
           }
-          written<Lanes>(dx, args.grad_input, args.dtype, at + first, n);
-        }
+        });
+        if (!args.grad_input) continue;
+        rows.each_piece(row, count, [&](const Piece& piece) MEMKIT_INLINE {
+          if (!rows.whole()) take(piece);
+          const int64_t n = piece.width, first = piece.first;
+          T* const dx = place(args.grad_input, args.dtype, piece.at, result);
+          const T* more =
+              args.grad_sum ? read<Lanes>(args.grad_sum, args.dtype, piece.at, piece.size(), other) : nullptr;
+          const T *w = weight + first, *v = from_output_ ? inverse + first : w, *c = centered ? bias + first : w;
+          for (int64_t r = 0; r < count; ++r) {
+            const T *s = saved + r * n, *from = g + r * n, mean = means[r], rstd = rstds[r];
+            const T a = total[r].a / T(args.columns), b = total[r].b / T(args.columns);
+            T* const to = dx + r * n;
+            const auto gradient = [&](int64_t i) MEMKIT_INLINE {
+              return norm_gradient(from[i] * w[i], x_hat(s[i], mean, rstd, v[i], c[i]), rstd, a, b);
+            };
+            if (more) {
+              const T* add = more + r * n;
+              MEMKIT_LOOP
+              for (int64_t i = 0; i < n; ++i) to[i] = gradient(i) + add[i];
+            } else {
+              for_kept(
+                  n, g == grads ? 0 : piece.ahead(), [&](int64_t i) MEMKIT_INLINE { to[i] = gradient(i); }, from, s,
+                  to);
+            }
+          }
+          written<Lanes>(dx, args.grad_input, args.dtype, piece.at, piece.size());
+        });
       }
       if constexpr (parameters) parameter_sums.flush();
     }

@@ -18,7 +18,7 @@ constexpr int64_t kRow = (128 << 10) / sizeof(T);  // elements of a row that is 
 template <class Lanes, bool kept, class T>
 MEMKIT_FN T exponentials(const T* z, T* e, int64_t n, T pivot, int64_t ahead) {
   return sum_with<Lanes, T>(
-      n, asks_for(z, ahead),
+      n, asks_for<Lanes>(z, ahead),
       [&](int64_t i, bool here, T each) MEMKIT_INLINE {
         const T term = select(here, exp_falling(each - pivot), T(0));
         if constexpr (kept)
@@ -94,7 +94,7 @@ struct Forward {
         const T* const terms = (log ? from : block) + r * columns;
         T* const y = block + r * columns;
         const int64_t n = args.seen(row + r);
-        for_kept(n, block != space, [&](int64_t i) MEMKIT_INLINE { y[i] = output.finish(terms[i]); }, y);
+        for_kept(n, block == space ? 0 : n, [&](int64_t i) MEMKIT_INLINE { y[i] = output.finish(terms[i]); }, y);
         std::fill_n(y + n, columns - n, log ? -std::numeric_limits<T>::infinity() : T(0));
       }
       written<Lanes>(block, args.y, args.dtype, first, count * columns);

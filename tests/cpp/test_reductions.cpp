@@ -13,17 +13,17 @@ void put(double x, float& y) { y = float(x); }
 void put(double x, double& y) { y = x; }
 void put(double x, Bfloat& y) { from_compute(float(x), y); }
 
-template <class Lanes, class S>
-void walk(const char* name) {
+template <class Lanes, int sums, class S>
+void walk_in(const char* name) {
   using T = typename ComputeType<S>::type;
-  for (int64_t n = 0; n <= 4 * kSums; ++n) {
+  for (int64_t n = 0; n <= 4 * sums; ++n) {
     std::vector<S> x(n);  // on the heap, so that the sanitizer sees what is read past the end
     for (int64_t i = 0; i < n; ++i) put(-1 - double(i), x[i]);
     std::vector<int> seen(n);
-    in_runs<Lanes>(
-        n,
+    in_runs<Lanes, sums>(
+        n, nothing_before,
         [&](int64_t i, int k, bool here, S each) {
-          CHECK(here == (i < n) && k == i % kSums, "%s: %ld of %ld in lane %d", name, long(i), long(n), k);
+          CHECK(here == (i < n) && k == i % sums, "%s: %ld of %ld in lane %d", name, long(i), long(n), k);
           CHECK(to_compute(each) == (here ? to_compute(x[i]) : T(0)), "%s: %ld of %ld", name, long(i), long(n));
           if (here) ++seen[i];
         },
@@ -32,10 +32,17 @@ void walk(const char* name) {
   }
 }
 
+// Short rows with a vector of sums, others with more.
+template <class Lanes, class S>
+void walk(const char* name) {
+  walk_in<Lanes, kVector<Lanes, S>, S>(name);
+  walk_in<Lanes, kSums<Lanes, typename ComputeType<S>::type>, S>(name);
+}
+
 template <class Lanes, class T>
 void reduce(const char* name) {
   const T none = -std::numeric_limits<T>::infinity();
-  for (int64_t n = 0; n <= 4 * kSums; ++n) {
+  for (int64_t n = 0; n <= 4 * kSums<Lanes, T>; ++n) {
     std::vector<T> x(n), w(n, T(2));
     for (int64_t i = 0; i < n; ++i) x[i] = -1 - T(i * 7 % 31);
     T sum = 0, largest = none;
@@ -45,7 +52,7 @@ void reduce(const char* name) {
     const T more = sum_of<Lanes, T>(n, [](int64_t, bool here, T each) { return here ? each + 5 : T(0); }, x.data());
     CHECK(more == sum + T(5 * n), "%s: %ld", name, long(n));
     const Sums<T> both = sums_of<Lanes, T>(
-        n, [](bool, T each, T twice, T& a, T& b) { a += each, b += each * twice; }, x.data(), w.data());
+        n, [](int64_t, bool, T each, T twice, T& a, T& b) { a += each, b += each * twice; }, x.data(), w.data());
     CHECK(both.a == sum && both.b == 2 * sum, "%s: %ld", name, long(n));
   }
 }
