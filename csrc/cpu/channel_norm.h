@@ -13,6 +13,11 @@ void channel_moments(const ChannelArgs& args, int64_t begin, int64_t end, double
 // 1 / sqrt(variance + eps).
 void channel_roots(const double* variance, double eps, int64_t n, double* roots);
 
+// The terms of batch norm's channels [begin, end), whose roots have been computed; T is float or double.
+template <class T>
+void channel_terms(const ChannelStatistics<T>& s, int64_t begin, int64_t end, const double* c1, const double* c2,
+                   const TermArrays<T>& terms);
+
 // Of elements.
 void channel_forward(const ChannelArgs& args, int64_t begin, int64_t end);
 void channel_backward(const ChannelArgs& args, int64_t begin, int64_t end);

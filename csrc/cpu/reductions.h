@@ -108,7 +108,8 @@ constexpr int kVector = Lanes::kBytes / std::min({int(sizeof(X))...});
 template <class Lanes, int sums, class Before, class F, class... X>
 MEMKIT_FN void in_runs(int64_t n, const Before& before, const F& f, const X*... x) {
   constexpr int size = kVector<Lanes, X...>;
-  const auto lane = [](int64_t i) MEMKIT_INLINE { return sums == size ? 0 : int(i % sums); };
+  // A multiple of the size, as the compiler has to see: else it takes the last lanes for out of bounds.
+  const auto lane = [](int64_t i) MEMKIT_INLINE { return int(uint64_t(i) / size % (sums / size)) * size; };
   int64_t i = 0;
   if constexpr (sums > size)
     for (; i + sums <= n; i += sums) {

@@ -5,8 +5,6 @@
 namespace memkit {
 namespace {
 
-using at::Tensor;
-
 constexpr int64_t kBlock = 16384;   // elements of groups that all passes are over, one pass after the other
 constexpr int64_t kCached = 32768;  // elements of channels that stay in the cache from one pass to the next
 
@@ -34,9 +32,9 @@ template <class T>
 void norm_groups(ChannelCall call) {
   const ChannelCall whole_groups = by_groups(call);
   ChannelStatistics<T> s = statistics_of<T>(call, {1, call.args.planes()});
-  const Tensor terms = room(call, {5, call.args.sets}, call.computed), roots = room(call, {s.statistics}, at::kDouble);
-  const TermArrays<T> arrays{static_cast<T*>(terms.mutable_data_ptr()), call.args.sets};
-  double* const root = roots.mutable_data_ptr<double>();
+  const Room terms = terms_room<T>(call), roots = doubles(call, s.statistics);
+  const TermArrays<T> arrays{terms.as<T>(), call.args.sets};
+  double* const root = roots.as<double>();
   s.roots = root, call.args.terms = arrays.data;
   for_blocks(call, [&](int64_t begin, int64_t end) {
     cpu::channel_moments(whole_groups.args, begin, end, s.mean, s.variance);
@@ -51,10 +49,9 @@ template <class T>
 void gradients_of_groups(ChannelCall call, double* dz, double* dz_x_hat) {
   const int64_t planes = call.args.planes();
   ChannelStatistics<T> s = statistics_of<T>(call, {1, planes});
-  const Tensor terms = room(call, {5, planes}, call.computed),
-               doubles = room(call, {2 * planes + 3 * s.statistics}, at::kDouble);
-  const TermArrays<T> arrays{static_cast<T*>(terms.mutable_data_ptr()), planes};
-  double *const sums = doubles.mutable_data_ptr<double>(), *const distances = sums + planes;
+  const Room terms = terms_room<T>(call), room = doubles(call, 2 * planes + 3 * s.statistics);
+  const TermArrays<T> arrays{terms.as<T>(), planes};
+  double *const sums = room.as<double>(), *const distances = sums + planes;
   double *const root = distances + planes, *const c1 = root + s.statistics, *const c2 = c1 + s.statistics;
   s.roots = root, call.args.terms = arrays.data;
   for_blocks(call, [&](int64_t begin, int64_t end) {
@@ -74,18 +71,18 @@ template <class T>
 void gradients_of_channels(ChannelCall call, ChannelCall last, double* dz, double* dz_x_hat, double* c1, double* c2) {
   const ChannelArgs& args = call.args;
   const ChannelParts parts = parts_of(call);
-  const Tensor room = scratch(call, parts.count);
-  double *sums = room.mutable_data_ptr<double>(), *distances = sums + parts.count;
+  const Room room = doubles(call, 2 * parts.count);
+  double *sums = room.as<double>(), *distances = sums + parts.count;
   ChannelStatistics<T> s = statistics_of<T>(call, parts);
-  const Tensor terms = make_terms<T>(call, nullptr, nullptr), roots = make_roots(call, s);
-  const TermArrays<T> arrays{static_cast<T*>(terms.mutable_data_ptr()), args.sets};
+  const Room terms = make_terms<T>(call, nullptr, nullptr), roots = make_roots(call, s);
+  const TermArrays<T> arrays{terms.as<T>(), args.sets};
   last.args.terms = arrays.data;
   const int64_t channel = args.outer * args.inner, at_once = std::max<int64_t>(1, kCached / channel);
   const auto some = [&](int64_t begin, int64_t end) {
     for (int64_t plane = begin; plane < args.planes(); plane += args.channels)
       cpu::channel_sums(args, plane, plane + end - begin, sums, distances, call.dz);
     finish_batch_sums(s, begin, end, sums, distances, dz, dz_x_hat, c1, c2);
-    for (int64_t c = begin; c < end; ++c) arrays.put(c, s.terms(c, c1, c2));
+    cpu::channel_terms(s, begin, end, c1, c2, arrays);
     for (int64_t plane = begin; plane < args.planes(); plane += args.channels)
       cpu::channel_backward(last.args, plane * args.inner, (plane + end - begin) * args.inner);
   };

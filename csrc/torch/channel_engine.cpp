@@ -7,8 +7,6 @@
 namespace memkit {
 namespace {
 
-using at::Tensor;
-
 // f(begin, end, part): over units, in ranges; part is where the results of a range of rows go.
 template <class F>
 void for_units(const ChannelArgs& args, const ChannelParts& parts, const F& f) {
@@ -39,8 +37,8 @@ void run_channel_moments(const ChannelCall& whole) {
   const ChannelParts parts = parts_of(call);
   with_computed(call, [&](auto computed) {
     using T = decltype(computed);
-    const Tensor room = scratch(call, parts.count);
-    double *means = room.mutable_data_ptr<double>(), *m2 = means + parts.count;
+    const Room room = doubles(call, 2 * parts.count);
+    double *means = room.as<double>(), *m2 = means + parts.count;
     const ChannelStatistics<T> s = statistics_of<T>(call, parts);
     if (runs_on_threads(call.device)) {
       for_units(call.args, parts, [&](int64_t begin, int64_t end, int64_t part) {
@@ -61,11 +59,11 @@ void run_channel_forward(const ChannelCall& whole) {
   ChannelCall call = by_long_rows(by_columns(whole, kSmallPlane));
   with_computed(call, [&](auto computed) {
     if (runs_on_threads(call.device)) {
-      const Tensor terms = make_terms<decltype(computed)>(call, nullptr, nullptr);
+      const Room terms = make_terms<decltype(computed)>(call, nullptr, nullptr);
       for_elements(call.args, [&](int64_t begin, int64_t end) { cpu::channel_forward(call.args, begin, end); });
       return;
     }
-    const Tensor terms = make_terms<decltype(computed)>(call, nullptr, nullptr);
+    const Room terms = make_terms<decltype(computed)>(call, nullptr, nullptr);
     on_stream(call.device, [&](auto stream) { return cuda::channel_forward(call.args, stream); });
   });
 }
@@ -75,11 +73,11 @@ void run_channel_sums(const ChannelCall& whole, double* dz, double* dz_x_hat, do
   const ChannelParts parts = parts_of(call);
   with_computed(call, [&](auto computed) {
     using T = decltype(computed);
-    const Tensor room = scratch(call, parts.count);
-    double *sums = room.mutable_data_ptr<double>(), *distances = sums + parts.count;
+    const Room room = doubles(call, 2 * parts.count);
+    double *sums = room.as<double>(), *distances = sums + parts.count;
     ChannelStatistics<T> s = statistics_of<T>(call, parts);
     if (runs_on_threads(call.device)) {
-      const Tensor terms = make_terms<T>(call, nullptr, nullptr), roots = make_roots(call, s);
+      const Room terms = make_terms<T>(call, nullptr, nullptr), roots = make_roots(call, s);
       for_units(call.args, parts, [&](int64_t begin, int64_t end, int64_t part) {
         cpu::channel_sums(call.args, begin, end, sums + part, distances + part, call.dz);
       });
@@ -90,7 +88,7 @@ void run_channel_sums(const ChannelCall& whole, double* dz, double* dz_x_hat, do
       for (int64_t i = 0; i < s.statistics; ++i) s.finish_sums(i, sums, distances, c1, c2);
       return finish_group_parameters(s, sums, distances, dz, dz_x_hat);
     }
-    const Tensor terms = make_terms<T>(call, nullptr, nullptr);
+    const Room terms = make_terms<T>(call, nullptr, nullptr);
     on_stream(call.device, [&](auto stream) {
       const int error = cuda::channel_sums(call.args, parts.count, sums, distances, stream);
       if (error) return error;
@@ -103,11 +101,11 @@ void run_channel_backward(const ChannelCall& whole, const double* c1, const doub
   ChannelCall call = by_long_rows(by_columns(whole, kSmallPlane));
   with_computed(call, [&](auto computed) {
     if (runs_on_threads(call.device)) {
-      const Tensor terms = make_terms<decltype(computed)>(call, c1, c2);
+      const Room terms = make_terms<decltype(computed)>(call, c1, c2);
       for_elements(call.args, [&](int64_t begin, int64_t end) { cpu::channel_backward(call.args, begin, end); });
       return;
     }
-    const Tensor terms = make_terms<decltype(computed)>(call, c1, c2);
+    const Room terms = make_terms<decltype(computed)>(call, c1, c2);
     on_stream(call.device, [&](auto stream) { return cuda::channel_backward(call.args, stream); });
   });
 }
@@ -130,8 +128,8 @@ void run_channel_gradients(const ChannelCall& whole, double* dz, double* dz_x_ha
   ChannelCall last = call;
   if (call.dz) last.args.has_act = false, last.args.grad = call.dz;
   const int64_t statistics = call.groups ? args.outer * call.groups : args.channels;
-  const Tensor means = scratch(call, statistics);
-  double *const c1 = means.mutable_data_ptr<double>(), *const c2 = c1 + statistics;
+  const Room means = doubles(call, 2 * statistics);
+  double *const c1 = means.as<double>(), *const c2 = c1 + statistics;
   if (by_channels(call)) return gradients_by_channels(call, last, dz, dz_x_hat, c1, c2);
   run_channel_sums(call, dz, dz_x_hat, c1, c2);
   run_channel_backward(last, c1, c2);

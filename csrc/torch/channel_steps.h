@@ -3,7 +3,6 @@
 #pragma once
 
 #include <ATen/ATen.h>
-#include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
 
 #include <algorithm>
@@ -11,6 +10,7 @@
 #include "../cpu/channel_norm.h"
 #include "../cuda/channel_norm.h"
 #include "channel_layout.h"
+#include "room.h"
 #include "stream.h"
 
 namespace memkit {
@@ -25,12 +25,11 @@ void with_computed(const ChannelCall& call, const F& f) {
   }
 }
 
-// Memory for one pass. On the CPU past the dispatcher, which takes as long as a small pass.
-inline at::Tensor room(const ChannelCall& call, at::IntArrayRef shape, at::ScalarType dtype) {
-  if (call.device.is_cpu()) return at::Tensor(at::detail::empty_cpu(shape, dtype));
-  return at::empty(shape, at::TensorOptions(dtype).device(call.device));
+inline Room doubles(const ChannelCall& call, int64_t count) { return Room(call.device, count * 8); }
+template <class T>
+Room terms_room(const ChannelCall& call) {
+  return Room(call.device, 5 * call.args.sets * int64_t(sizeof(T)));
 }
-inline at::Tensor scratch(const ChannelCall& call, int64_t count) { return room(call, {2, count}, at::kDouble); }
 
 template <class T>
 ChannelStatistics<T> statistics_of(const ChannelCall& call, const ChannelParts& parts) {
@@ -60,9 +59,9 @@ ChannelStatistics<T> statistics_of(const ChannelCall& call, const ChannelParts& 
 
 // 1 / sqrt(variance + eps), which s then points to.
 template <class T>
-at::Tensor make_roots(const ChannelCall& call, ChannelStatistics<T>& s) {
-  at::Tensor made = room(call, {s.statistics}, at::kDouble);
-  double* roots = made.mutable_data_ptr<double>();
+Room make_roots(const ChannelCall& call, ChannelStatistics<T>& s) {
+  Room made = doubles(call, s.statistics);
+  double* roots = made.as<double>();
   at::parallel_for(0, s.statistics, 8192, [&](int64_t begin, int64_t end) {
     cpu::channel_roots(s.variance + begin, s.eps, end - begin, roots + begin);
   });
@@ -139,15 +138,20 @@ void finish_group_parameters(const ChannelStatistics<T>& s, const double* sums, 
 
 // The terms of all sets, which the call then points to.
 template <class T>
-at::Tensor make_terms(ChannelCall& call, const double* c1, const double* c2) {
-  at::Tensor made = room(call, {5, call.args.sets}, call.computed);
-  T* data = static_cast<T*>(made.mutable_data_ptr());
+Room make_terms(ChannelCall& call, const double* c1, const double* c2) {
+  Room made = terms_room<T>(call);
+  T* data = made.as<T>();
   call.args.terms = data;
   ChannelStatistics<T> s = statistics_of<T>(call, {1, call.args.planes()});
   if (runs_on_threads(call.device)) {
     const TermArrays<T> arrays{data, call.args.sets};
-    const at::Tensor roots = make_roots(call, s);
+    const Room roots = make_roots(call, s);
     const int64_t row = call.args.sets / call.repeat;
+    if (call.groups == 0 && row == call.args.sets && call.together == 1) {
+      at::parallel_for(0, row, 8192,
+                       [&](int64_t begin, int64_t end) { cpu::channel_terms(s, begin, end, c1, c2, arrays); });
+      return made;
+    }
     at::parallel_for(0, row / call.together, 1024, [&](int64_t begin, int64_t end) {
       for (int64_t set = begin; set < end; ++set) {
         const ChannelTerms<T> own = s.terms(set, c1, c2);

@@ -77,9 +77,14 @@ class DenseLayer(Twin, kind="dense_layer"):
     def forward(self, input: Any) -> Tensor:
         module: Any = self
         given = [input] if isinstance(input, Tensor) else input
-        if module.memory_efficient or not all(map(serves, given)):
+        # What is joined says it of all of them: there are as many as layers before.
+        if (
+            module.memory_efficient
+            or not all(map(serves, given[:1]))
+            or not serves(joined := torch.cat(given, 1))
+        ):
             return self._stock_forward(input)
-        out = run([getattr(self, name) for name in DENSE], torch.cat(given, 1), dropout=False)
+        out = run([getattr(self, name) for name in DENSE], joined, dropout=False)
         if module.drop_rate > 0:
             out = nn.functional.dropout(out, module.drop_rate, self.training)
         return out
