@@ -248,8 +248,11 @@ struct GradientSums {
         since_flush = 0;
       };
       T space[kChunk], grads[kChunk];
-      for (int64_t first = begin * unit_size; first < end * unit_size; first += kChunk) {
-        const int64_t n = std::min(kChunk, end * unit_size - first);
+      // Chunks of whole planes, or parts of one plane: its sums do not depend on the planes before it.
+      const bool several = !columns && unit_size <= kChunk, parts = !columns && !several;
+      const int64_t chunk = several ? kChunk / unit_size * unit_size : kChunk;
+      for (int64_t first = begin * unit_size, n = 0; first < end * unit_size; first += n) {
+        n = std::min({chunk, end * unit_size - first, parts ? unit_size - first % unit_size : kChunk});
         const T* x = read<Lanes>(args.x, args.dtype, first, n, space);
         const T* dz = gradients<Lanes>(args, terms, first, n, x, kept ? place(kept, args.dtype, first, grads) : grads);
         if (kept) written<Lanes>(dz, kept, args.dtype, first, n);
