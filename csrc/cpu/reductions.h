@@ -28,38 +28,33 @@ struct Fold {
   }
 };
 #if MEMKIT_X86
-template <>
-struct Fold<V4Lanes, float> {
+MEMKIT_TARGET_V4 inline float sum_of_lanes(__m512 x) { return _mm512_reduce_add_ps(x); }
+MEMKIT_TARGET_V4 inline double sum_of_lanes(__m512d x) { return _mm512_reduce_add_pd(x); }
+MEMKIT_TARGET_V4 inline float most_of_lanes(__m512 x) { return _mm512_reduce_max_ps(x); }
+MEMKIT_TARGET_V4 inline double most_of_lanes(__m512d x) { return _mm512_reduce_max_pd(x); }
+
+template <class T>
+struct Fold<V4Lanes, T> {
+  typedef T Vector __attribute__((vector_size(64)));
+  typedef T Unaligned __attribute__((vector_size(64), aligned(alignof(T)), may_alias));
+  static constexpr int kLanes = 64 / sizeof(T);
+
   template <int n>
-  MEMKIT_TARGET_V4 static float sum(const float (&x)[n]) {
-    __m512 all = _mm512_loadu_ps(x);
+  MEMKIT_TARGET_V4 static T sum(const T (&x)[n]) {
+    Vector all = *(const Unaligned*)x;
 #pragma GCC unroll 8
-    for (int k = 16; k < n; k += 16) all = _mm512_add_ps(all, _mm512_loadu_ps(x + k));
-    return _mm512_reduce_add_ps(all);
+    for (int k = kLanes; k < n; k += kLanes) all += *(const Unaligned*)(x + k);
+    return sum_of_lanes(all);
   }
   template <int n>
-  MEMKIT_TARGET_V4 static float most(const float (&x)[n]) {
-    __m512 all = _mm512_loadu_ps(x);
+  MEMKIT_TARGET_V4 static T most(const T (&x)[n]) {
+    Vector all = *(const Unaligned*)x;
 #pragma GCC unroll 8
-    for (int k = 16; k < n; k += 16) all = _mm512_max_ps(all, _mm512_loadu_ps(x + k));
-    return _mm512_reduce_max_ps(all);
-  }
-};
-template <>
-struct Fold<V4Lanes, double> {
-  template <int n>
-  MEMKIT_TARGET_V4 static double sum(const double (&x)[n]) {
-    __m512d all = _mm512_loadu_pd(x);
-#pragma GCC unroll 8
-    for (int k = 8; k < n; k += 8) all = _mm512_add_pd(all, _mm512_loadu_pd(x + k));
-    return _mm512_reduce_add_pd(all);
-  }
-  template <int n>
-  MEMKIT_TARGET_V4 static double most(const double (&x)[n]) {
-    __m512d all = _mm512_loadu_pd(x);
-#pragma GCC unroll 8
-    for (int k = 8; k < n; k += 8) all = _mm512_max_pd(all, _mm512_loadu_pd(x + k));
-    return _mm512_reduce_max_pd(all);
+    for (int k = kLanes; k < n; k += kLanes) {
+      const Vector next = *(const Unaligned*)(x + k);
+      all = all > next ? all : next;
+    }
+    return most_of_lanes(all);
   }
 };
 #endif
