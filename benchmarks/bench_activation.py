@@ -88,16 +88,18 @@ def op(
 
 
 OPS: dict[str, Op] = {
-    "relu": op("relu", None, torch.relu_),
-    "leaky_relu": op("leaky_relu", lambda x, o: aten.leaky_relu.out(x, 0.01, out=o), F.leaky_relu_),
-    "elu": op("elu", lambda x, o: aten.elu.out(x, out=o), F.elu_),
-    "selu": op("selu", None, torch.selu_),
-    "celu": op("celu", None, torch.celu_),
-    "sigmoid": op("sigmoid", lambda x, o: torch.sigmoid(x, out=o), torch.sigmoid_),
-    "tanh": op("tanh", lambda x, o: torch.tanh(x, out=o), torch.tanh_),
+    "relu": op("relu", None, lambda x: torch.relu_(x)),
+    "leaky_relu": op(
+        "leaky_relu", lambda x, o: aten.leaky_relu.out(x, 0.01, out=o), lambda x: F.leaky_relu_(x)
+    ),
+    "elu": op("elu", lambda x, o: aten.elu.out(x, out=o), lambda x: F.elu_(x)),
+    "selu": op("selu", None, lambda x: torch.selu_(x)),
+    "celu": op("celu", None, lambda x: torch.celu_(x)),
+    "sigmoid": op("sigmoid", lambda x, o: torch.sigmoid(x, out=o), lambda x: torch.sigmoid_(x)),
+    "tanh": op("tanh", lambda x, o: torch.tanh(x, out=o), lambda x: torch.tanh_(x)),
     "softplus": op("softplus", lambda x, o: aten.softplus.out(x, out=o)),
     "relu6": op("relu6", lambda x, o: aten.hardtanh.out(x, 0, 6, out=o), lambda x: F.relu6(x, True)),
-    "hardtanh": op("hardtanh", lambda x, o: aten.hardtanh.out(x, out=o), F.hardtanh_),
+    "hardtanh": op("hardtanh", lambda x, o: aten.hardtanh.out(x, out=o), lambda x: F.hardtanh_(x)),
     "hardsigmoid": op(
         "hardsigmoid", lambda x, o: aten.hardsigmoid.out(x, out=o), lambda x: F.hardsigmoid(x, True)
     ),
@@ -152,15 +154,18 @@ def there_and_back(function: Function) -> Callable[[Tensor, GradientEdge, Tensor
     return call
 
 
-def contenders(entry: Op, compiled: Function | None, mode: str, buffers: Buffers) -> dict[str, Contender]:
-    def memkit_inplace(x: Tensor) -> Tensor:
-        return entry.memkit(x, inplace=True)
-
-    functions: dict[str, Function] = {
-        "stock": entry.stock,
-        "memkit": entry.memkit,
-        "memkit_inplace": memkit_inplace,
+def one_line_each(entry: Op) -> dict[str, Function]:
+    """As one line of a user's own function."""
+    stock, memkit = entry.stock, entry.memkit
+    return {
+        "stock": lambda x: stock(x),
+        "memkit": lambda x: memkit(x),
+        "memkit_inplace": lambda x: memkit(x, inplace=True),
     }
+
+
+def contenders(entry: Op, compiled: Function | None, mode: str, buffers: Buffers) -> dict[str, Contender]:
+    functions = one_line_each(entry)
     if compiled is not None:
         functions["compiled"] = compiled
     if mode == "forward":
@@ -219,10 +224,8 @@ def run_overhead(op_name: str, entry: Op, device: str, budget: float) -> list[di
     rows = []
     for grad in (False, True):
         functions: dict[str, Function | None] = {
-            "stock": entry.stock,
-            "memkit": entry.memkit,
+            **one_line_each(entry),
             "stock_inplace": (entry.in_place_grad if grad and entry.in_place_grad else entry.in_place),
-            "memkit_inplace": lambda x: entry.memkit(x, inplace=True),
         }
 
         def prepare(grad: bool = grad) -> list[tuple[Any, ...]]:

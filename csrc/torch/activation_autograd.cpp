@@ -178,7 +178,7 @@ OptionalTensor ActivationBackward::bits_of_nonzeros(const Tensor& grad) {
   const auto packed = found->lock();
   // Of what others kept of the result after it was changed, the zeros are others. -0.0 is not zero, and its slope is.
   if (!packed || packed->version != kept_version() || packed->negative_zero) return std::nullopt;
-  if (strides.empty()) strides = c10::SymDimVector(packed->strides.begin(), packed->strides.end());
+  if (strides.empty()) strides.assign(packed->strides.begin(), packed->strides.end());
   if (strides.size() != size_t(grad.dim())) return std::nullopt;
   return packed->bits.view(at::kByte).narrow(0, 0, (grad.numel() + 7) / 8);
 }
@@ -264,7 +264,10 @@ auto new_node(const Tensor& x, const Request& r, Save save) {
   node->has_seed = r.seed.has_value();
   node->saved = save;
   node->has_bits = save == Save::bit || (save == Save::output && r.spec.has_branch());
-  if (node->has_bits || node->has_seed) node->strides = walk_strides(x, node->has_bias, r.dim);
+  if (node->has_bits || node->has_seed) {
+    const auto order = walk_strides(x, node->has_bias, r.dim);
+    node->strides.assign(order.begin(), order.end());
+  }
   return node;
 }
 

@@ -1,10 +1,10 @@
 // The derivative of every activation, as one autograd node.
 #pragma once
 
-#include <ATen/core/DimVector.h>
 #include <c10/core/SymIntArrayRef.h>
 
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "saved_node.h"
@@ -14,11 +14,11 @@ namespace memkit {
 
 struct ActivationBackward : SavedNode {
   // What the forward was asked for.
-  std::string op;
+  std::string_view op;  // of static storage
   std::vector<double> params;
   int64_t dim = -1;
   std::vector<double> drop;
-  c10::SymDimVector strides;  // of the memory order that bits and dropout follow; set where there are any
+  std::vector<c10::SymInt> strides;  // of the memory order that bits and dropout follow; set where there are any
 
   // Saved, each where it is needed: the output, the input, or neither; the bits or the bias; the seed.
   bool identity = false;
@@ -30,7 +30,7 @@ struct ActivationBackward : SavedNode {
 
   bool can_rebuild(uint32_t) const override { return !identity && saved == Save::input && !has_residual; }
   bool makes_zeros() const override;
-  std::string name() const override { return "memkit::" + op + "_backward"; }
+  std::string name() const override { return "memkit::" + std::string(op) + "_backward"; }
 
  protected:
   torch::autograd::variable_list backward(torch::autograd::variable_list&& grads) override;

@@ -7,8 +7,10 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <atomic>
 #include <numeric>
 #include <sstream>
+#include <typeinfo>
 
 #include "node.h"
 #include "pool_device.h"
@@ -58,9 +60,7 @@ constexpr std::string_view kOutputSavers[] = {"SigmoidBackward",
                                               "ScaledDotProductFusedAttentionOverrideableBackward"};
 
 // "ReluBackward0" and in-place "EluBackward1" alike: the digits at the end number a function's overloads.
-bool saves_output(const autograd::Node& node, uint32_t number) {
-  if (const auto* own = dynamic_cast<const SavedNode*>(&node)) return own->keeps_output(number);
-  const std::string name = node.name();
+bool is_listed(const std::string& name) {
   for (std::string_view saver : kOutputSavers) {
     if (name.size() <= saver.size() + 1 && name.compare(0, saver.size(), saver) == 0) return true;
   }
@@ -70,6 +70,28 @@ bool saves_output(const autograd::Node& node, uint32_t number) {
     if (name == saver) return true;
   }
   return false;
+}
+
+// Nodes by their type, of which there are a few in a program: looking names up takes a tenth of a short call.
+enum class Kind : uintptr_t { other, saver, own };
+
+Kind kind_of(const autograd::Node& node) {
+  static std::atomic<uintptr_t> known[64];  // a type's address, and in bits that are 0 there, its kind
+  constexpr uintptr_t bits = 3;
+  static_assert(alignof(std::type_info) > bits);
+  const auto type = reinterpret_cast<uintptr_t>(&typeid(node));
+  std::atomic<uintptr_t>& place = known[type / 16 % std::size(known)];
+  if (const uintptr_t found = place.load(std::memory_order_relaxed); (found & ~bits) == type) return Kind(found & bits);
+  const bool own = dynamic_cast<const SavedNode*>(&node);
+  const bool saver = dynamic_cast<const autograd::TraceableFunction*>(&node) && is_listed(node.name());
+  const Kind kind = own ? Kind::own : saver ? Kind::saver : Kind::other;
+  place.store(type | uintptr_t(kind), std::memory_order_relaxed);
+  return kind;
+}
+
+bool saves_output(const autograd::Node& node, uint32_t number) {
+  const Kind kind = kind_of(node);
+  return kind == Kind::own ? static_cast<const SavedNode&>(node).keeps_output(number) : kind == Kind::saver;
 }
 
 bool overlaps_itself(const Tensor& x) {

@@ -2,11 +2,11 @@
 #pragma once
 
 #include <ATen/SavedTensorHooks.h>
+#include <c10/util/SmallVector.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <string>
@@ -41,23 +41,20 @@ struct SavedNode : torch::autograd::Node {
     if (!is_output && lean_keeps(x)) {
       const WithoutHooks unasked;
       saved_.emplace_back(x, false);
-      is_recipe_.push_back(false);
       return;
     }
     const bool outer = std::exchange(packed_recipe, false);
     const Saving saving(is_output ? &x : nullptr);
     saved_.emplace_back(x, is_output, is_inplace_on_view);
-    is_recipe_.push_back(std::exchange(packed_recipe, outer));
+    if (std::exchange(packed_recipe, outer) && saved_.size() <= 64) recipes_ |= uint64_t(1) << (saved_.size() - 1);
     if (!is_output) return;
-    kept_outputs_.push_back(x.output_nr());
+    kept_outputs_ |= uint64_t(1) << x.output_nr();
     kept_version_ = x._version();
   }
   void save(const std::optional<at::Tensor>& x) { save(x.value_or(at::Tensor())); }
 
   // Whether backward needs this result of the operator as it was.
-  bool keeps_output(uint32_t number) const {
-    return std::find(kept_outputs_.begin(), kept_outputs_.end(), number) != kept_outputs_.end();
-  }
+  bool keeps_output(uint32_t number) const { return number < 64 && kept_outputs_ >> number & 1; }
 
   // This result is on record as the node's; if it can be rebuilt, its version is followed from now on.
   void watch(const at::Tensor& result) {
@@ -107,13 +104,13 @@ struct SavedNode : torch::autograd::Node {
   at::Tensor unpack(size_t i) {
     if (i < unpacked_.size() && unpacked_[i].defined()) return unpacked_[i];
     at::Tensor x = saved_[i].unpack(getptr());
-    if (i < unpacked_.size() && !is_recipe_[i]) unpacked_[i] = x;
+    if (i < unpacked_.size() && !is_recipe(i)) unpacked_[i] = x;
     return x;
   }
 
   // As unpack for a recompute. A tensor that lean() had to rebuild belongs to nobody else: `is_own` says so.
   at::Tensor unpack_for_rebuild(size_t i, bool& is_own) {
-    is_own = is_recipe_[i];
+    is_own = is_recipe(i);
     return unpack(i);
   }
 
@@ -139,13 +136,16 @@ struct SavedNode : torch::autograd::Node {
     const bool outer = at::SavedTensorDefaultHooks::set_tracing(true);
   };
 
-  std::vector<torch::autograd::SavedVariable> saved_;
-  // Known from the packing: an unpacking may run a checkpoint, which unpacks others meanwhile.
-  std::vector<bool> is_recipe_;
+  bool is_recipe(size_t i) const { return i < 64 && recipes_ >> i & 1; }
+
+  // In the node itself, as most nodes live until backward: each piece of theirs is one more hole in the heap then.
+  c10::SmallVector<torch::autograd::SavedVariable, 4> saved_;
+  // Which of them, of the first 64; known from the packing, as an unpacking may run a checkpoint, which unpacks others.
+  uint64_t recipes_ = 0;
   // From a rebuild to the backward that follows it: hooks may cost, and a checkpoint's allow one unpacking only. Not what
   // lean() rebuilds, which is made twice rather than kept meanwhile.
   std::vector<at::Tensor> unpacked_;
-  std::vector<uint32_t> kept_outputs_;
+  uint64_t kept_outputs_ = 0;  // bit k: the k-th result
   int64_t kept_version_ = -1;
   mutable std::shared_ptr<const NonzerosRef> nonzeros_;
   c10::VariableVersion result_version_;

@@ -35,7 +35,7 @@ struct ActivationSpec {
 // "gelu" or "gelu_tanh".
 std::string_view gelu_name(std::string_view approximate);
 
-enum class Save { input, output, bit };
+enum class Save : uint8_t { input, output, bit };
 
 // What `save` means for this call.
 Save resolve_save(const ActivationSpec& spec, std::string_view save, bool inplace, bool dropped = false);

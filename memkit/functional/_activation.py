@@ -34,7 +34,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
 from .. import _C
 from .._sharding import call
@@ -91,7 +91,7 @@ def _apply(
     bias: Tensor | None = None,
     dim: int = -1,
 ) -> Tensor:
-    if not is_compiling():
+    if not is_dynamo_compiling():
         out = _C.activation(op, input, bias, dim, params, inplace, save)
         if out is not None:
             return out

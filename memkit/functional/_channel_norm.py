@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
 from .. import _C
 from .._sharding import call
@@ -32,7 +32,7 @@ def group_norm(
     """Each group of channels of each sample normalised (Wu and He 2018). The result is contiguous."""
     if num_groups < 1:
         raise ValueError(f"group_norm: expected num_groups of at least 1, got {num_groups}")
-    if not is_compiling():
+    if not is_dynamo_compiling():
         out: Tensor | None = _C.group_norm(input, num_groups, weight, bias, eps)
         if out is not None:
             return out
@@ -68,7 +68,7 @@ def batch_norm_act(
             f"batch_norm_act: expected parameters {sorted(names)} for {act}, got {sorted(params)}"
         )
     values = [params.get(key, default) for key, default in names.items()]
-    if process_group is None and not is_compiling():
+    if process_group is None and not is_dynamo_compiling():
         found: Tensor | None = _C.batch_norm_act(
             *(input, weight, bias, running_mean, running_var, bool(training)),
             *(momentum if training else 0.0, eps, name, values),
@@ -136,6 +136,6 @@ def check_running(op: str, input: Tensor, *statistics: Tensor | None) -> None:
 
 
 def _update(running: Tensor, new: Tensor, momentum: float, factor: float = 1.0) -> None:
-    if is_compiling() or _C.update_running(running, new, factor, momentum) is None:
+    if is_dynamo_compiling() or _C.update_running(running, new, factor, momentum) is None:
         with torch.no_grad():
             running.lerp_((new * factor).to(running.dtype), momentum)

@@ -26,7 +26,7 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Generator, Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 from torch.fx import Proxy
 
 from .. import _C
@@ -378,7 +378,7 @@ def _consumer(
     """The layers' results and the producer's statistics."""
     args = inputs, op, act, packing, numbers, weights, biases, conv
     try:
-        results = None if is_compiling() else _C.consumer(*args)
+        results = None if is_dynamo_compiling() else _C.consumer(*args)
     except TypeError:  # looked into where something is wrong, and not in every call
         for each in [*inputs[1:], *weights, *biases]:
             if each is not None:

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import Generator, Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
 from .. import _C
 from .._sharding import call
@@ -101,7 +101,7 @@ def dropout(
 
     Srivastava, Hinton, Krizhevsky, Sutskever, Salakhutdinov, 2014.
     """
-    if not is_compiling():
+    if not is_dynamo_compiling():
         out = _C.dropout(input, p, training, inplace, generator, False)
         if out is not None:
             return out
@@ -120,7 +120,7 @@ def alpha_dropout(
 
     Klambauer, Unterthiner, Mayr, Hochreiter, "Self-normalizing neural networks", 2017.
     """
-    if not is_compiling():
+    if not is_dynamo_compiling():
         out = _C.dropout(input, p, training, inplace, generator, True)
         if out is not None:
             return out
@@ -141,7 +141,7 @@ def dropout_add(
     The other arguments are those of :func:`dropout`.
     A residual of another shape or dtype is added as ``+`` does it, in a second pass.
     """
-    if not is_compiling():
+    if not is_dynamo_compiling():
         out = _C.dropout_add(input, residual, p, training, inplace, generator)
         if out is not None:
             return out
@@ -163,7 +163,7 @@ def bias_dropout_add(
 
     The other arguments are those of :func:`dropout`.
     """
-    if not is_compiling():
+    if not is_dynamo_compiling():
         out = _C.bias_dropout_add(input, bias, residual, p, training, inplace, generator, dim)
         if out is not None:
             return out
@@ -202,7 +202,7 @@ def act_dropout(
     jumps at an output that this scaling blurs, keep their input ("auto") and are refused in place.
     """
     given = _parameters("act_dropout", act, params) if params else None
-    if not is_compiling():
+    if not is_dynamo_compiling():
         out = _C.act_dropout(input, act, p, training, inplace, generator, bias, dim, given, save)
         if out is not None:
             return out

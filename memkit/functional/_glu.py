@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import Literal
 
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
 from .. import _C
 from .._sharding import call
@@ -39,7 +39,7 @@ def gated(
 
     "sigmoid" with ``packing="up_gate"`` is ``torch.nn.functional.glu``.
     """
-    if not is_compiling():
+    if not is_dynamo_compiling():
         out = _C.glu(gate, up, act, packing)
         if out is not None:
             return out

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
 from .. import _C
 from .._sharding import call
@@ -63,7 +63,7 @@ def cross_entropy(
     """
     if size_average is not None or reduce is not None:
         reduction = torch.nn._reduction.legacy_get_string(size_average, reduce)
-    if not is_compiling():
+    if not is_dynamo_compiling():
         out = _C.cross_entropy(
             input,
             target,

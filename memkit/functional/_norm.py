@@ -33,7 +33,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
 from .. import _C
 from .._sharding import call
@@ -59,7 +59,7 @@ def layer_norm(
     save: Save = "auto",
 ) -> Tensor:
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimensions (Ba et al. 2016)."""
-    if not is_compiling():
+    if not is_dynamo_compiling():
         out: Tensor | None = _C.layer_norm(input, normalized_shape, weight, bias, eps, inplace, save)
         if out is not None:
             return out
@@ -79,7 +79,7 @@ def rms_norm(
 
     ``eps`` None: the machine epsilon of the type computed in, as in PyTorch.
     """
-    if not is_compiling():
+    if not is_dynamo_compiling():
         out: Tensor | None = _C.rms_norm(input, normalized_shape, weight, eps, inplace, save)
         if out is not None:
             return out
@@ -102,7 +102,7 @@ def add_layer_norm(
     s has the dtype that torch gives the sum. In place it is written into the residual's memory, with either ``save``:
     with "input" it is s that is kept, and a later in-place change of s refused.
     """
-    if not is_compiling():
+    if not is_dynamo_compiling():
         out: tuple[Tensor, Tensor] | None = _C.add_layer_norm(
             input, residual, normalized_shape, weight, bias, eps, inplace, save
         )
@@ -124,7 +124,7 @@ def add_rms_norm(
     save: Save = "auto",
 ) -> tuple[Tensor, Tensor]:
     """(rms_norm(s), s) with s = input + residual: as :func:`add_layer_norm`."""
-    if not is_compiling():
+    if not is_dynamo_compiling():
         out: tuple[Tensor, Tensor] | None = _C.add_rms_norm(
             input, residual, normalized_shape, weight, eps, inplace, save
         )

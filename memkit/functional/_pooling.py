@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch.nn.functional as F
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
 from .. import _C
 
@@ -35,7 +35,11 @@ def max_pool2d(
     return_indices: bool = False,
 ) -> Tensor:
     """Arguments and result of ``torch.nn.functional.max_pool2d``."""
-    if isinstance(input, Tensor) and type(ceil_mode) is bool and not (return_indices or is_compiling()):
+    if (
+        isinstance(input, Tensor)
+        and type(ceil_mode) is bool
+        and not (return_indices or is_dynamo_compiling())
+    ):
         window = _numbers(kernel_size, () if stride is None else stride, padding, dilation)
         if window and (result := _C.max_pool2d(input, *window, ceil_mode)) is not None:
             return result

@@ -24,7 +24,7 @@ from __future__ import annotations
 from typing import Literal, overload
 
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
 from .. import _C
 from .._sharding import call
@@ -80,7 +80,7 @@ def apply_rotary(
     """
     heads_at = _heads_at(layout)
     rotary = rotary_dim or 0
-    if not is_compiling():
+    if not is_dynamo_compiling():
         out: tuple[Tensor, Tensor] | Tensor | None
         if k is None:
             out = _C.apply_rotary_to_one(q, cos, sin, position_ids, interleaved, heads_at, rotary, inplace)

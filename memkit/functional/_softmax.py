@@ -37,7 +37,7 @@ import warnings
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
 from .. import _C
 from .._sharding import call
@@ -90,7 +90,7 @@ def _call(
     if dim is None:  # what torch.nn.functional takes, with its warning
         warnings.warn(f"Implicit dimension choice for {op} has been deprecated: give dim=", stacklevel=3)
         dim = 0 if input.dim() in (0, 1, 3) else 1
-    if not is_compiling():
+    if not is_dynamo_compiling():
         result = _C.softmax(input, dim, mask, scale, causal, log, dtype, inplace)
         if result is not None:
             return result
