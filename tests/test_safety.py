@@ -31,6 +31,34 @@ WEIGHT = torch.randn(10, 10, dtype=torch.float64)
 KERNEL = torch.randn(6, 6, 3, dtype=torch.float64)
 GAIN = torch.randn(6, 10, dtype=torch.float64)
 
+
+class Relu(torch.autograd.Function):
+    """Keeps its input, unlike PyTorch's operator of that name."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.clamp(min=0)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * (ctx.saved_tensors[0] > 0)
+
+
+class Tanh(torch.autograd.Function):
+    """Keeps its output."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = x.tanh()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * (1 - ctx.saved_tensors[0] ** 2)
+
+
 SAFE = {
     "linear": LINEAR,
     "matmul": lambda x: x @ WEIGHT,
@@ -49,6 +77,7 @@ SAFE = {
     "glu": lambda x: F.glu(torch.cat([x, x], -1), -1),
     "cat": lambda x: torch.cat([x[:3], x[3:]]),
     "memkit from the input": lambda x: M.silu(x, save="input"),
+    "a function of Python's": Relu.apply,
 }
 
 
@@ -89,6 +118,15 @@ def test_after_a_producer_that_keeps_its_output(act, producer):
         gradient(lambda x: ours(UNSAFE[producer](x), inplace=True))
     got = gradient(lambda x: ours(UNSAFE[producer](x), inplace="auto"))
     torch.testing.assert_close(got, gradient(lambda x: stock(UNSAFE[producer](x))), rtol=1e-6, atol=1e-7)
+
+
+@acts
+def test_after_a_function_of_pythons_that_keeps_its_output(act):
+    ours, stock = ACTS[act]
+    with pytest.raises(RuntimeError, match=r"expected, in place|modified by an inplace operation"):
+        gradient(lambda x: ours(Tanh.apply(x), inplace=True))
+    got = gradient(lambda x: ours(Tanh.apply(x), inplace="auto"))
+    torch.testing.assert_close(got, gradient(lambda x: stock(torch.tanh(x))), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("view", [lambda y: y.view(-1), lambda y: y.t(), lambda y: y[1:]])
