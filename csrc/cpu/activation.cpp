@@ -61,7 +61,7 @@ struct Engine {
         if (args.bits) loops.mark(args.params, x(first), bits(first), n);
         return loops.value(args.params, x(first), out(first), n);
       }
-      if (tiles && !args.bits) return tiles->value(args.params, x(first), out(first), n);
+      if (tiles) return tiles->value(args.params, x(first), out(first), bits(first), n);
     }
     alignas(64) T block[kBlock], other[kBlock];  // as the loops that are called would align what is theirs
     T* const last = place(first, block);

@@ -32,17 +32,22 @@ struct Loops {
         n, [&](int64_t i) MEMKIT_INLINE { out[i] = gradient_at_input(op, grad[i], x[i]); }, x, grad, out);
   }
 
-  // The bits that backward needs of these inputs.
-  MEMKIT_FN static void mark([[maybe_unused]] const ActParams& params, const T* x, uint8_t* bits, int64_t n) {
+  // The bits that backward needs of these inputs, by pack(values, threshold).
+  template <int64_t kMost, class Pack>
+  MEMKIT_FN static void mark([[maybe_unused]] const ActParams& params, const T* x, int64_t n, const Pack& pack) {
     if constexpr (Op::branch) {
-      Lanes::pack(x, T(Op::x0), bits, n);
+      pack(x, T(Op::x0));
     } else if constexpr (has_two_slopes<Op>) {
       const Op op(params);
-      T marks[kBlock];
+      alignas(64) T marks[kMost];
       MEMKIT_LOOP
       for (int64_t i = 0; i < n; ++i) marks[i] = select(op.active(x[i]), T(1), T(0));
-      Lanes::pack(marks, T(1), bits, n);
+      pack(marks, T(1));
     }
+  }
+  MEMKIT_FN static void mark(const ActParams& params, const T* x, uint8_t* bits, int64_t n) {
+    mark<kBlock>(params, x, n,
+                 [&](const T* values, T threshold) MEMKIT_INLINE { Lanes::pack(values, threshold, bits, n); });
   }
 
   MEMKIT_FN static void slope_from_output(const ActParams& params, const T* y, const uint8_t* bits, const T* grad,
@@ -83,28 +88,50 @@ struct Tiles {
 
   MEMKIT_FN static void read(const S* x, Tile& tile, int64_t n) {
     if (n == kTile) return Lanes::take_tile(x, tile);
-    std::fill_n(tile, kTile, 0.f);
-    Lanes::widen(x, tile, n);
+    S whole[kTile] = {};
+    std::copy_n(x, n, whole);
+    Lanes::take_tile(whole, tile);
   }
   MEMKIT_FN static void write(const Tile& tile, S* y, int64_t n) {
     if (n == kTile) return Lanes::put_tile(tile, y);
-    Lanes::narrow(tile, y, n);
+    S whole[kTile];
+    Lanes::put_tile(tile, whole);
+    std::copy_n(whole, n, y);
+  }
+
+  // The bits of a tile's elements.
+  MEMKIT_FN static uint64_t read(const uint8_t* bits, int64_t n) {
+    uint64_t word = 0;
+    std::memcpy(&word, bits, size_t(n + 7) / 8);
+    return std::is_same_v<S, Bfloat> ? apart<Lanes::kLanes>(word) : word;
+  }
+  MEMKIT_FN static void write(uint64_t word, uint8_t* bits, int64_t n) {
+    if constexpr (std::is_same_v<S, Bfloat>) word = together<Lanes::kLanes>(word);
+    if (n < kTile) word &= (uint64_t(1) << n) - 1;
+    std::memcpy(bits, &word, size_t(n + 7) / 8);
   }
 
   template <class F, class... Arrays>
   MEMKIT_FN static void for_tiles(int64_t n, const F& f, const Arrays*... arrays) {
-    for (int64_t first = 0; first < n; first += kTile) {
+    int64_t first = 0;
+    for (; first + kTile <= n; first += kTile) {
       if constexpr (is_long<Op>) (prefetch_tile(arrays + first), ...);
-      f(first, std::min(kTile, n - first));
+      f(first, std::integral_constant<int64_t, kTile>());
     }
+    if (first < n) f(first, n - first);
   }
 
-  MEMKIT_FN static void value(const ActParams& params, const S* x, S* y, int64_t n) {
+  // `bits` null: nothing to mark.
+  MEMKIT_FN static void value(const ActParams& params, const S* x, S* y, uint8_t* bits, int64_t n) {
     for_tiles(
         n,
-        [&](int64_t first, int64_t count) MEMKIT_INLINE {
+        [&](int64_t first, auto count) MEMKIT_INLINE {
           alignas(64) Tile tile;
           read(x + first, tile, count);
+          if (bits)
+            Each::template mark<kTile>(params, tile, kTile, [&](const float* values, float threshold) MEMKIT_INLINE {
+              write(Lanes::pack_tile(values, threshold), bits + first / 8, count);
+            });
           Each::value(params, tile, tile, kTile);
           write(tile, y + first, count);
         },
@@ -116,7 +143,7 @@ struct Tiles {
   MEMKIT_FN static void gradients(const S* x, const S* grad, S* out, int64_t n, const F& f) {
     for_tiles(
         n,
-        [&](int64_t first, int64_t count) MEMKIT_INLINE {
+        [&](int64_t first, auto count) MEMKIT_INLINE {
           alignas(64) Tile tile, grads;
           read(x + first, tile, count);
           read(grad + first, grads, count);
@@ -136,7 +163,10 @@ struct Tiles {
                                           S* out, int64_t n) {
     gradients(y, grad, out, n, [&](const Tile& tile, Tile& grads, int64_t first, int64_t count) MEMKIT_INLINE {
       uint8_t own[kTile / 8] = {};
-      if constexpr (Op::branch) std::memcpy(own, bits + first / 8, size_t(count + 7) / 8);
+      if constexpr (Op::branch) {
+        const uint64_t word = read(bits + first / 8, count);
+        std::memcpy(own, &word, sizeof word);
+      }
       Each::slope_from_output(params, tile, own, grads, grads, kTile);
     });
   }
@@ -154,7 +184,7 @@ struct Table {
 
 template <class S>
 struct TileTable {
-  void (*value)(const ActParams&, const S*, S*, int64_t);
+  void (*value)(const ActParams&, const S*, S*, uint8_t*, int64_t);
   void (*slope)(const ActParams&, const S*, const S*, S*, int64_t);
   void (*slope_from_output)(const ActParams&, const S*, const uint8_t*, const S*, S*, int64_t);
 };
@@ -231,7 +261,7 @@ MEMKIT_FN void with_words(const Drop& drop, int64_t first, const T* x, T* y, int
   template <class Op, class S>                                                                                         \
   struct NAME {                                                                                                        \
     using L = Tiles<LANES, Op, S>;                                                                                     \
-    TARGET static void value(const ActParams& p, const S* x, S* y, int64_t n) { L::value(p, x, y, n); }                \
+    TARGET static void value(const ActParams& p, const S* x, S* y, uint8_t* b, int64_t n) { L::value(p, x, y, b, n); } \
     TARGET static void slope(const ActParams& p, const S* x, const S* g, S* o, int64_t n) { L::slope(p, x, g, o, n); } \
     TARGET static void slope_from_output(const ActParams& p, const S* y, const uint8_t* b, const S* g, S* o,           \
                                          int64_t n) {                                                                  \

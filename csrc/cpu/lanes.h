@@ -63,6 +63,28 @@ MEMKIT_FN void for_kept(int64_t n, int64_t ahead, const F& f, const T*... arrays
   for (int64_t i = first; i < n; ++i) f(i);
 }
 
+// How the elements of a tile lie: as in memory, or, so that bfloat16 is widened and narrowed without moving words across a
+// vector, those with even places first, then those with odd ones, of each two vectors. `apart` gives the same order to bits
+// of elements, `together` the order of memory.
+MEMKIT_FN uint64_t swapped(uint64_t bits, int distance, uint64_t chosen) {
+  const uint64_t other = (bits ^ bits >> distance) & chosen;
+  return bits ^ other ^ other << distance;
+}
+template <int kLanes>
+MEMKIT_FN uint64_t apart(uint64_t bits) {
+  bits = swapped(bits, 1, 0x2222222222222222);
+  bits = swapped(bits, 2, 0x0c0c0c0c0c0c0c0c);
+  bits = swapped(bits, 4, 0x00f000f000f000f0);
+  return kLanes == 16 ? swapped(bits, 8, 0x0000ff000000ff00) : bits;
+}
+template <int kLanes>
+MEMKIT_FN uint64_t together(uint64_t bits) {
+  if (kLanes == 16) bits = swapped(bits, 8, 0x0000ff000000ff00);
+  bits = swapped(bits, 4, 0x00f000f000f000f0);
+  bits = swapped(bits, 2, 0x0c0c0c0c0c0c0c0c);
+  return swapped(bits, 1, 0x2222222222222222);
+}
+
 // Element by element.
 struct BaseLanes {
   static constexpr int kBytes = 16;                    // of a vector
@@ -108,22 +130,38 @@ struct V3Lanes {
   MEMKIT_TARGET_V3 static void put(const float* x, Half* y) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(y), _mm256_cvtps_ph(_mm256_loadu_ps(x), 0));
   }
-  MEMKIT_TARGET_V3 static void put(const float* x, Bfloat* y) {  // as from_compute
+  // As from_compute, in the upper words.
+  MEMKIT_TARGET_V3 static __m256i rounded(const float* x) {
     const __m256 v = _mm256_loadu_ps(x);
     const __m256i u = _mm256_castps_si256(v), odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
     const __m256i sum = _mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
     const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
-    const __m256i kept = _mm256_blendv_epi8(_mm256_srli_epi32(sum, 16), _mm256_set1_epi32(0x7fc0), nan);
+    return _mm256_blendv_epi8(sum, _mm256_set1_epi32(0x7fc00000), nan);
+  }
+  MEMKIT_TARGET_V3 static void put(const float* x, Bfloat* y) {
+    const __m256i kept = _mm256_srli_epi32(rounded(x), 16);
     const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(kept, kept), 0x08);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(y), _mm256_castsi256_si128(packed));
   }
-  template <class S>
-  MEMKIT_TARGET_V3 static void take_tile(const S* x, float* y) {
+  MEMKIT_TARGET_V3 static void take_tile(const Half* x, float* y) {
     for (int64_t i = 0; i < kTile; i += kLanes) _mm256_store_ps(y + i, lanes(x + i));
   }
-  template <class S>
-  MEMKIT_TARGET_V3 static void put_tile(const float* x, S* y) {
+  MEMKIT_TARGET_V3 static void put_tile(const float* x, Half* y) {
     for (int64_t i = 0; i < kTile; i += kLanes) put(x + i, y + i);
+  }
+  MEMKIT_TARGET_V3 static void take_tile(const Bfloat* x, float* y) {
+    for (int64_t i = 0; i < kTile; i += 2 * kLanes) {
+      const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + i));
+      _mm256_store_ps(y + i, _mm256_castsi256_ps(_mm256_slli_epi32(both, 16)));
+      _mm256_store_ps(y + i + kLanes, _mm256_castsi256_ps(_mm256_blend_epi16(both, _mm256_setzero_si256(), 0x55)));
+    }
+  }
+  MEMKIT_TARGET_V3 static void put_tile(const float* x, Bfloat* y) {
+    for (int64_t i = 0; i < kTile; i += 2 * kLanes) {
+      const __m256i even = _mm256_srli_epi32(rounded(x + i), 16);
+      const __m256i both = _mm256_blend_epi16(even, rounded(x + i + kLanes), 0xaa);
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(y + i), both);
+    }
   }
   template <class S>
   MEMKIT_TARGET_V3 static void pack_lanes(const S* x, float threshold, uint8_t* bits) {
@@ -134,6 +172,15 @@ struct V3Lanes {
     const int low = _mm256_movemask_pd(_mm256_cmp_pd(_mm256_loadu_pd(x), limit, _CMP_GE_OQ));
     const int high = _mm256_movemask_pd(_mm256_cmp_pd(_mm256_loadu_pd(x + 4), limit, _CMP_GE_OQ));
     *bits = uint8_t(low | high << 4);
+  }
+  // Bit k is tile[k] >= threshold.
+  MEMKIT_TARGET_V3 static uint64_t pack_tile(const float* tile, float threshold) {
+    uint64_t word = 0;
+    for (int64_t i = 0; i < kTile; i += kLanes) {
+      const __m256 marked = _mm256_cmp_ps(_mm256_load_ps(tile + i), _mm256_set1_ps(threshold), _CMP_GE_OQ);
+      word |= uint64_t(_mm256_movemask_ps(marked)) << i;
+    }
+    return word;
   }
   MEMKIT_OUTLINE MEMKIT_TARGET_V3 static void spread(const uint8_t* bits, int32_t* sides, int64_t n) {
     const __m256i place = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
@@ -184,21 +231,36 @@ struct V4Lanes {
   MEMKIT_TARGET_V4 static void put(const float* x, Half* y) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(y), _mm512_cvtps_ph(_mm512_loadu_ps(x), 0));
   }
-  MEMKIT_TARGET_V4 static void put(const float* x, Bfloat* y) {  // as from_compute
+  // As from_compute, in the upper words.
+  MEMKIT_TARGET_V4 static __m512i rounded(const float* x) {
     const __m512 v = _mm512_loadu_ps(x);
     const __m512i u = _mm512_castps_si512(v), odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
-    const __m512i sum = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-    const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
-    const __m512i kept = _mm512_mask_mov_epi32(_mm512_srli_epi32(sum, 16), nan, _mm512_set1_epi32(0x7fc0));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(y), _mm512_cvtepi32_epi16(kept));
+    const __m512i more = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
+    return _mm512_mask_add_epi32(_mm512_set1_epi32(0x7fc00000), _mm512_cmp_ps_mask(v, v, _CMP_ORD_Q), u, more);
   }
-  template <class S>
-  MEMKIT_TARGET_V4 static void take_tile(const S* x, float* y) {
+  MEMKIT_TARGET_V4 static void put(const float* x, Bfloat* y) {
+    const __m256i kept = _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded(x), 16));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(y), kept);
+  }
+  MEMKIT_TARGET_V4 static void take_tile(const Half* x, float* y) {
     for (int64_t i = 0; i < kTile; i += kLanes) _mm512_store_ps(y + i, lanes(x + i));
   }
-  template <class S>
-  MEMKIT_TARGET_V4 static void put_tile(const float* x, S* y) {
+  MEMKIT_TARGET_V4 static void put_tile(const float* x, Half* y) {
     for (int64_t i = 0; i < kTile; i += kLanes) put(x + i, y + i);
+  }
+  MEMKIT_TARGET_V4 static void take_tile(const Bfloat* x, float* y) {
+    for (int64_t i = 0; i < kTile; i += 2 * kLanes) {
+      const __m512i both = _mm512_loadu_si512(x + i);
+      _mm512_store_ps(y + i, _mm512_castsi512_ps(_mm512_slli_epi32(both, 16)));
+      const __m512i odd = _mm512_and_si512(both, _mm512_set1_epi32(int(0xffff0000)));
+      _mm512_store_ps(y + i + kLanes, _mm512_castsi512_ps(odd));
+    }
+  }
+  MEMKIT_TARGET_V4 static void put_tile(const float* x, Bfloat* y) {
+    for (int64_t i = 0; i < kTile; i += 2 * kLanes) {
+      const __m512i even = _mm512_srli_epi32(rounded(x + i), 16);
+      _mm512_storeu_si512(y + i, _mm512_mask_mov_epi16(even, 0xaaaaaaaa, rounded(x + i + kLanes)));
+    }
   }
   template <class S>
   MEMKIT_TARGET_V4 static void pack_lanes(const S* x, float threshold, uint8_t* bits) {
@@ -209,6 +271,13 @@ struct V4Lanes {
     const __m512d limit = _mm512_set1_pd(threshold);
     bits[0] = _mm512_cmp_pd_mask(_mm512_loadu_pd(x), limit, _CMP_GE_OQ);
     bits[1] = _mm512_cmp_pd_mask(_mm512_loadu_pd(x + 8), limit, _CMP_GE_OQ);
+  }
+  // Bit k is tile[k] >= threshold.
+  MEMKIT_TARGET_V4 static uint64_t pack_tile(const float* tile, float threshold) {
+    uint64_t word = 0;
+    for (int64_t i = 0; i < kTile; i += kLanes)
+      word |= uint64_t(_mm512_cmp_ps_mask(_mm512_load_ps(tile + i), _mm512_set1_ps(threshold), _CMP_GE_OQ)) << i;
+    return word;
   }
   MEMKIT_OUTLINE MEMKIT_TARGET_V4 static void spread(const uint8_t* bits, int32_t* sides, int64_t n) {
     for (int64_t i = 0; i < n; i += 8)

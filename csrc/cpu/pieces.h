@@ -231,10 +231,10 @@ class OnCurve<V4Lanes, Op, float> {
   }
 };
 
-// Hardswish for a y of two bytes: the formula with a root from 14 bits of its inverse, as sixteen roots take as long as all the
-// rest. No curve, but its loop.
-template <>
-struct OnCurve<V4Lanes, Hardswish<float, true>, float> {
+// Hardswish: the formula with a root from 14 bits of its inverse, one correction and, as sixteen roots take as long as all the
+// rest, none for a y of two bytes. No curve, but its loop.
+template <bool coarse>
+struct OnCurve<V4Lanes, Hardswish<float, coarse>, float> {
   static constexpr bool exists = true;
 
   template <bool ahead>
@@ -245,7 +245,12 @@ struct OnCurve<V4Lanes, Hardswish<float, true>, float> {
   MEMKIT_TARGET_V4 __m512 operator()(__m512 y, __mmask16 right, __m512 grad) const {
     const __m512 square = _mm512_fmadd_ps(_mm512_set1_ps(24), y, _mm512_set1_ps(9));
     const __m512 above = _mm512_max_ps(_mm512_set1_ps(1e-30f), square);  // NaN stays
-    const __m512 root = _mm512_mul_ps(above, _mm512_rsqrt14_ps(above));
+    const __m512 inverse = _mm512_rsqrt14_ps(above);
+    __m512 root = _mm512_mul_ps(above, inverse);
+    if constexpr (!coarse) {
+      const __m512 rest = _mm512_fnmadd_ps(root, root, above);
+      root = _mm512_fmadd_ps(_mm512_mul_ps(rest, _mm512_set1_ps(0.5f)), inverse, root);
+    }
     __m512 slope = _mm512_mul_ps(root, _mm512_mask_blend_ps(right, _mm512_set1_ps(-1 / 6.f), _mm512_set1_ps(1 / 6.f)));
     slope = _mm512_mask_mov_ps(slope, _mm512_cmp_ps_mask(y, _mm512_set1_ps(3), _CMP_GE_OQ), _mm512_set1_ps(1));
     const __mmask16 flat = _mm512_mask_cmp_ps_mask(__mmask16(~right), y, _mm512_setzero_ps(), _CMP_GE_OQ);

@@ -50,6 +50,44 @@ void conversions(const char* name) {
   }
 }
 
+// A tile holds the elements of memory in an order that `apart` and `together` know.
+template <class Lanes, class S>
+void tiles(const char* name) {
+  constexpr bool dense = !std::is_same_v<S, Bfloat>;
+  const std::vector<float> x = floats();
+  std::vector<S> from(kTile), to(kTile);
+  alignas(64) float tile[kTile];
+  for (size_t first = 0; first + kTile <= x.size(); first += kTile) {
+    BaseLanes::narrow(x.data() + first, from.data(), kTile);
+    Lanes::take_tile(from.data(), tile);
+    for (int k = 0; k < kTile; ++k) {  // where the bit of element k goes, there element k lies
+      const uint64_t bit = uint64_t(1) << k, moved = dense ? bit : apart<Lanes::kLanes>(bit);
+      const float got = tile[__builtin_ctzll(moved)], want = to_compute(from[k]);
+      check(bit_cast<uint32_t>(got) == bit_cast<uint32_t>(want) || (std::isnan(got) && std::isnan(want)), name,
+            "take_tile", long(first) + k);
+    }
+    Lanes::put_tile(tile, to.data());
+    for (int k = 0; k < kTile; ++k)
+      check(to[k].bits == from[k].bits || (std::isnan(to_compute(to[k])) && std::isnan(to_compute(from[k]))), name,
+            "put_tile of what was taken", long(first) + k);
+    const uint64_t packed = Lanes::pack_tile(tile, 0.5f), word = dense ? packed : together<Lanes::kLanes>(packed);
+    uint64_t want;
+    BaseLanes::pack(from.data(), 0.5f, reinterpret_cast<uint8_t*>(&want), kTile);
+    check(word == want, name, "pack_tile", long(first));
+    check((dense ? word : apart<Lanes::kLanes>(word)) == packed, name, "apart", long(first));
+
+    std::copy_n(x.data() + first, kTile, tile);  // rounding
+    Lanes::put_tile(tile, to.data());
+    for (int k = 0; k < kTile; ++k) {
+      const uint64_t bit = uint64_t(1) << k, moved = dense ? bit : apart<Lanes::kLanes>(bit);
+      S rounded;
+      from_compute(tile[__builtin_ctzll(moved)], rounded);
+      check(to[k].bits == rounded.bits || (std::isnan(to_compute(to[k])) && std::isnan(to_compute(rounded))), name,
+            "put_tile", long(first) + k);
+    }
+  }
+}
+
 template <class Lanes, class S>
 void bits(const char* name, const std::vector<S>& x) {
   for (int64_t n = 0; n <= 100; ++n) {
@@ -87,8 +125,8 @@ void run(const char* name) {
 int main() {
   run<BaseLanes>("base");
 #if MEMKIT_X86
-  if (isa() >= Isa::v3) run<V3Lanes>("v3");
-  if (isa() >= Isa::v4) run<V4Lanes>("v4");
+  if (isa() >= Isa::v3) run<V3Lanes>("v3"), tiles<V3Lanes, Half>("v3"), tiles<V3Lanes, Bfloat>("v3");
+  if (isa() >= Isa::v4) run<V4Lanes>("v4"), tiles<V4Lanes, Half>("v4"), tiles<V4Lanes, Bfloat>("v4");
 #endif
   return finish("test_lanes");
 }
