@@ -23,11 +23,19 @@ from setuptools.errors import BaseError  # noqa: E402
 import setup_checks as checks  # noqa: E402
 
 # -fno-math-errno and -fno-trapping-math: without them g++ cannot vectorise the branch-free formulas.
+# -falign-loops: a loop of four instructions that crosses a line of the code's cache took 1.4 times as long (Zen 5).
+# -fno-thread-jumps: or g++ makes of two clamps, with AVX-512, a net of masks that takes half as long again as the formula.
 # No -march=native: the loops are compiled for three instruction sets and choose at run time, so wheels run everywhere.
 # -Wno-...uninitialized: g++ 12 warns of its own AVX-512 headers (GCC bug 105593).
 # -fopenmp: at::parallel_for is serial without it. -g0 undoes the -g of some distributions' Python.
-CXX_FLAGS = ["-O3", "-g0", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-fopenmp"]
-CXX_FLAGS += ["-Wno-maybe-uninitialized", "-Wno-uninitialized"]
+CXX_FLAGS = ["-O3", "-g0", "-fno-math-errno", "-fno-trapping-math", "-fno-thread-jumps"]
+CXX_FLAGS += [
+    "-falign-loops=64",
+    "-fvisibility=hidden",
+    "-fopenmp",
+    "-Wno-maybe-uninitialized",
+    "-Wno-uninitialized",
+]
 # -compress-all: object code an eighth the size, line numbers kept.
 NVCC_FLAGS = ["-O3", "-lineinfo", "-Xcompiler=-fvisibility=hidden", "-Xfatbin=-compress-all"]
 

@@ -3,18 +3,17 @@
     python benchmarks/bench_activation.py --quick
     python benchmarks/bench_activation.py --json            # benchmarks/results/activation-cpu.json
 
-Times are medians over rounds in which all contenders take turns; ratios are the median of each round's own
-ratio to stock eager. Every sample starts from inputs that were just written, for all contenders alike, since
-those in place consume theirs. Forward and backward: `torch.autograd.grad` down to the input, which was
-made by another op. One function an op and dtype is compiled with dynamic=True, at the largest size first; up to
-1 Mi elements a compilation for the very size was a quarter faster on two cores: `--static` makes one for each, in
-five times the time.
+Times are medians over rounds in which all contenders take turns, in several visits to each size; ratios are the
+median of each round's own ratio to stock eager. Every sample starts from inputs that were just written, for all
+contenders alike, since those in place consume theirs. Forward and backward: `torch.autograd.grad` down to the
+input, which was made by another op. One function an op and dtype is compiled with dynamic=True, at the largest
+size first; up to 1 Mi elements a compilation for the very size was a quarter faster on two cores: `--static`
+makes one for each, in five times the time.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,13 +29,16 @@ from common import (
     SLOWER,
     Choices,
     Contender,
+    Rounds,
     buffer_count,
     compiles,
     host_sample,
     measure,
+    measure_in_turns,
     normal,
+    own_code,
     progress,
-    ratios,
+    settle_allocator,
     slower_than,
     write,
 )
@@ -188,9 +190,8 @@ def compile_stock(
     entry: Op, elements: int, dtype: torch.dtype, device: str, modes: list[str], static: bool
 ) -> Function | None:
     """The stock op compiled, for this size or any, and run in the modes asked for; None where no compiler works."""
-    torch._dynamo.reset()
     stock = entry.stock
-    compiled = torch.compile(lambda x: stock(x), dynamic=not static)
+    compiled = torch.compile(own_code(lambda x: stock(x)), dynamic=not static)
     x = normal(elements, dtype, device, seed=0)
 
     def run() -> None:
@@ -202,19 +203,6 @@ def compile_stock(
             compiled(x).backward(x.detach())
 
     return compiled if compiles(run) else None
-
-
-def run_case(
-    entry: Op, compiled: Function | None, mode: str, buffers: Buffers, device: str, budget: float
-) -> dict[str, Any]:
-    entrants = contenders(entry, compiled, mode, buffers)
-    with torch.set_grad_enabled(mode != "forward"):
-        times = measure(entrants, device, budget)
-    return {
-        "rounds": len(times["stock"]),
-        "seconds": {name: statistics.median(taken) for name, taken in times.items()},
-        "ratio": ratios(times, "stock"),
-    }
 
 
 def run_overhead(op_name: str, entry: Op, device: str, budget: float) -> list[dict[str, Any]]:
@@ -238,10 +226,28 @@ def run_overhead(op_name: str, entry: Op, device: str, budget: float) -> list[di
 
         with torch.set_grad_enabled(grad):
             entrants = {name: entrant(each) for name, each in functions.items() if each is not None}
-            times = measure(entrants, device, budget, clock=host_sample)
-        ns = {n: statistics.median(taken) / OVERHEAD_CALLS * 1e9 for n, taken in times.items()}
+            seconds = measure(entrants, device, budget, clock=host_sample)["seconds"]
+        ns = {n: each / OVERHEAD_CALLS * 1e9 for n, each in seconds.items()}
         rows.append({"op": op_name, "grad": grad, "nanoseconds": ns})
     return rows
+
+
+def cases(
+    name: str, dtype: str, args: argparse.Namespace, budget: float
+) -> list[tuple[dict[str, Any], Rounds]]:
+    """Every size and mode, the smallest size first."""
+    entry, compiled, made = OPS[name], None, []
+    torch._dynamo.reset()
+    largest_first = sorted(args.sizes, key=SIZES.__getitem__, reverse=True)
+    for size in largest_first:
+        if args.compile and (size == largest_first[0] or args.static):
+            progress(f"{name} {dtype} {size} compiling")
+            compiled = compile_stock(entry, SIZES[size], DTYPES[dtype], args.device, args.modes, args.static)
+        buffers = Buffers(SIZES[size], DTYPES[dtype], args.device)
+        for mode in args.modes:
+            case = {"op": name, "dtype": dtype, "size": size, "elements": SIZES[size], "mode": mode}
+            made.append((case, Rounds(contenders(entry, compiled, mode, buffers), args.device, budget)))
+    return sorted(made, key=lambda each: each[0]["elements"])
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -254,36 +260,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     }
     result["options"] = {name: getattr(args, name) for name in ("ops", "sizes", "dtypes", "modes", "static")}
     budget = 0.15 if args.quick else 0.4
+    settle_allocator()
     with until_interrupted(result):
         for name in args.ops:
-            entry = OPS[name]
-            result["overhead"] += run_overhead(name, entry, args.device, budget)
+            result["overhead"] += run_overhead(name, OPS[name], args.device, budget)
             for dtype in args.dtypes:
-                largest_first = sorted(args.sizes, key=SIZES.__getitem__, reverse=True)
-                compiled = None
-                for size in largest_first:
-                    if args.compile and (size == largest_first[0] or args.static):
-                        progress(f"{name} {dtype} {size} compiling")
-                        compiled = compile_stock(
-                            entry, SIZES[size], DTYPES[dtype], args.device, args.modes, args.static
-                        )
-                    buffers = Buffers(SIZES[size], DTYPES[dtype], args.device)
-                    for mode in args.modes:
-                        progress(f"{name} {dtype} {size} {mode}")
-                        head = {
-                            "op": name,
-                            "dtype": dtype,
-                            "size": size,
-                            "elements": SIZES[size],
-                            "mode": mode,
-                        }
-                        result["cases"].append(
-                            head | run_case(entry, compiled, mode, buffers, args.device, budget)
-                        )
+                measure_in_turns(cases(name, dtype, args, budget), result["cases"])
     progress("")
-    result["cases"].sort(
-        key=lambda c: (args.ops.index(c["op"]), args.dtypes.index(c["dtype"]), c["elements"])
-    )
     result["slower"] = slower(result)
     return result
 

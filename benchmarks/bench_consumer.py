@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import DTYPES, Choices, Contender, compiles, measure, normal, ratios, slower_than, write
+from common import DTYPES, Choices, Contender, compiles, measure, normal, slower_than, write
 from torch import Tensor
 
 import memkit.functional as M
@@ -187,7 +186,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 compiled = torch.compile(op.stock, dynamic=False)
                 if args.compile and compiles(lambda f=compiled, c=case: c.there_and_back(f)):
                     functions["compiled"] = compiled
-                times = measure(
+                found = measure(
                     {n: case.contender(f) for n, f in functions.items()},
                     args.device,
                     args.budget,
@@ -199,9 +198,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                         "op": name,
                         "dtype": dtype,
                         "size": size,
-                        "rounds": len(times["stock"]),
-                        "seconds": {n: statistics.median(taken) for n, taken in times.items()},
-                        "ratio": ratios(times, "stock"),
+                        **found,
                         "memory": {n: case.memory(f, args.device) for n, f in functions.items()},
                     }
                 )

@@ -14,7 +14,6 @@ least over its time, beside those of a copy.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -26,11 +25,12 @@ from common import (
     SIZES,
     Choices,
     Contender,
+    Rounds,
     buffer_count,
     compiles,
-    measure,
+    measure_in_turns,
     progress,
-    ratios,
+    settle_allocator,
     slower_than,
     write,
 )
@@ -104,49 +104,47 @@ def compile_stock(op: Op, buffers: Buffers, modes: Sequence[str]) -> Function | 
     return compiled if compiles(run) else None
 
 
-def run_case(
+def rounds(
     op: Op, buffers: Buffers, compiled: Function | None, mode: str, device: str, budget: float
-) -> dict[str, Any]:
+) -> Rounds:
     functions: dict[str, Function | None] = {"stock": op.stock, "memkit": op.memkit, "compiled": compiled}
     if mode == "forward":
         functions["in_place"] = op.in_place
     entrants = {name: buffers.contender(f, mode) for name, f in functions.items() if f is not None}
     if mode == "forward" and device == "cuda":
         entrants["copy"] = Contender(buffers.inputs, lambda x, *_: buffers.out.copy_(x))
-    with torch.set_grad_enabled(mode != "forward"):
-        times = measure(entrants, device, budget)
-    return {
-        "mode": mode,
-        "rounds": len(times["stock"]),
-        "seconds": {name: statistics.median(taken) for name, taken in times.items()},
-        "ratio": ratios(times, "stock"),
-    }
+    return Rounds(entrants, device, budget)
+
+
+def cases(
+    family: str, name: str, dtype: str, args: argparse.Namespace, budget: float
+) -> list[tuple[dict[str, Any], Rounds]]:
+    """Every size and mode, the smallest size first."""
+    op, compiled, made = FAMILIES[family][name], None, []
+    sizes = [size for size in args.sizes if SIZES[size] >= op.least]
+    for size in sorted(sizes, key=SIZES.__getitem__, reverse=True):
+        progress(f"{name} {dtype} {size}")
+        buffers = Buffers(op, SIZES[size], DTYPES[dtype], args.device)
+        if args.compile and not made:
+            compiled = compile_stock(op, buffers, args.modes)
+        case = {"family": family, "op": name, "dtype": dtype, "size": size}
+        case |= {"elements": SIZES[size], "passes": op.passes}
+        made += [
+            (case | {"mode": mode}, rounds(op, buffers, compiled, mode, args.device, budget))
+            for mode in args.modes
+        ]
+    return sorted(made, key=lambda each: each[0]["elements"])
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {"kind": KIND, "format": FORMAT, **machine.stamp(args.device), "cases": []}
     budget = 0.15 if args.quick else 0.3
+    settle_allocator()
     with until_interrupted(result):
         for family in args.families:
-            for name, op in FAMILIES[family].items():
+            for name in FAMILIES[family]:
                 for dtype in args.dtypes:
-                    sizes = [size for size in args.sizes if SIZES[size] >= op.least]
-                    compiled = None
-                    found = []
-                    for size in sorted(sizes, key=SIZES.__getitem__, reverse=True):
-                        progress(f"{name} {dtype} {size}")
-                        buffers = Buffers(op, SIZES[size], DTYPES[dtype], args.device)
-                        if args.compile and not found:
-                            compiled = compile_stock(op, buffers, args.modes)
-                        head = {"family": family, "op": name, "dtype": dtype, "size": size}
-                        head |= {"elements": SIZES[size], "passes": op.passes}
-                        found.append(
-                            [
-                                head | run_case(op, buffers, compiled, m, args.device, budget)
-                                for m in args.modes
-                            ]
-                        )
-                    result["cases"] += [case for cases in reversed(found) for case in cases]
+                    measure_in_turns(cases(family, name, dtype, args, budget), result["cases"])
     progress("")
     result["slower"] = slower_than(result["cases"], ("op", "dtype", "size", "mode"), CONTENDERS)
     return result

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -21,6 +25,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SIZES = {"16Ki": 1 << 14, "128Ki": 1 << 17, "1Mi": 1 << 20, "8Mi": 1 << 23, "32Mi": 1 << 25}
 MODES = ("forward", "forward+backward")
 SLOWER = 1.05
+VISITS = 3
 
 # One timed sample runs over several buffers, so that it lasts long enough to be timed.
 CPU_ELEMENTS = 1 << 20
@@ -41,6 +46,19 @@ def buffer_count(elements: int, dtype: torch.dtype, device: str) -> int:
         cache = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
         return max(1, -(-2 * cache // (elements * dtype.itemsize)))
     return max(1, min(CPU_BUFFERS, CPU_ELEMENTS // elements))
+
+
+def settle_allocator() -> None:
+    """Results of more than 8 MiB come from the system, zeroed page by page, smaller ones from memory used before.
+
+    So it is with glibc most of the time; left alone, the bounds follow what was freed before, and half-way between them
+    chance decides which contender waits for pages.
+    """
+    mmap_threshold, trim_threshold = -3, -1  # malloc.h
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(mmap_threshold, 8 << 20)
+        mallopt(trim_threshold, 1 << 30)
 
 
 def normal(elements: int, dtype: torch.dtype, device: str, seed: int) -> Tensor:
@@ -76,21 +94,65 @@ def host_sample(contender: Contender, device: str) -> float:
     return (time.perf_counter() - begin) / len(arguments)
 
 
+class Rounds:
+    """Samples of all contenders in turns: as many rounds as `budget` seconds allow, `least` to `most`.
+
+    They can be taken in several visits, between which other cases have theirs: a machine that is slower for a few
+    seconds, or keeps one of two threads waiting, then spoils a part of the rounds, which the median leaves out.
+    """
+
+    def __init__(
+        self,
+        contenders: Mapping[str, Contender],
+        device: str,
+        budget: float,
+        clock: Callable[[Contender, str], float] = sample,
+        least: int = 4,
+        most: int = 60,
+    ) -> None:
+        self.timers = {name: lambda c=each: clock(c, device) for name, each in contenders.items()}
+        self.budget, self.least, self.most = budget, least, most
+        self.rounds = 0  # not known before the first visit
+        self.times: dict[str, list[float]] = {name: [] for name in contenders}
+
+    def take(self, visits: int = 1) -> None:
+        """One of so many visits."""
+        if not self.rounds:
+            begin = time.perf_counter()
+            interleave(self.timers, repeats=1, warm=0)
+            warm_round = time.perf_counter() - begin
+            self.rounds = max(self.least, min(self.most, int(self.budget / warm_round)))
+        done = len(next(iter(self.times.values())))
+        for name, taken in interleave(self.timers, -(-self.rounds // visits), warm=0, first=done).items():
+            self.times[name] += taken
+
+    def found(self) -> dict[str, Any]:
+        return {
+            "rounds": len(self.times["stock"]),
+            "seconds": {name: statistics.median(taken) for name, taken in self.times.items()},
+            "ratio": ratios(self.times, "stock"),
+        }
+
+
 def measure(
-    contenders: Mapping[str, Contender],
-    device: str,
-    budget: float,
-    clock: Callable[[Contender, str], float] = sample,
-    least: int = 4,
-    most: int = 60,
-) -> dict[str, list[float]]:
-    """Samples of all contenders in turns: as many rounds as `budget` seconds allow, `least` to `most`."""
-    timers = {name: lambda c=each: clock(c, device) for name, each in contenders.items()}
-    begin = time.perf_counter()
-    interleave(timers, repeats=1, warm=0)
-    warm_round = time.perf_counter() - begin
-    rounds = max(least, min(most, int(budget / warm_round)))
-    return interleave(timers, rounds, warm=0)
+    contenders: Mapping[str, Contender], device: str, budget: float, **options: Any
+) -> dict[str, Any]:
+    """What all rounds at once find."""
+    rounds = Rounds(contenders, device, budget, **options)
+    rounds.take()
+    return rounds.found()
+
+
+def measure_in_turns(cases: Sequence[tuple[dict[str, Any], Rounds]], found: list[dict[str, Any]]) -> None:
+    """Adds what each case says of itself, and what its rounds find in VISITS visits or until an interruption, to `found`."""
+    try:
+        for _ in range(VISITS):
+            for case, rounds in cases:
+                progress(" ".join(case[name] for name in ("op", "dtype", "size", "mode")))
+                with torch.set_grad_enabled(case["mode"] != "forward"):
+                    rounds.take(VISITS)
+    finally:
+        found += [case | rounds.found() for case, rounds in cases if rounds.times["stock"]]
 
 
 def ratios(times: Mapping[str, Sequence[float]], reference: str) -> dict[str, float]:
@@ -100,6 +162,11 @@ def ratios(times: Mapping[str, Sequence[float]], reference: str) -> dict[str, fl
 def progress(text: str) -> None:
     if sys.stderr.isatty():
         print(text, end="\x1b[K\r", file=sys.stderr, flush=True)
+
+
+def own_code(function: FunctionType) -> FunctionType:
+    """The function with a code object to itself: torch.compile counts what it made of one, and looks through all of it."""
+    return FunctionType(function.__code__.replace(), function.__globals__, closure=function.__closure__)
 
 
 def compiles(run: Callable[[], object]) -> bool:

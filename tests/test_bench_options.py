@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
+from itertools import pairwise, permutations
 from pathlib import Path
 from typing import Any
 
@@ -113,12 +115,13 @@ def test_digits_are_split() -> None:
 
 
 def test_turns_and_ratios() -> None:
-    assert [timing.rotated("abc", turn) for turn in range(4)] == [
-        list("abc"),
-        list("bca"),
-        list("cab"),
-        list("abc"),
-    ]
+    for names in ("ab", "abc", "abcd", "abcde"):
+        orders = [timing.balanced(names, turn) for turn in range(2 * len(names))]
+        assert all(sorted(order) == list(names) for order in orders)
+        for place in (0, -1):
+            assert Counter(order[place] for order in orders) == dict.fromkeys(names, 2)
+        behind = Counter(pair for order in orders for pair in pairwise(order))
+        assert behind == dict.fromkeys(permutations(names, 2), 2)
     calls: list[str] = []
 
     def contender(name: str, taken: float) -> Any:

@@ -96,14 +96,17 @@ def test_an_interrupted_benchmark_keeps_what_it_measured(
     scripts: tuple[ModuleType, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     report, bench_activation = scripts
-    measure, times = bench_activation.run_case, iter(range(2))
+    take, times = (
+        bench_activation.Rounds.take,
+        iter(range(4)),
+    )  # overhead without and with grad, then two cases
 
     def interrupted(*args: Any) -> Any:
         if next(times, None) is None:
             raise KeyboardInterrupt
-        return measure(*args)
+        return take(*args)
 
-    monkeypatch.setattr(bench_activation, "run_case", interrupted)
+    monkeypatch.setattr(bench_activation.Rounds, "take", interrupted)
     monkeypatch.setattr(bench_activation, "OVERHEAD_CALLS", 20)
     argv = f"--ops relu,gelu --sizes 16Ki --device cpu --quick --no-compile --json {tmp_path / 'activation.json'}"
     assert bench_activation.main(argv.split()) == 130

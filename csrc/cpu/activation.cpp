@@ -46,7 +46,7 @@ struct Engine {
   using T = typename ComputeType<S>::type;
   static constexpr bool direct = std::is_same_v<S, T>;
   const ActivationArgs& args;
-  const Table<T>& loops = *visit(args.act, FindTable<T, !direct>{args.numel});
+  const Table<T>& loops = *visit(args.act, FindTable<T, !direct>{args});
   const TileTable<S>* tiles = visit(args.act, FindTiles<S>{});
   const Blocks<S, T>& engine = blocks<S, T>();
 

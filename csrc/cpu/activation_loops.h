@@ -123,6 +123,7 @@ struct Tiles {
 
   // `bits` null: nothing to mark.
   MEMKIT_FN static void value(const ActParams& params, const S* x, S* y, uint8_t* bits, int64_t n) {
+    [[maybe_unused]] const Values<Lanes, Op> values{};
     for_tiles(
         n,
         [&](int64_t first, auto count) MEMKIT_INLINE {
@@ -132,7 +133,10 @@ struct Tiles {
             Each::template mark<kTile>(params, tile, kTile, [&](const float* values, float threshold) MEMKIT_INLINE {
               write(Lanes::pack_tile(values, threshold), bits + first / 8, count);
             });
-          Each::value(params, tile, tile, kTile);
+          if constexpr (Values<Lanes, Op>::exists)
+            values.tile(tile, tile);
+          else
+            Each::value(params, tile, tile, kTile);
           write(tile, y + first, count);
         },
         x, y);
@@ -279,20 +283,29 @@ MEMKIT_TILES_FOR(V3Tiles, V3Lanes, MEMKIT_TARGET_V3)
 MEMKIT_TILES_FOR(V4Tiles, V4Lanes, MEMKIT_TARGET_V4)
 #endif
 
-// Up to which functions of a few instructions take short vectors, see isa.h.
-constexpr int64_t kFewElements = 1 << 18;
+// Up to which functions of a few instructions take short vectors: see isa.h, and where they write to other memory than they read,
+// long ones took 1.1 to 1.2 times as long in the caches (Zen 5; in place, and in memory beyond, 0.6 to 0.9 times).
+constexpr int64_t kFewInPlace = 1 << 18, kFewElsewhere = 1 << 21;
+
+template <class Op>
+inline constexpr int64_t few_in_place = is_long<Op> ? 0 : kFewInPlace;
+template <class Op>
+inline constexpr int64_t few_elsewhere = is_long<Op> ? 0 : kFewElsewhere;
+template <class T, bool coarse>
+inline constexpr int64_t few_elsewhere<Hardswish<T, coarse>> = kFewElsewhere;
 
 template <class T, bool coarse>
 struct FindTable {
-  int64_t numel;
+  const ActivationArgs& args;
 
   template <template <class, bool> class Formula>
   const Table<T>* operator()() const {
     using Op = Formula<T, coarse>;
 #if MEMKIT_X86
     if (isa() == Isa::v4) {
-      if constexpr (!is_long<Op>)
-        if (numel <= kFewElements) return &V4ShortLoops<Op, T>::table;
+      const bool in_place = args.out == args.x || args.out == args.grad;
+      if constexpr (few_elsewhere<Op> > 0)
+        if (args.numel <= (in_place ? few_in_place<Op> : few_elsewhere<Op>)) return &V4ShortLoops<Op, T>::table;
       return &V4Loops<Op, T>::table;
     }
     if (isa() == Isa::v3) return &V3Loops<Op, T>::table;

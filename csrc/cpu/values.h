@@ -197,31 +197,33 @@ class Function<Tanh<float, coarse>> : public Exists {
 }  // namespace sixteen
 
 template <class Op>
-struct Values<V4Lanes, Op> {
+class Values<V4Lanes, Op> {
+  sixteen::Function<Op> function;
+
+ public:
   static constexpr bool exists = sixteen::Function<Op>::exists;
 
-  // Pointers may be the same.
+  // Here and below, pointers may be the same.
+  MEMKIT_TARGET_V4 void tile(const float* x, float* y) const {
+    for (int i = 0; i < kTile; i += 16) _mm512_storeu_ps(y + i, function.value(_mm512_loadu_ps(x + i)));
+  }
+
   template <bool ahead>
   MEMKIT_TARGET_V4 static void write(const float* x, float* y, int64_t n) {
-    const sixteen::Function<Op> function;
+    const Values values{};
     int64_t i = 0;
     for (; i + kTile <= n; i += kTile) {
       if constexpr (ahead) {
         prefetch_tile(x + i);
         prefetch_tile(y + i);
       }
-      tile(function, x + i, y + i);
+      values.tile(x + i, y + i);
     }
     if (i == n) return;
     alignas(64) float rest[kTile] = {};
     std::copy_n(x + i, n - i, rest);
-    tile(function, rest, rest);
+    values.tile(rest, rest);
     std::copy_n(rest, n - i, y + i);
-  }
-
- private:
-  MEMKIT_TARGET_V4 static void tile(const sixteen::Function<Op>& function, const float* x, float* y) {
-    for (int i = 0; i < kTile; i += 16) _mm512_storeu_ps(y + i, function.value(_mm512_loadu_ps(x + i)));
   }
 };
 

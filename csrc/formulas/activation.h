@@ -170,10 +170,10 @@ struct ReluSquared {
   static constexpr bool branch = false;
   MEMKIT_FN explicit ReluSquared(const ActParams&) {}
   MEMKIT_FN T value(T x) const {
-    T y = select(x < T(0), T(0), x);
+    T y = at_least(x, T(0));
     return y * y;
   }
-  MEMKIT_FN T slope(T x) const { return select(x < T(0), T(0), x + x); }
+  MEMKIT_FN T slope(T x) const { return T(2) * at_least(x, T(0)); }
   MEMKIT_FN T slope_from_output(T y) const { return T(2) * memkit::sqrt(y); }
   MEMKIT_FN bool flat(T x) const { return x <= T(0); }
   MEMKIT_FN bool flat_from_output(T y) const { return y <= T(0); }

@@ -33,22 +33,28 @@ def until_interrupted(result: dict[str, Any]) -> Iterator[None]:
         print("interrupted: what follows was measured until then", file=sys.stderr)
 
 
-def rotated(names: Sequence[str], turn: int) -> list[str]:
-    """`names` starting `turn` places later: over the turns everyone is first, and last, equally often."""
-    shift = turn % len(names)
-    return [*names[shift:], *names[:shift]]
+def balanced(names: Sequence[str], turn: int) -> list[str]:
+    """`names` in an order of their own for each turn: over 2 len(names) turns everyone is first, last, and behind everyone else
+    equally often, as what one leaves in the caches and to the allocator its successor finds (a Williams design)."""
+    count = len(names)
+    zigzag = ((place + 1) // 2 if place % 2 else -(place // 2) for place in range(count))
+    order = [names[(step + turn) % count] for step in zigzag]
+    return order[::-1] if turn // count % 2 else order
 
 
 def interleave(
-    contenders: Mapping[str, Callable[[], float]], repeats: int, warm: int = 1
+    contenders: Mapping[str, Callable[[], float]], repeats: int, warm: int = 1, first: int = 0
 ) -> dict[str, list[float]]:
-    """Each contender's times over `repeats` rounds, in which each runs once, after `warm` untimed rounds."""
+    """Each contender's times over `repeats` rounds, in which each runs once, after `warm` untimed rounds.
+
+    `first` rounds have gone before: whose turn it is to begin goes on from there.
+    """
     names = list(contenders)
     times: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(-warm, repeats):
-        for name in rotated(names, turn):
+    for turn in range(first - warm, first + repeats):
+        for name in balanced(names, turn):
             taken = contenders[name]()
-            if turn >= 0:
+            if turn >= first:
                 times[name].append(taken)
     return times
 

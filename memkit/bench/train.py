@@ -23,7 +23,7 @@ from memkit.swap.types import TWINS
 from . import data, models
 from .options import WARM_STEPS, Options
 from .pooled import Pooled
-from .timing import interleave, rotated, seconds, summary
+from .timing import balanced, interleave, seconds, summary
 
 INFERENCE_ROUNDS = 10
 TIMELINE_POINTS = 400
@@ -198,7 +198,7 @@ def _train(
     times: dict[str, list[float]] = {v.name: [] for v in variants}
     running = {v.name: v for v in variants}
     for turn, batch in enumerate(task.batches):
-        for name in rotated(list(running), turn):
+        for name in balanced(list(running), turn):
             variant = running[name]
             kept: list[Tensor] = []
             torch.manual_seed(options.seed + turn)  # the same dropout masks for every variant
