@@ -92,6 +92,32 @@ def test_op_benchmark_options(
     assert "expected some of" in capsys.readouterr().err
 
 
+def test_rounds_in_visits(scripts: tuple[ModuleType, ModuleType]) -> None:
+    bench_activation = scripts[1]
+    calls: list[str] = []
+    seconds = {"stock": 2.0, "memkit": 1.0}
+
+    def clock(name: str, device: str) -> float:
+        calls.append(name)
+        return seconds[name]
+
+    rounds = bench_activation.Rounds(
+        {name: name for name in seconds}, "cpu", budget=1e-9, clock=clock, least=4
+    )
+    for visit in range(1, 4):
+        rounds.take(visits=3)
+        assert {name: len(taken) for name, taken in rounds.times.items()} == dict.fromkeys(seconds, 2 * visit)
+    assert rounds.found() == {"rounds": 6, "seconds": seconds, "ratio": {"stock": 1.0, "memkit": 0.5}}
+    assert calls[2::2] == [
+        "stock",
+        "memkit",
+        "memkit",
+        "stock",
+        "stock",
+        "memkit",
+    ]  # who begins, visits or not
+
+
 def test_an_interrupted_benchmark_keeps_what_it_measured(
     scripts: tuple[ModuleType, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,8 +34,11 @@ def until_interrupted(result: dict[str, Any]) -> Iterator[None]:
 
 
 def balanced(names: Sequence[str], turn: int) -> list[str]:
-    """`names` in an order of their own for each turn: over 2 len(names) turns everyone is first, last, and behind everyone else
-    equally often, as what one leaves in the caches and to the allocator its successor finds (a Williams design)."""
+    """`names` in the order of this turn: over 2 len(names) turns all are first, last and behind each other equally often.
+
+    What one leaves in the caches and to the allocator its successor finds (Williams 1949, designs balanced for the
+    estimation of residual effects of treatments).
+    """
     count = len(names)
     zigzag = ((place + 1) // 2 if place % 2 else -(place // 2) for place in range(count))
     order = [names[(step + turn) % count] for step in zigzag]
