@@ -56,6 +56,21 @@ inline Isa isa() {
 #endif
 }
 
+// Whether loops of a few instructions that go over rows several times should ask for the next rows. A Xeon gains by it; AMD's cores
+// (Zen 5) fetch as early by themselves, and what is asked for takes turns with what is needed: layer norm took 1.2 to 1.4 times as
+// long, from the second-level cache as from memory.
+inline bool asks_for_rows() {
+#if MEMKIT_X86
+  static const bool asks = [] {
+    __builtin_cpu_init();
+    return !__builtin_cpu_is("amd");
+  }();
+  return asks;
+#else
+  return false;
+#endif
+}
+
 inline const char* name(Isa isa) { return isa == Isa::v4 ? "v4" : isa == Isa::v3 ? "v3" : "base"; }
 
 }  // namespace memkit::cpu

@@ -52,6 +52,8 @@ MEMKIT_FN T squares_of(const T* x, int64_t n) {
 }
 
 constexpr int64_t kTogether = 256;  // rows at most
+constexpr int64_t kPiece =
+    8192;  // bytes, half with a residual: reductions of a row of 1,024 floats overlap with loads of another
 
 // What lies in one piece: `rows` rows, or of a single long one `width` columns from `first` on.
 struct Piece {
@@ -59,7 +61,7 @@ struct Piece {
 
   MEMKIT_FN int64_t size() const { return rows * width; }
   // How far ahead to ask for the rows after these. Long rows come in by themselves, and would drive others out of the cache.
-  MEMKIT_FN int64_t ahead() const { return width > 1024 ? 0 : size(); }
+  MEMKIT_FN int64_t ahead() const { return width > 1024 || !asks_for_rows() ? 0 : size(); }
 };
 
 // Rows in pieces of about so many elements.
@@ -119,7 +121,7 @@ struct Forward {
 
     MEMKIT_FN static void run(const RowNormArgs& args, int64_t begin, int64_t end) {
       const Affine<Lanes, T> affine(args);
-      const Rows rows(args.columns, 4096 / sizeof(T));
+      const Rows rows(args.columns, (args.residual ? kPiece / 2 : kPiece) / sizeof(T));
       T space[kChunk], result[kChunk], rstd[kTogether];
       Moments<T> moments[kTogether];
       const T* x = nullptr;
