@@ -3,6 +3,7 @@
 // which is quicker than conversions in the formula's loop.
 #pragma once
 
+#include "../formulas/arguments.h"
 #include "../formulas/gradient.h"
 #include "../formulas/random.h"
 #include "values.h"

@@ -56,20 +56,17 @@ inline Isa isa() {
 #endif
 }
 
-// Whether loops of a few instructions that go over rows several times should ask for the next rows. A Xeon gains by it; AMD's cores
-// (Zen 5) fetch as early by themselves, and what is asked for takes turns with what is needed: layer norm took 1.2 to 1.4 times as
-// long, from the second-level cache as from memory.
-inline bool asks_for_rows() {
+// Whether loops should ask for memory ahead of time. A Xeon gains by it; AMD's cores (Zen 5) fetch as early by themselves, and what
+// is asked for takes turns with what is needed, results to be written above all: layer norm took 1.2 to 1.4 times as long, from
+// the second-level cache as from memory, gelu and silu into other memory 1.45 times.
+inline const bool asks_ahead = [] {
 #if MEMKIT_X86
-  static const bool asks = [] {
-    __builtin_cpu_init();
-    return !__builtin_cpu_is("amd");
-  }();
-  return asks;
+  __builtin_cpu_init();
+  return !__builtin_cpu_is("amd");
 #else
-  return false;
+  return true;
 #endif
-}
+}();
 
 inline const char* name(Isa isa) { return isa == Isa::v4 ? "v4" : isa == Isa::v3 ? "v3" : "base"; }
 

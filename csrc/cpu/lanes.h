@@ -25,6 +25,7 @@ template <class T>
 constexpr int64_t kAhead = 3072 / sizeof(T);
 template <class T>
 MEMKIT_FN void prefetch_tile(const T* tile, int64_t ahead = kAhead<T>) {
+  if (!asks_ahead) return;
   for (int64_t i = 0; i < kTile; i += 64 / sizeof(T)) prefetch(tile + ahead + i);
 }
 

@@ -117,7 +117,7 @@ struct OnCurve<V3Lanes, Op, float> {
     const Made& curve = Made::made();
     int64_t i = 0;
     for (; i + 8 <= n; i += 8) {
-      if constexpr (ahead) {
+      if (ahead && asks_ahead) {
         prefetch(y + i + kAhead<float>);
         prefetch(grad + i + kAhead<float>);
       }
@@ -171,7 +171,7 @@ MEMKIT_TARGET_V4 inline void for_sides(const F& gradient, const float* y, const 
                                        float* out, int64_t n) {
   int64_t i = 0;
   for (; i + 16 <= n; i += 16) {
-    if constexpr (ahead) {
+    if (ahead && asks_ahead) {
       prefetch(y + i + kAhead<float>);
       prefetch(grad + i + kAhead<float>);
     }

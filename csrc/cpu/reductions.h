@@ -64,6 +64,7 @@ template <class Lanes, class T>
 MEMKIT_FN auto asks_for(const T* x, int64_t ahead) {
   ahead = std::max(ahead, kAhead<T>);
   return [=](int64_t i) MEMKIT_INLINE {
+    if (!asks_ahead) return;
     for (int64_t k = 0; k < kSums<Lanes, T>; k += 64 / sizeof(T)) prefetch(x + ahead + i + k);
   };
 }

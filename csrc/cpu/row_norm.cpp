@@ -61,7 +61,7 @@ struct Piece {
 
   MEMKIT_FN int64_t size() const { return rows * width; }
   // How far ahead to ask for the rows after these. Long rows come in by themselves, and would drive others out of the cache.
-  MEMKIT_FN int64_t ahead() const { return width > 1024 || !asks_for_rows() ? 0 : size(); }
+  MEMKIT_FN int64_t ahead() const { return width > 1024 || !asks_ahead ? 0 : size(); }
 };
 
 // Rows in pieces of about so many elements.
