@@ -5,7 +5,8 @@
 
 Times are medians over rounds in which all contenders take turns, in several visits to each size; ratios are the
 median of each round's own ratio to stock eager. Every sample starts from inputs that were just written, for all
-contenders alike, since those in place consume theirs. Forward and backward: `torch.autograd.grad` down to the
+contenders alike, since those in place consume theirs. malloc takes results of more than 8 MiB from the system and
+keeps smaller ones (settle_allocator in common.py). Forward and backward: `torch.autograd.grad` down to the
 input, which was made by another op. One function an op and dtype is compiled with dynamic=True, at the largest
 size first; up to 1 Mi elements a compilation for the very size was a quarter faster on two cores: `--static`
 makes one for each, in five times the time.

@@ -18,8 +18,8 @@ namespace {
 #define MADV_POPULATE_WRITE 23  // Linux 5.14; an older kernel refuses it, and the pages come by faults
 #endif
 
-constexpr size_t kLarge =
-    8 << 20;  // the C library mostly has less at hand, and the question costs 2 us, of 4 MiB of relu 4%
+// The C library mostly has less at hand, and the question costs 2 us, of 4 MiB of relu 4%.
+constexpr size_t kLarge = 8 << 20;
 constexpr int64_t kPagesAThread = 64;  // below this one thread is faster
 
 bool is_resident(uintptr_t page) {
