@@ -2,14 +2,17 @@
 # Everything that needs a GPU, on a machine that has one and torch, and maybe no network: builds in place with PYTHON,
 # installs nothing (wheels in .whl/ are unpacked to a throw-away folder), and writes to the folder named by $1, as it goes:
 #   summary.json  hardware, versions, and one entry a stage: ok, failed, out of time, absent; seconds; the last lines
-#   build.log tests.log memcheck.log racecheck.log      kernels.json steps.json pool.json families.json (a list of results)
+#   build.log tests.log memcheck.log racecheck.log
+#   kernels.json steps.json large.json pool.json families.json (a list of results)
 # A stage that fails does not stop the next; the exit status is 1 if any failed. BUDGET seconds in all.
+# STAGES="NAME..." leaves out the others but the build; QUICK=1 shortens the benchmarks: fewer ops, sizes and steps.
 set -uo pipefail
 
 OUT=$(mkdir -p "${1:?usage: benchmarks/gpu.sh OUT}" && cd "$1" && pwd)
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PYTHON=${PYTHON:-python3}
 BUDGET=${BUDGET:-530}
+QUICK=${QUICK:+--quick}
 SECONDS=0
 SCRATCH=$(mktemp -d)
 trap 'rm -rf "$SCRATCH"' EXIT
@@ -47,6 +50,7 @@ PY
 stage() {
   local name=$1 limit=$2 log=$3 left=$((BUDGET - SECONDS)) start=$SECONDS took status=0 word=ok
   shift 3
+  [[ -z "${STAGES:-}" || " build $STAGES " == *" $name "* ]] || return 0
   [ "$limit" -lt "$left" ] || limit=$left
   if [ "$limit" -lt 10 ]; then
     echo "$name: not started, ${BUDGET} s are used up" | tee -a "$log"
@@ -62,7 +66,7 @@ stage() {
   return "$status"
 }
 
-rm -f "$OUT"/{summary,kernels,steps,pool,families}.json "$OUT"/{build,tests,memcheck,racecheck}.log
+rm -f "$OUT"/{summary,kernels,steps,large,pool,families}.json "$OUT"/{build,tests,memcheck,racecheck}.log
 
 "$PYTHON" - >"$SCRATCH/machine.json" 2>"$SCRATCH/machine.log" <<'PY'
 import json, platform, subprocess, torch
@@ -102,28 +106,36 @@ if stage build 240 "$OUT/build.log" "$PYTHON" setup.py -q build_ext --inplace; t
   if "$PYTHON" -c 'import pytest' 2>/dev/null; then
     pytest=("$PYTHON" -m pytest -q -p no:cacheprovider)
     parallel=()
-    if "$PYTHON" -c 'import xdist' 2>/dev/null; then parallel=(-n 6 --dist worksteal); fi
+    # The sanitizers and what tests compile take the other cores.
+    if "$PYTHON" -c 'import xdist' 2>/dev/null; then parallel=(-n $((($(nproc) * 3 + 3) / 4)) --dist worksteal); fi
+    mapfile -t with_cuda < <(grep -l device tests/test_*.py)
+    mapfile -t sanitized < <(grep -l 'mark.sanitize' tests/test_*.py)
     # Side by side: none of these is timed, and a sanitizer leaves most of the machine idle. Under it each tensor is its own
     # cudaMalloc: behind the caching allocator a write past the end lands in a neighbour unseen.
     for tool in memcheck racecheck; do
       stage $tool 130 "$OUT/$tool.log" env OMP_NUM_THREADS=2 PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
-        compute-sanitizer --tool $tool --error-exitcode 99 "${pytest[@]}" -m sanitize >"$SCRATCH/$tool.out" &
+        compute-sanitizer --tool $tool --error-exitcode 99 "${pytest[@]}" -m sanitize "${sanitized[@]}" \
+        >"$SCRATCH/$tool.out" &
     done
-    stage tests_cuda 130 "$OUT/tests.log" env OMP_NUM_THREADS=2 "${pytest[@]}" "${parallel[@]}" \
-      -m "cuda and not slow and not alone"
+    stage tests_cuda 130 "$OUT/tests.log" env OMP_NUM_THREADS=2 TORCHINDUCTOR_COMPILE_THREADS=1 \
+      "${pytest[@]}" "${parallel[@]}" --tb=short --durations=12 -m "cuda and not slow and not alone" "${with_cuda[@]}"
     wait
     cat "$SCRATCH"/{memcheck,racecheck}.out
-    stage tests_alone 30 "$OUT/tests.log" "${pytest[@]}" -m "cuda and not slow and alone"
+    stage tests_alone 30 "$OUT/tests.log" "${pytest[@]}" -m "cuda and not slow and alone" "${with_cuda[@]}"
   else
     stage tests_cuda 10 "$OUT/tests.log" sh -c \
       'echo "pytest is missing: put its wheels (pytest, pluggy, iniconfig, packaging) into .whl/"; exit 127'
   fi
   stage kernels 90 "$SCRATCH/kernels.log" "$PYTHON" benchmarks/bench_activation.py --device cuda --sizes 128Ki,32Mi \
-    --no-compile --json "$OUT/kernels.json"
-  stage steps 120 "$SCRATCH/steps.log" "$PYTHON" -m memkit.cli bench --device cuda --json "$OUT/steps.json"
+    --no-compile $QUICK --json "$OUT/kernels.json"
+  stage steps 120 "$SCRATCH/steps.log" "$PYTHON" -m memkit.cli bench --device cuda ${QUICK:+--steps 6} --json "$OUT/steps.json"
   stage pool 40 "$SCRATCH/pool.log" "$PYTHON" benchmarks/bench_pool.py --device cuda --rounds 5 --json "$OUT/pool.json"
-  stage ops 60 "$SCRATCH/ops.log" "$PYTHON" benchmarks/bench_ops.py --device cuda --sizes 128Ki,32Mi \
-    --dtypes float32,bfloat16 --no-compile --quick --json "$SCRATCH/ops.json"
+  stage ops 75 "$SCRATCH/ops.log" "$PYTHON" benchmarks/bench_ops.py --device cuda --sizes 128Ki,32Mi \
+    --dtypes "$([ -n "$QUICK" ] && echo bfloat16 || echo float32,bfloat16)" --no-compile --quick --json "$SCRATCH/ops.json"
+  # 350 million parameters
+  stage large 90 "$SCRATCH/large.log" "$PYTHON" -m memkit.cli bench --device cuda --model gpt --variants eager,memkit \
+    --dtype bfloat16 --layers 24 --d-model 1024 --heads 16 --seq-len 2048 --batch 4 --vocab 32768 --steps 10 \
+    --json "$OUT/large.json"
   for each in loss optim; do
     stage $each 25 "$SCRATCH/$each.log" "$PYTHON" benchmarks/bench_$each.py --device cuda --quick --json "$SCRATCH/$each.json"
   done

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -60,7 +61,20 @@ def current_stream() -> Iterator[None]:
     """On a GPU torch stays on its stream: torch.cuda.graph does not go back from a capture that ends invalid."""
     before = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
     yield
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # what a kernel did wrong is this test's, not the next one's
     assert before is None or torch.cuda.current_stream() == before
+
+
+def pytest_runtest_logfinish() -> None:
+    """A kernel's fault leaves the process without a GPU: pytest-xdist goes on in another."""
+    if torch.cuda.is_initialized():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            if "PYTEST_XDIST_WORKER" in os.environ:
+                os._exit(70)
+            pytest.exit(f"the GPU is lost to this process: {error}", returncode=70)
 
 
 @pytest.fixture
