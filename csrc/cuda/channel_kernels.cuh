@@ -92,16 +92,42 @@ __global__ void channel_backward_kernel(const ChannelArgs args, const SetFinder 
   }
 }
 
-// A block for each plane.
+// A block for each plane, or a warp of a block of several.
+template <class F>
+__device__ void for_planes(const ChannelArgs& args, F&& f) {
+  const int64_t step = int64_t(gridDim.x) * blockDim.y;
+  for (int64_t plane = int64_t(blockIdx.x) * blockDim.y + threadIdx.y; plane < args.planes(); plane += step) f(plane);
+}
+
+// f(eight elements, index of the first) for those of [begin, end) that are the thread's, of blockDim.x threads. The loads of
+// `ahead` vectors are under way before the first is used.
+template <class T, int ahead, class F>
+__device__ void for_eights(int64_t begin, int64_t end, bool wide, const void* array, Dtype dtype, F&& f) {
+  const int64_t step = int64_t(blockDim.x) * kWidth;
+  for (int64_t i = begin + int64_t(threadIdx.x) * kWidth; i < end; i += step * ahead) {
+    if (wide) {
+      RawVector<T> raw[ahead];
+      MEMKIT_UNROLL
+      for (int a = 0; a < ahead; ++a)
+        if (i + a * step < end) raw[a].load(array, dtype, i + a * step);
+      MEMKIT_UNROLL
+      for (int a = 0; a < ahead; ++a)
+        if (i + a * step < end) f(raw[a].values(dtype), i + a * step);
+    } else {
+      for (int a = 0; a < ahead; ++a)
+        if (i + a * step < end) f(load_eight<T>(array, dtype, i + a * step, end, false), i + a * step);
+    }
+  }
+}
+
 template <class T>
 __global__ void plane_sums_kernel(const ChannelArgs args, const bool wide, double* dz, double* dz_distance) {
   const TermArrays<const T> arrays{static_cast<const T*>(args.terms), args.sets};
-  for (int64_t plane = blockIdx.x; plane < args.planes(); plane += gridDim.x) {
+  for_planes(args, [&](int64_t plane) {
     const int64_t set = plane % args.sets, begin = plane * args.inner, end = begin + args.inner;
     const ChannelTerms<T> t{arrays.center()[set], arrays.scale()[set], arrays.shift()[set], T(0), T(0)};
     Pair<double> sum{0, 0};
-    for (int64_t i = begin + int64_t(threadIdx.x) * kWidth; i < end; i += int64_t(blockDim.x) * kWidth) {
-      const Vector<T> x = load_eight<T>(args.x, args.dtype, i, end, wide);
+    for_eights<T, 2>(begin, end, wide, args.x, args.dtype, [&](const Vector<T>& x, int64_t i) {
       Vector<T> g = load_eight<T>(args.grad, args.out_dtype, i, end, wide), z;
       MEMKIT_UNROLL
       for (int k = 0; k < kWidth; ++k) z.x[k] = t.value(x.x[k]);
@@ -111,10 +137,10 @@ __global__ void plane_sums_kernel(const ChannelArgs args, const bool wide, doubl
       for (int k = 0; k < kWidth; ++k)
         if (wide || i + k < end) own.a += g.x[k], own.b += g.x[k] * (x.x[k] - t.center);
       sum.a += double(own.a), sum.b += double(own.b);
-    }
+    });
     sum = block_sum(sum);
     if (threadIdx.x == 0) dz[plane] = sum.a, dz_distance[plane] = sum.b;
-  }
+  });
 }
 
 constexpr int kColumnThreads = 32, kRowThreads = 8;  // of a block in the layout of columns
@@ -186,12 +212,16 @@ inline int launch_elements(void (*kernel)(ChannelArgs, SetFinder, bool), const C
   return cudaGetLastError();
 }
 
-// Threads for a plane, a block each.
-inline unsigned plane_threads(const ChannelArgs& args) {
-  const int64_t warps = (args.inner + kLanes * kWidth - 1) / (kLanes * kWidth);
-  return unsigned(std::min<int64_t>(warps * kLanes, kChannelThreads));
+// One of the kernels over planes: a thread has up to four vectors of a plane at a time, and a block several short planes.
+template <class... P>
+void launch_planes(void (*kernel)(ChannelArgs, P...), const ChannelArgs& args, cudaStream_t stream,
+                   typename Same<P>::type... rest) {
+  const int64_t warps = (args.inner + kLanes * kWidth * 4 - 1) / (kLanes * kWidth * 4);
+  const unsigned threads = unsigned(std::min<int64_t>(warps * kLanes, kChannelThreads));
+  const unsigned together = threads == kLanes ? kChannelThreads / kLanes : 1;
+  const auto blocks = unsigned(std::min<int64_t>((args.planes() + together - 1) / together, 1 << 30));
+  launch_kernel(kernel, blocks, dim3(threads, together), stream, args, rest...);
 }
-inline unsigned plane_blocks(const ChannelArgs& args) { return unsigned(std::min<int64_t>(args.planes(), 1 << 30)); }
 
 inline dim3 column_grid(const ChannelArgs& args, int64_t parts) {
   const int64_t each = kColumnThreads * kWidth;

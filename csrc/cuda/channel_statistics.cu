@@ -11,28 +11,27 @@ __device__ Moments<double> moments_about(double count, T about, Pair<T> distance
   return Moments<double>::from_sums(count, double(about), double(distance.a), double(distance.b));
 }
 
-// A block for each plane, which it reads twice; the second time mostly from a cache.
+// Reads each plane twice; the second time mostly from a cache.
 template <class T>
 __global__ void plane_moments_kernel(const ChannelArgs args, const bool wide, double* means, double* m2) {
-  for (int64_t plane = blockIdx.x; plane < args.planes(); plane += gridDim.x) {
+  for_planes(args, [&](int64_t plane) {
     const int64_t begin = plane * args.inner, end = begin + args.inner;
     const auto over = [&](auto&& term) {
-      for (int64_t i = begin + int64_t(threadIdx.x) * kWidth; i < end; i += int64_t(blockDim.x) * kWidth) {
-        const Vector<T> x = load_eight<T>(args.x, args.dtype, i, end, wide);
+      for_eights<T, 4>(begin, end, wide, args.x, args.dtype, [&](const Vector<T>& x, int64_t i) {
         MEMKIT_UNROLL
         for (int k = 0; k < kWidth; ++k)
           if (wide || i + k < end) term(x.x[k]);
-      }
+      });
     };
     Pair<T> sum{0, 0}, distance{0, 0};
     over([&](T x) { sum.a += x; });
     const T about = block_sum(sum).a / T(args.inner);
     over([&](T x) { distance.a += x - about, distance.b += (x - about) * (x - about); });
     distance = block_sum(distance);
-    if (threadIdx.x != 0) continue;
+    if (threadIdx.x != 0) return;
     const Moments<double> moments = moments_about(double(args.inner), about, distance);
     means[plane] = moments.mean, m2[plane] = moments.m2;
-  }
+  });
 }
 
 // As column_sums_kernel. A thread takes the moments of some rows at a time in its registers and adds them up.
@@ -101,12 +100,31 @@ int for_each(int64_t n, cudaStream_t stream, const F& f) {
   return cudaGetLastError();
 }
 
+// Parts up to which one thread takes a statistic; of more parts a block of kPartThreads takes it.
+constexpr int64_t kFewParts = 16;
+constexpr int kPartThreads = 128;
+
 template <class T>
 struct FinishMoments {
   ChannelStatistics<T> s;
   const double *means, *m2;
   __device__ void operator()(int64_t i) const { s.finish_moments(i, means, m2); }
 };
+
+// The mean first, then the distances from it.
+template <class T>
+__global__ void finish_moments_kernel(const ChannelStatistics<T> s, const double* means, const double* m2) {
+  const int64_t i = blockIdx.x;
+  Pair<double> sum{0, 0}, squares{0, 0};
+  for (int64_t j = threadIdx.x; j < s.count; j += blockDim.x) sum.a += double(s.part_size(j)) * means[s.part(i, j)];
+  const double mean = block_sum(sum).a / double(s.size);
+  for (int64_t j = threadIdx.x; j < s.count; j += blockDim.x) {
+    const double d = means[s.part(i, j)] - mean;
+    squares.a += m2[s.part(i, j)] + double(s.part_size(j)) * d * d;
+  }
+  squares = block_sum(squares);
+  if (threadIdx.x == 0) s.mean[i] = mean, s.variance[i] = squares.a / double(s.size);
+}
 
 template <class T>
 struct MakeTerms {
@@ -116,18 +134,28 @@ struct MakeTerms {
   __device__ void operator()(int64_t set) const { terms.put(set, s.terms(set, c1, c2)); }
 };
 
-// First the statistics, then the channels.
+// First the statistics, a thread or a block each, then the channels, a block each.
 template <class T>
-struct FinishSums {
-  ChannelStatistics<T> s;
-  int64_t parts;
-  const double *dz, *dz_distance;
-  double *sum_dz, *sum_dz_x_hat, *c1, *c2;
-  __device__ void operator()(int64_t i) const {
-    if (i < s.statistics) return s.finish_sums(i, dz, dz_distance, c1, c2);
-    s.finish_parameters(i - s.statistics, parts, dz, dz_distance, sum_dz, sum_dz_x_hat);
+__global__ void finish_sums_kernel(const ChannelStatistics<T> s, const int64_t of_statistics, const int64_t parts,
+                                   const double* dz, const double* dz_distance, double* sum_dz, double* sum_dz_x_hat,
+                                   double* c1, double* c2) {
+  using Sums = typename ChannelStatistics<T>::Sums;
+  const auto all = [](const Sums& own) {
+    const Pair<double> sum = block_sum(Pair<double>{own.dz, own.distance});
+    return Sums{sum.a, sum.b};
+  };
+  if (blockIdx.x >= of_statistics) {
+    const int64_t channel = blockIdx.x - of_statistics;
+    const Sums sums = all(s.parameter_sums(channel, parts, dz, dz_distance, threadIdx.x, blockDim.x));
+    if (threadIdx.x == 0) sum_dz[channel] = sums.dz, sum_dz_x_hat[channel] = sums.distance;
+  } else if (s.count > kFewParts) {
+    const Sums sums = all(s.sums_of(blockIdx.x, dz, dz_distance, threadIdx.x, blockDim.x));
+    if (threadIdx.x == 0) s.finish_sums(blockIdx.x, sums, c1, c2);
+  } else {
+    const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i < s.statistics) s.finish_sums(i, s.sums_of(i, dz, dz_distance), c1, c2);
   }
-};
+}
 
 template <class T>
 int moments(const ChannelArgs& args, int64_t parts, double* means, double* m2, cudaStream_t stream) {
@@ -135,7 +163,7 @@ int moments(const ChannelArgs& args, int64_t parts, double* means, double* m2, c
   if (args.columns()) {
     launch_kernel(column_moments_kernel<T>, column_grid(args, parts), column_threads(), stream, args, wide, means, m2);
   } else {
-    launch_kernel(plane_moments_kernel<T>, plane_blocks(args), plane_threads(args), stream, args, wide, means, m2);
+    launch_planes(plane_moments_kernel<T>, args, stream, wide, means, m2);
   }
   return cudaGetLastError();
 }
@@ -163,7 +191,9 @@ int channel_moments(const ChannelArgs& args, int64_t parts, double* means, doubl
 
 template <class T>
 int channel_finish_moments(const ChannelStatistics<T>& s, const double* means, const double* m2, CUstream_st* stream) {
-  return for_each(s.statistics, stream, FinishMoments<T>{s, means, m2});
+  if (s.count <= kFewParts) return for_each(s.statistics, stream, FinishMoments<T>{s, means, m2});
+  launch_kernel(finish_moments_kernel<T>, unsigned(s.statistics), kPartThreads, stream, s, means, m2);
+  return cudaGetLastError();
 }
 
 template <class T>
@@ -175,8 +205,10 @@ int channel_terms(const ChannelStatistics<T>& s, int64_t sets, const double* c1,
 template <class T>
 int channel_finish_sums(const ChannelStatistics<T>& s, int64_t parts, const double* dz, const double* dz_distance,
                         double* sum_dz, double* sum_dz_x_hat, double* c1, double* c2, CUstream_st* stream) {
-  return for_each(s.statistics + s.channels, stream,
-                  FinishSums<T>{s, parts, dz, dz_distance, sum_dz, sum_dz_x_hat, c1, c2});
+  const int64_t of_statistics = s.count > kFewParts ? s.statistics : (s.statistics + kPartThreads - 1) / kPartThreads;
+  launch_kernel(finish_sums_kernel<T>, unsigned(of_statistics + s.channels), kPartThreads, stream, s, of_statistics,
+                parts, dz, dz_distance, sum_dz, sum_dz_x_hat, c1, c2);
+  return cudaGetLastError();
 }
 
 #define MEMKIT_STEPS(T)                                                                                                \

@@ -11,7 +11,7 @@ int launch(const ChannelArgs& args, int64_t parts, double* dz, double* dz_distan
     launch_kernel(column_sums_kernel<T>, column_grid(args, parts), column_threads(), stream, args, wide, dz,
                   dz_distance);
   else
-    launch_kernel(plane_sums_kernel<T>, plane_blocks(args), plane_threads(args), stream, args, wide, dz, dz_distance);
+    launch_planes(plane_sums_kernel<T>, args, stream, wide, dz, dz_distance);
   return cudaGetLastError();
 }
 

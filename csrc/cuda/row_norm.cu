@@ -1,7 +1,7 @@
-// A block works on a row at a time and on many rows in turn. Up to kHeld elements a thread are held in registers, so that
-// memory is read once; of longer rows the passes after the first read again. A thread meets the same columns in every row:
-// it sums its part of the gradients of weight and bias in registers, writes the sums once, and a second kernel adds up
-// those of all blocks, in order.
+// A row is worked on by 8, 16 or 32 threads, or by the warps of a block, which take many rows in turn. Up to `held` elements
+// a thread are held in registers, so that memory is read once; of longer rows the passes after the first read again. A
+// thread meets the same columns in every row: it sums its part of the gradients of weight and bias in registers, writes the
+// sums once, and a second kernel adds up those of all blocks, in order.
 #include <algorithm>
 
 #include "row_norm.h"
@@ -10,181 +10,209 @@
 namespace memkit::cuda {
 namespace {
 
-// Vectors that a thread holds, and their elements.
-template <class T>
-constexpr int kVectors = sizeof(T) == 8 ? 1 : 2;
-template <class T>
-constexpr int kHeld = kVectors<T> * kWidth;
-constexpr int kMostThreads = 512;
-constexpr int kThreadsPerProcessor = 1024;
+// Threads of a row at most, and of a block, where rows are short, at least.
+constexpr int kForwardThreads = 256, kBackwardThreads = 512, kShortRowThreads = 128;
 
-int held_by(const RowNormArgs& args) { return args.dtype == Dtype::float64 ? kHeld<double> : kHeld<float>; }
+// Vectors that a thread holds: in the forward up to four, or two while it loads a residual, and in the backward, which holds
+// as much again and two sums, two.
+template <class T, bool adds>
+constexpr int kForwardVectors = sizeof(T) == 8 || adds ? 2 : 4;
+template <class T>
+constexpr int kBackwardVectors = sizeof(T) == 8 ? 1 : 2;
 
-int threads_for(const RowNormArgs& args) {
-  const int64_t of_warp = held_by(args) * kLanes;
-  return int(std::min<int64_t>((args.columns + of_warp - 1) / of_warp * kLanes, kMostThreads));
+bool in_double(const RowNormArgs& args) { return args.dtype == Dtype::float64; }
+
+// Threads for a row, of which each holds `vectors`.
+int threads_for(const RowNormArgs& args, int vectors, int most) {
+  const int64_t each = (args.columns + kWidth - 1) / kWidth;
+  int64_t threads = 8;
+  while (threads < kLanes && threads < each) threads *= 2;
+  const int64_t warps = (each + vectors * kLanes - 1) / (vectors * kLanes);
+  return int(std::min<int64_t>(std::max<int64_t>(threads, warps * kLanes), most));
 }
 
-bool fits(const RowNormArgs& args) { return args.columns <= int64_t(held_by(args)) * kMostThreads; }
+int backward_vectors(const RowNormArgs& args) {
+  return in_double(args) ? kBackwardVectors<double> : kBackwardVectors<float>;
+}
+int backward_threads(const RowNormArgs& args) { return threads_for(args, backward_vectors(args), kBackwardThreads); }
+bool fits(const RowNormArgs& args) {
+  return args.columns <= int64_t(backward_vectors(args)) * kWidth * kBackwardThreads;
+}
 
-cudaError_t blocks_for(const RowNormArgs& args, int64_t& blocks) {
-  int count = 0;
-  if (const cudaError_t error = processor_count(count)) return error;
-  blocks = std::min<int64_t>(args.rows, int64_t(count) * (kThreadsPerProcessor / threads_for(args)));
-  return cudaSuccess;
+// A block of a warp at least.
+dim3 block_of(int threads, int least) { return dim3(threads, std::max(1, least / threads)); }
+
+// The rows [begin, end) in the order that the threads of a block meet them: f(row, whether it exists). All threads come to
+// every sum; where rows are left for some of them only, the others take the last row again and write nothing.
+template <class F>
+__device__ void for_rows(const RowNormArgs& args, F&& f) {
+  const int64_t step = int64_t(gridDim.x) * blockDim.y;
+  for (int64_t first = int64_t(blockIdx.x) * blockDim.y; first < args.rows; first += step) {
+    const int64_t row = first + threadIdx.y;
+    f(row < args.rows ? row : args.rows - 1, row < args.rows);
+  }
 }
 
 // The column at which a thread's vector v of a row begins, in the pass number `turn` over a long row.
-template <class T>
+template <int vectors>
 __device__ int64_t column_of(int v, int64_t turn) {
-  return ((turn * kVectors<T> + v) * blockDim.x + threadIdx.x) * int64_t(kWidth);
+  return ((turn * vectors + v) * blockDim.x + threadIdx.x) * int64_t(kWidth);
 }
-template <class T>
+template <int vectors>
 __device__ int64_t turns_of(int64_t columns) {
-  const int64_t each = int64_t(kHeld<T>) * blockDim.x;
+  const int64_t each = int64_t(vectors) * kWidth * blockDim.x;
   return (columns + each - 1) / each;
 }
 
-template <class T>
+template <class T, int vectors>
 struct Share {
-  Vector<T> v[kVectors<T>];
+  Vector<T> v[vectors];
 };
 
-// A thread's share of a row of `array`; the loads of all vectors are under way before the first is converted.
-template <class T>
-__device__ Share<T> load_share(const void* array, Dtype dtype, int64_t row, int64_t columns, int64_t turn, bool wide) {
-  Share<T> share;
+// A thread's share of a row of `array`, 0 where there is nothing; the loads of all vectors are under way before the first is
+// converted.
+template <class T, int vectors>
+__device__ Share<T, vectors> load_share(const void* array, Dtype dtype, int64_t row, int64_t columns, int64_t turn,
+                                        bool wide) {
+  Share<T, vectors> share;
   const int64_t at = row * columns;
   if (wide) {
-    RawVector<T> raw[kVectors<T>] = {};
+    RawVector<T> raw[vectors] = {};
     MEMKIT_UNROLL
-    for (int v = 0; v < kVectors<T>; ++v)
-      if (column_of<T>(v, turn) < columns) raw[v].load(array, dtype, at + column_of<T>(v, turn));
+    for (int v = 0; v < vectors; ++v)
+      if (column_of<vectors>(v, turn) < columns) raw[v].load(array, dtype, at + column_of<vectors>(v, turn));
     MEMKIT_UNROLL
-    for (int v = 0; v < kVectors<T>; ++v) share.v[v] = raw[v].values(dtype);
+    for (int v = 0; v < vectors; ++v) share.v[v] = raw[v].values(dtype);
   } else {
     MEMKIT_UNROLL
-    for (int v = 0; v < kVectors<T>; ++v)
-      share.v[v] = load_eight<T>(array, dtype, at + column_of<T>(v, turn), at + columns, false);
+    for (int v = 0; v < vectors; ++v)
+      share.v[v] = load_eight<T>(array, dtype, at + column_of<vectors>(v, turn), at + columns, false);
   }
   return share;
 }
 
+// Eight elements of weight or bias, which exist; `missing` where there is no such parameter.
 template <class T>
-__device__ void store_share(const Share<T>& share, void* array, Dtype dtype, int64_t row, int64_t columns, int64_t turn,
-                            bool wide) {
-  const int64_t at = row * columns;
+__device__ Vector<T> load_parameter(const void* array, Dtype dtype, int64_t column, int64_t columns, T missing,
+                                    bool wide) {
+  if (array) return load_eight<T>(array, dtype, column, columns, wide);
+  Vector<T> v;
   MEMKIT_UNROLL
-  for (int v = 0; v < kVectors<T>; ++v)
-    if (column_of<T>(v, turn) < columns)
-      store_eight(share.v[v], array, dtype, at + column_of<T>(v, turn), at + columns, wide);
+  for (int k = 0; k < kWidth; ++k) v.x[k] = missing;
+  return v;
 }
 
-// Weight or bias; `missing` where there is none.
-template <class T>
-__device__ Share<T> load_parameter(const void* array, Dtype dtype, int64_t columns, int64_t turn, T missing,
-                                   bool wide) {
-  if (array) return load_share<T>(array, dtype, 0, columns, turn, wide);
-  Share<T> share;
+// f(v, column) for each of the thread's vectors that exist.
+template <int vectors, class F>
+__device__ void for_vectors(int64_t columns, int64_t turn, F&& f) {
   MEMKIT_UNROLL
-  for (int v = 0; v < kVectors<T>; ++v) MEMKIT_UNROLL
-  for (int k = 0; k < kWidth; ++k) share.v[v].x[k] = missing;
-  return share;
+  for (int v = 0; v < vectors; ++v)
+    if (column_of<vectors>(v, turn) < columns) f(v, column_of<vectors>(v, turn));
 }
 
-// f(v, k, column) for each of the thread's elements that exist.
-template <class T, class F>
-__device__ void for_share(int64_t columns, int64_t turn, F&& f) {
-  MEMKIT_UNROLL
-  for (int v = 0; v < kVectors<T>; ++v) MEMKIT_UNROLL
-  for (int k = 0; k < kWidth; ++k)
-    if (column_of<T>(v, turn) + k < columns) f(v, k);
+// x, or the sum of x and residual, which the first look at it writes.
+template <class T, int vectors, bool adds>
+__device__ Share<T, vectors> load_input(const RowNormArgs& args, int64_t row, int64_t turn, bool wide, bool writes) {
+  const int64_t columns = args.columns, at = row * columns;
+  const bool sum = adds && !writes;
+  Share<T, vectors> x = load_share<T, vectors>(sum ? args.sum : args.x, args.dtype, row, columns, turn, wide);
+  if (!adds || sum) return x;
+  const Share<T, vectors> r = load_share<T, vectors>(args.residual, args.dtype, row, columns, turn, wide);
+  for_vectors<vectors>(columns, turn, [&](int v, int64_t column) {
+    MEMKIT_UNROLL
+    for (int k = 0; k < kWidth; ++k) x.v[v].x[k] += r.v[v].x[k];
+    round_to(args.dtype, x.v[v]);  // what is normalised is the sum as it is stored
+    store_eight(x.v[v], args.sum, args.dtype, at + column, at + columns, wide);
+  });
+  return x;
 }
 
-template <class T>
-__device__ Share<T> load_input(const RowNormArgs& args, int64_t row, int64_t turn, bool wide, bool first) {
-  if (!args.residual) return load_share<T>(args.x, args.dtype, row, args.columns, turn, wide);
-  if (!first) return load_share<T>(args.sum, args.dtype, row, args.columns, turn, wide);
-  Share<T> x = load_share<T>(args.x, args.dtype, row, args.columns, turn, wide);
-  const Share<T> r = load_share<T>(args.residual, args.dtype, row, args.columns, turn, wide);
-  for_share<T>(args.columns, turn, [&](int v, int k) { x.v[v].x[k] += r.v[v].x[k]; });
-  store_share(x, args.sum, args.dtype, row, args.columns, turn, wide);
-  // What is normalised is the sum as it is stored.
-  return load_share<T>(args.sum, args.dtype, row, args.columns, turn, wide);
-}
-
-template <class T, bool centered>
-__global__ void __launch_bounds__(kMostThreads, 1) forward_kernel(const RowNormArgs args, const bool wide) {
-  const int64_t columns = args.columns, turns = turns_of<T>(columns);
-  for (int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
-    Share<T> x;
-    T mean = 0, squares = 0;
+template <class T, int vectors, bool centered, bool adds>
+__global__ void __launch_bounds__(kForwardThreads, sizeof(T) == 8 ? 2 : 3)
+    forward_kernel(const RowNormArgs args, const bool wide) {
+  const int64_t columns = args.columns, turns = turns_of<vectors>(columns);
+  for_rows(args, [&](int64_t row, bool exists) {
+    Share<T, vectors> x;
+    T mean = 0;
     Pair<T> sum{0, 0};
     for (int64_t turn = 0; turn < turns; ++turn) {
-      x = load_input<T>(args, row, turn, wide, true);
-      for_share<T>(columns, turn, [&](int v, int k) {
+      // A row that is met again has been overwritten where y or sum is x.
+      x = load_input<T, vectors, adds>(args, row, turn, wide, exists);
+      MEMKIT_UNROLL
+      for (int v = 0; v < vectors; ++v) MEMKIT_UNROLL
+      for (int k = 0; k < kWidth; ++k) {
         if constexpr (centered) {
           sum.a += x.v[v].x[k];
         } else {
           sum.b += x.v[v].x[k] * x.v[v].x[k];
         }
-      });
+      }
     }
     sum = block_sum(sum);
-    squares = sum.b;
+    T squares = sum.b;
     if constexpr (centered) {
       const T about = sum.a / T(columns);
       Pair<T> distance{0, 0};
       for (int64_t turn = 0; turn < turns; ++turn) {
-        if (turns > 1) x = load_input<T>(args, row, turn, wide, false);
-        for_share<T>(columns, turn, [&](int v, int k) {
-          const T d = x.v[v].x[k] - about;
-          distance.a += d, distance.b += d * d;
+        if (turns > 1) x = load_input<T, vectors, adds>(args, row, turn, wide, false);
+        for_vectors<vectors>(columns, turn, [&](int v, int64_t column) {
+          MEMKIT_UNROLL
+          for (int k = 0; k < kWidth; ++k) {
+            const T d = wide || column + k < columns ? x.v[v].x[k] - about : T(0);
+            distance.a += d, distance.b += d * d;
+          }
         });
       }
       distance = block_sum(distance);
       const Moments<T> moments = Moments<T>::from_sums(T(columns), about, distance.a, distance.b);
       mean = moments.mean, squares = moments.m2;
     }
+    if (!exists) return;
     const T rstd = reciprocal_root(squares / T(columns), T(args.eps));
     if (threadIdx.x == 0) {
       if (args.mean) static_cast<T*>(args.mean)[row] = mean;
       static_cast<T*>(args.rstd)[row] = rstd;
     }
+    const int64_t at = row * columns;
     for (int64_t turn = 0; turn < turns; ++turn) {
-      if (turns > 1) x = load_input<T>(args, row, turn, wide, false);
-      const Share<T> w = load_parameter<T>(args.weight, args.weight_dtype, columns, turn, T(1), wide);
-      const Share<T> b = load_parameter<T>(args.bias, args.weight_dtype, columns, turn, T(0), wide);
-      for_share<T>(columns, turn, [&](int v, int k) {
-        x.v[v].x[k] = normalised(x.v[v].x[k], mean, rstd) * w.v[v].x[k] + b.v[v].x[k];
+      if (turns > 1) x = load_input<T, vectors, adds>(args, row, turn, wide, false);
+      for_vectors<vectors>(columns, turn, [&](int v, int64_t column) {
+        const Vector<T> w = load_parameter<T>(args.weight, args.weight_dtype, column, columns, T(1), wide);
+        const Vector<T> b = load_parameter<T>(args.bias, args.weight_dtype, column, columns, T(0), wide);
+        MEMKIT_UNROLL
+        for (int k = 0; k < kWidth; ++k) x.v[v].x[k] = normalised(x.v[v].x[k], mean, rstd) * w.x[k] + b.x[k];
+        store_eight(x.v[v], args.y, args.out_dtype, at + column, at + columns, wide);
       });
-      store_share(x, args.y, args.out_dtype, row, columns, turn, wide);
     }
-  }
+  });
 }
 
-// held: a row fits into the block's registers.
+// held: a row fits into the registers of its threads.
 template <class T, bool held, bool parameters>
-__global__ void __launch_bounds__(kMostThreads, 1) backward_kernel(const RowNormArgs args, const bool wide) {
-  const int64_t columns = args.columns, turns = held ? 1 : turns_of<T>(columns);
+__global__ void __launch_bounds__(kBackwardThreads, 1) backward_kernel(const RowNormArgs args, const bool wide) {
+  constexpr int vectors = kBackwardVectors<T>;
+  const int64_t columns = args.columns, turns = held ? 1 : turns_of<vectors>(columns);
   const Dtype saved_dtype = args.from_output ? args.out_dtype : args.dtype;
-  Share<T> grad_weight = {}, grad_bias = {};
-  Share<T> x_hat, gw;
-  for (int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
+  Share<T, vectors> grad_weight = {}, grad_bias = {};
+  for_rows(args, [&](int64_t row, bool exists) {
     const T mean = args.mean ? static_cast<const T*>(args.mean)[row] : T(0);
     const T rstd = static_cast<const T*>(args.rstd)[row];
+    Share<T, vectors> x_hat, gw;
     const auto load = [&](int64_t turn, auto&& each) {
-      x_hat = load_share<T>(args.saved, saved_dtype, row, columns, turn, wide);
-      gw = load_share<T>(args.grad, args.out_dtype, row, columns, turn, wide);
-      const Share<T> w = load_parameter<T>(args.weight, args.weight_dtype, columns, turn, T(1), wide);
-      const Share<T> b =
-          load_parameter<T>(args.from_output ? args.bias : nullptr, args.weight_dtype, columns, turn, T(0), wide);
-      for_share<T>(columns, turn, [&](int v, int k) {
-        T& x = x_hat.v[v].x[k];
-        const T weight = w.v[v].x[k], g = gw.v[v].x[k];
-        x = args.from_output ? from_output(x, inverse_weight(weight), b.v[v].x[k]) : normalised(x, mean, rstd);
-        gw.v[v].x[k] = g * weight;
-        each(v, k, g);
+      x_hat = load_share<T, vectors>(args.saved, saved_dtype, row, columns, turn, wide);
+      gw = load_share<T, vectors>(args.grad, args.out_dtype, row, columns, turn, wide);
+      for_vectors<vectors>(columns, turn, [&](int v, int64_t column) {
+        const Vector<T> w = load_parameter<T>(args.weight, args.weight_dtype, column, columns, T(1), wide);
+        const Vector<T> b =
+            load_parameter<T>(args.from_output ? args.bias : nullptr, args.weight_dtype, column, columns, T(0), wide);
+        MEMKIT_UNROLL
+        for (int k = 0; k < kWidth; ++k) {
+          T& x = x_hat.v[v].x[k];
+          const T weight = w.x[k], g = gw.v[v].x[k];
+          x = args.from_output ? from_output(x, inverse_weight(weight), b.x[k]) : normalised(x, mean, rstd);
+          gw.v[v].x[k] = g * weight;
+          if (wide || column + k < columns) each(v, k, g);
+        }
       });
     };
     Pair<T> sum{0, 0};
@@ -193,31 +221,44 @@ __global__ void __launch_bounds__(kMostThreads, 1) backward_kernel(const RowNorm
         const T x = x_hat.v[v].x[k];
         if (args.centered) sum.a += gw.v[v].x[k];
         sum.b += gw.v[v].x[k] * x;
-        if constexpr (parameters && held) grad_weight.v[v].x[k] += g * x, grad_bias.v[v].x[k] += g;
+        if constexpr (parameters && held)
+          if (exists) grad_weight.v[v].x[k] += g * x, grad_bias.v[v].x[k] += g;
       });
     }
-    if (!args.grad_input) continue;
+    if (!args.grad_input) return;
     sum = block_sum(sum);
+    if (!exists) return;
     const T mean_gw = sum.a / T(columns), mean_gw_x_hat = sum.b / T(columns);
+    const int64_t at = row * columns;
     for (int64_t turn = 0; turn < turns; ++turn) {
       if (!held) load(turn, [](int, int, T) {});
-      for_share<T>(columns, turn, [&](int v, int k) {
-        gw.v[v].x[k] = norm_gradient(gw.v[v].x[k], x_hat.v[v].x[k], rstd, mean_gw, mean_gw_x_hat);
+      for_vectors<vectors>(columns, turn, [&](int v, int64_t column) {
+        MEMKIT_UNROLL
+        for (int k = 0; k < kWidth; ++k)
+          gw.v[v].x[k] = norm_gradient(gw.v[v].x[k], x_hat.v[v].x[k], rstd, mean_gw, mean_gw_x_hat);
+        if (args.grad_sum) {
+          const Vector<T> more = load_eight<T>(args.grad_sum, args.dtype, at + column, at + columns, wide);
+          MEMKIT_UNROLL
+          for (int k = 0; k < kWidth; ++k) gw.v[v].x[k] += more.x[k];
+        }
+        store_eight(gw.v[v], args.grad_input, args.dtype, at + column, at + columns, wide);
       });
-      if (args.grad_sum) {
-        const Share<T> more = load_share<T>(args.grad_sum, args.dtype, row, columns, turn, wide);
-        for_share<T>(columns, turn, [&](int v, int k) { gw.v[v].x[k] += more.v[v].x[k]; });
-      }
-      store_share(gw, args.grad_input, args.dtype, row, columns, turn, wide);
     }
-  }
+  });
   if constexpr (parameters && held) {
     T* partial = static_cast<T*>(args.partial) + int64_t(blockIdx.x) * 2 * columns;
-    for_share<T>(columns, 0, [&](int v, int k) {
-      const int64_t column = column_of<T>(v, 0) + k;
-      partial[column] = grad_weight.v[v].x[k];
-      partial[columns + column] = grad_bias.v[v].x[k];
-    });
+    MEMKIT_UNROLL
+    for (int v = 0; v < vectors; ++v) MEMKIT_UNROLL
+    for (int k = 0; k < kWidth; ++k) {
+      Pair<T> sums{grad_weight.v[v].x[k], grad_bias.v[v].x[k]};
+      // The rows of a block are those of its one warp.
+      for (unsigned d = blockDim.x; d < blockDim.x * blockDim.y; d *= 2) {
+        sums.a += __shfl_xor_sync(0xffffffffu, sums.a, d);
+        sums.b += __shfl_xor_sync(0xffffffffu, sums.b, d);
+      }
+      const int64_t column = column_of<vectors>(v, 0) + k;
+      if (threadIdx.y == 0 && column < columns) partial[column] = sums.a, partial[columns + column] = sums.b;
+    }
   }
 }
 
@@ -257,26 +298,27 @@ __global__ void parameters_kernel(const RowNormArgs args, const bool wide) {
     if (column + k < columns) partial[k] = grad_weight.x[k], partial[columns + k] = grad_bias.x[k];
 }
 
-constexpr int kReduceColumns = 32, kReduceRows = 16;
+constexpr int kReduceColumns = 32, kReduceRows = 32;
 
-// blockIdx.y: weight or bias.
+// blockIdx.y: weight or bias. In double, as a GPU has it: there is little of it, and what rows were summed before stays.
 template <class T>
-__global__ void reduce_kernel(const RowNormArgs args, const int64_t parts, void* grad_weight, void* grad_bias) {
+__global__ void __launch_bounds__(kReduceColumns* kReduceRows)
+    reduce_kernel(const RowNormArgs args, const int64_t parts, void* grad_weight, void* grad_bias) {
   void* target = blockIdx.y == 0 ? grad_weight : grad_bias;
   if (!target) return;
   const int64_t column = int64_t(blockIdx.x) * kReduceColumns + threadIdx.x;
-  T sum = 0;
+  double sum = 0;
   if (column < args.columns) {
     const T* from = static_cast<const T*>(args.partial) + blockIdx.y * args.columns + column;
-    for (int64_t part = threadIdx.y; part < parts; part += kReduceRows) sum += from[part * 2 * args.columns];
+    for (int64_t part = threadIdx.y; part < parts; part += kReduceRows) sum += double(from[part * 2 * args.columns]);
   }
-  __shared__ T rows[kReduceRows][kReduceColumns];
+  __shared__ double rows[kReduceRows][kReduceColumns];
   rows[threadIdx.y][threadIdx.x] = sum;
   __syncthreads();
   if (threadIdx.y != 0 || column >= args.columns) return;
   MEMKIT_UNROLL
   for (int r = 1; r < kReduceRows; ++r) sum += rows[r][threadIdx.x];
-  store_one(sum, target, args.weight_dtype, column);
+  store_one(T(sum), target, args.weight_dtype, column);
 }
 
 template <class T>
@@ -305,48 +347,54 @@ int with_computed(const RowNormArgs& args, const F& f) {
   return args.dtype == Dtype::float64 ? f(double()) : f(float());
 }
 
+template <class T, bool adds, bool centered>
+int forward(const RowNormArgs& args, cudaStream_t stream) {
+  constexpr int most = kForwardVectors<T, adds>;
+  // Of a short row a thread holds one vector; room for more would cost registers for nothing.
+  const bool few = args.columns <= kLanes * kWidth;
+  const dim3 block = block_of(threads_for(args, few ? 1 : most, kForwardThreads), kShortRowThreads);
+  const auto blocks = unsigned(std::min<int64_t>((args.rows + block.y - 1) / block.y, 1 << 30));
+  const auto kernel = few ? forward_kernel<T, 1, centered, adds> : forward_kernel<T, most, centered, adds>;
+  launch_kernel(kernel, blocks, block, stream, args, all_aligned(args));
+  return cudaGetLastError();
+}
+
 }  // namespace
 
 int row_norm_forward(const RowNormArgs& args, CUstream_st* stream) {
-  int64_t blocks = 0;
-  if (const cudaError_t error = blocks_for(args, blocks)) return error;
-  // Without partial sums at stake the hardware's scheduler may even out the end.
-  const unsigned grid = unsigned(std::min<int64_t>(args.rows, blocks * 16));
-  const int threads = threads_for(args);
-  const bool wide = all_aligned(args);
   return with_computed(args, [&](auto computed) {
     using T = decltype(computed);
-    if (args.centered) {
-      launch_kernel(forward_kernel<T, true>, grid, threads, stream, args, wide);
-    } else {
-      launch_kernel(forward_kernel<T, false>, grid, threads, stream, args, wide);
-    }
-    return int(cudaGetLastError());
+    if (args.residual)
+      return args.centered ? forward<T, true, true>(args, stream) : forward<T, true, false>(args, stream);
+    return args.centered ? forward<T, false, true>(args, stream) : forward<T, false, false>(args, stream);
   });
 }
 
-int row_norm_parts(const RowNormArgs& args, int64_t& parts) { return blocks_for(args, parts); }
+int row_norm_parts(const RowNormArgs& args, int64_t& parts) {
+  int count = 0;
+  if (const cudaError_t error = processor_count(count)) return error;
+  const dim3 block = block_of(backward_threads(args), kLanes);
+  // As many as are at work at a time, with the registers that they take.
+  constexpr int threads = 512;
+  const int64_t blocks = (args.rows + block.y - 1) / block.y;
+  parts = std::min<int64_t>(blocks, int64_t(count) * (threads / int(block.x * block.y)));
+  return cudaSuccess;
+}
 
 int row_norm_backward(const RowNormArgs& args, int64_t parts, CUstream_st* stream) {
-  const int threads = threads_for(args);
-  const unsigned grid = unsigned(parts);
+  const dim3 block = block_of(backward_threads(args), kLanes);
   const bool wide = all_aligned(args);
   return with_computed(args, [&](auto computed) {
     using T = decltype(computed);
-    if (fits(args)) {
-      if (args.partial) {
-        launch_kernel(backward_kernel<T, true, true>, grid, threads, stream, args, wide);
-      } else {
-        launch_kernel(backward_kernel<T, true, false>, grid, threads, stream, args, wide);
-      }
-      return int(cudaGetLastError());
-    }
-    if (args.partial) {
+    if (args.partial && !fits(args)) {
       const unsigned tiles = unsigned((args.columns + 128 * kWidth - 1) / (128 * kWidth));
-      launch_kernel(parameters_kernel<T>, dim3(grid, tiles), 128, stream, args, wide);
+      launch_kernel(parameters_kernel<T>, dim3(unsigned(parts), tiles), 128, stream, args, wide);
       if (const cudaError_t error = cudaGetLastError()) return int(error);
     }
-    launch_kernel(backward_kernel<T, false, false>, grid, threads, stream, args, wide);
+    const auto kernel = !fits(args)    ? backward_kernel<T, false, false>
+                        : args.partial ? backward_kernel<T, true, true>
+                                       : backward_kernel<T, true, false>;
+    launch_kernel(kernel, unsigned(parts), block, stream, args, wide);
     return int(cudaGetLastError());
   });
 }

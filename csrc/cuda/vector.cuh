@@ -128,6 +128,22 @@ __device__ void store_eight(const Vector<T>& v, void* array, Dtype dtype, int64_
   }
 }
 
+// What a store to `dtype` and a load give back.
+template <class S, class T>
+__device__ void round_to(Vector<T>& v) {
+  S parts[kWidth];
+  MEMKIT_UNROLL
+  for (int k = 0; k < kWidth; k += 2) narrow(v.x[k], v.x[k + 1], parts + k);
+  MEMKIT_UNROLL
+  for (int k = 0; k < kWidth; ++k) v.x[k] = widen(parts[k]);
+}
+template <class T>
+__device__ void round_to(Dtype dtype, Vector<T>& v) {
+  if constexpr (sizeof(T) == 8) return;
+  if (dtype == Dtype::float16) round_to<Half>(v);
+  if (dtype == Dtype::bfloat16) round_to<Bfloat>(v);
+}
+
 inline bool is_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % sizeof(Word) == 0; }
 
 template <class T>
@@ -135,15 +151,15 @@ struct Pair {
   T a, b;
 };
 
-// The sum over all threads of a block, of at most 32 warps, for all of them.
+// The sum over a row of a block's threads, for all of them: a power of two of them up to a warp, of which the block may
+// have several rows, or up to 32 warps, the whole block.
 template <class T>
 __device__ Pair<T> block_sum(Pair<T> own) {
-  MEMKIT_UNROLL
-  for (int d = kLanes / 2; d > 0; d /= 2) {
+  for (int d = (blockDim.x < kLanes ? int(blockDim.x) : kLanes) / 2; d > 0; d /= 2) {
     own.a += __shfl_xor_sync(0xffffffffu, own.a, d);
     own.b += __shfl_xor_sync(0xffffffffu, own.b, d);
   }
-  if (blockDim.x == kLanes) return own;
+  if (blockDim.x <= kLanes) return own;
   __shared__ Pair<T> warps[kLanes];
   __syncthreads();  // the last sum has been read
   if (threadIdx.x % kLanes == 0) warps[threadIdx.x / kLanes] = own;

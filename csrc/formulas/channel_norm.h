@@ -114,26 +114,35 @@ struct ChannelStatistics {
     return made;
   }
 
-  // Sums of dz and dz (x - center) over the parts, into c1 and c2 of a statistic.
-  MEMKIT_FN void finish_sums(int64_t s, const double* dz, const double* dz_distance, double* c1, double* c2) const {
-    double a = 0, b = 0;
-    for (int64_t j = 0; j < count; ++j) {
+  // Sums of dz and of dz (x - center).
+  struct Sums {
+    double dz = 0, distance = 0;
+  };
+
+  // Over the parts first, first + step, ... of a statistic, weighted; then c1 and c2 from those over all of them.
+  MEMKIT_FN Sums sums_of(int64_t s, const double* dz, const double* dz_distance, int64_t first = 0,
+                         int64_t step = 1) const {
+    Sums sums;
+    for (int64_t j = first; j < count; j += step) {
       const int64_t k = part(s, j);
       const double w = weight_of(k % channels);
-      a += w * dz[k], b += w * dz_distance[k];
+      sums.dz += w * dz[k], sums.distance += w * dz_distance[k];
     }
-    c1[s] = a / double(size), c2[s] = (b - lost(s) * a) * rstd(s) / double(size);
+    return sums;
+  }
+  MEMKIT_FN void finish_sums(int64_t s, const Sums& all, double* c1, double* c2) const {
+    c1[s] = all.dz / double(size), c2[s] = (all.distance - lost(s) * all.dz) * rstd(s) / double(size);
   }
 
-  // The gradients of a channel's weight and bias, from all `parts` of them.
-  MEMKIT_FN void finish_parameters(int64_t channel, int64_t parts, const double* dz, const double* dz_distance,
-                                   double* sum_dz, double* sum_dz_x_hat) const {
-    double a = 0, b = 0;
-    for (int64_t k = channel; k < parts; k += channels) {
+  // The gradients of a channel's bias and weight, from the parts first, first + step, ... of it among all `parts`.
+  MEMKIT_FN Sums parameter_sums(int64_t channel, int64_t parts, const double* dz, const double* dz_distance,
+                                int64_t first = 0, int64_t step = 1) const {
+    Sums sums;
+    for (int64_t k = channel + first * channels; k < parts; k += step * channels) {
       const int64_t s = groups == 0 ? channel : statistic_of(k);
-      a += dz[k], b += (dz_distance[k] - lost(s) * dz[k]) * rstd(s);
+      sums.dz += dz[k], sums.distance += (dz_distance[k] - lost(s) * dz[k]) * rstd(s);
     }
-    sum_dz[channel] = a, sum_dz_x_hat[channel] = b;
+    return sums;
   }
 };
 

@@ -59,7 +59,7 @@ void gradients_of_groups(ChannelCall call, double* dz, double* dz_x_hat) {
     for (int64_t i = begin; i < end; ++i)  // all that the sums need of the terms
       std::fill_n(arrays.center() + i * s.count, s.count, T(s.mean[i]));
     cpu::channel_sums(call.args, begin * s.count, end * s.count, sums, distances);
-    for (int64_t i = begin; i < end; ++i) s.finish_sums(i, sums, distances, c1, c2);
+    for (int64_t i = begin; i < end; ++i) s.finish_sums(i, s.sums_of(i, sums, distances), c1, c2);
     put_terms(s, arrays, begin, end, c1, c2);
     cpu::channel_backward(call.args, begin * s.size, end * s.size);
   });

@@ -85,7 +85,7 @@ void run_channel_sums(const ChannelCall& whole, double* dz, double* dz_x_hat, do
         return for_channels(s, [&](int64_t begin, int64_t end) {
           finish_batch_sums(s, begin, end, sums, distances, dz, dz_x_hat, c1, c2);
         });
-      for (int64_t i = 0; i < s.statistics; ++i) s.finish_sums(i, sums, distances, c1, c2);
+      for (int64_t i = 0; i < s.statistics; ++i) s.finish_sums(i, s.sums_of(i, sums, distances), c1, c2);
       return finish_group_parameters(s, sums, distances, dz, dz_x_hat);
     }
     const Room terms = make_terms<T>(call, nullptr, nullptr);
