@@ -210,13 +210,15 @@ MEMKIT_FN S pool_nothing() {
 inline bool is_pool_small(const PoolArgs& args) {
   constexpr int64_t most = int64_t(1) << 30;
   const auto extent = [](const PoolAxis& axis) { return axis.size + 2 * axis.padding; };
-  return !args.wide && args.rows.stride < most && args.columns.stride < most && extent(args.rows) < most &&
-         extent(args.columns) < most && args.channels < most &&
+  for (const PoolAxis* axis : {&args.rows, &args.columns})
+    if (axis->stride >= most || axis->dilation >= most) return false;
+  return !args.wide && extent(args.rows) < most && extent(args.columns) < most && args.channels < most &&
          extent(args.rows) * extent(args.columns) < most / args.channels;
 }
 
-// Windows of one kind, known when compiled. Of a tile of `n` elements of a line that begins with element 0 of result
-// `stride` apart, results [first, last(n)] count from the tile's own first.
+// Windows whose kind is known when compiled. Elements and results count from those of a tile: its first element is a
+// multiple of `stride`, its first result that multiple. The results whose windows may have one of n elements are
+// [first, last(n)].
 template <int Kernel, int Stride, int Padding>
 struct PoolWindow {
   static constexpr int kernel = Kernel, stride = Stride, padding = Padding;
@@ -362,8 +364,8 @@ struct MaxPoolForward {
 
 constexpr uint8_t kPoolNowhere = 0xff;  // a place in no window that is known when compiled
 
-// n neighbouring elements of `stride` neighbouring rows. Where that is what a window steps, all of them have the same
-// results, at places known when compiled.
+// n neighbouring elements of `stride` neighbouring rows. All such tiles lie in the windows of the same results around
+// them, at places that are known when compiled.
 template <class S, class W, int n>
 struct MaxPoolBackwardRow {
   using T = typename ComputeType<S>::type;
@@ -429,7 +431,7 @@ struct MaxPoolBackwardRow {
 
 // n channels of `stride` x `stride` elements.
 template <class S, class W, int n>
-struct MaxPoolBackwardDeep {
+struct MaxPoolBackwardTile {
   using T = typename ComputeType<S>::type;
   using I = int32_t;
   static constexpr int tall = W::last(W::stride) - W::first + 1;
@@ -541,23 +543,28 @@ struct PoolPasses {
   }
 };
 
-using HalvingWindow = PoolWindow<2, 2, 0>;
-using ResNetWindow = PoolWindow<3, 2, 1>;
-using SameWindow = PoolWindow<3, 1, 1>;
+using Pool2 = PoolWindow<2, 2, 0>;            // VGG
+using Pool3 = PoolWindow<3, 2, 1>;            // ResNet
+using Pool3Inside = PoolWindow<3, 2, 0>;      // AlexNet, GoogLeNet
+using Pool3Everywhere = PoolWindow<3, 1, 1>;  // Inception
 
 template <class S>
 struct MaxPoolPasses {
   static constexpr int n = sizeof(Word) / sizeof(S);
-  using Forward = PoolPasses<MaxPoolForwardRow<S, HalvingWindow, n>, MaxPoolForwardRow<S, ResNetWindow, n>,
-                             MaxPoolForwardRow<S, SameWindow, n>, MaxPoolForwardRow<S, HalvingWindow, 4>,
-                             MaxPoolForwardRow<S, ResNetWindow, 4>, MaxPoolForwardRow<S, SameWindow, 4>,
+  using Forward = PoolPasses<MaxPoolForwardRow<S, Pool2, n>, MaxPoolForwardRow<S, Pool3, n>,
+                             MaxPoolForwardRow<S, Pool3Inside, n>, MaxPoolForwardRow<S, Pool3Everywhere, n>,
+                             MaxPoolForwardRow<S, Pool2, 4>, MaxPoolForwardRow<S, Pool3, 4>,
+                             MaxPoolForwardRow<S, Pool3Inside, 4>, MaxPoolForwardRow<S, Pool3Everywhere, 4>,
                              MaxPoolForward<S, uint8_t, int32_t, 2, n>, MaxPoolForward<S, uint8_t, int32_t, 3, n>,
                              MaxPoolForward<S, uint8_t, int32_t, 0, n>, MaxPoolForward<S, uint8_t, int32_t, 2, 1>,
                              MaxPoolForward<S, uint8_t, int32_t, 3, 1>, MaxPoolForward<S, uint8_t, int32_t, 0, 1>,
                              MaxPoolForward<S, uint8_t, int64_t, 0, 1>, MaxPoolForward<S, int32_t, int64_t, 0, 1>>;
-  using Backward = PoolPasses<MaxPoolBackwardRow<S, HalvingWindow, 8>, MaxPoolBackwardRow<S, ResNetWindow, 8>,
-                              MaxPoolBackwardRow<S, SameWindow, 8>, MaxPoolBackwardDeep<S, HalvingWindow, n>,
-                              MaxPoolBackwardDeep<S, ResNetWindow, n>, MaxPoolBackwardDeep<S, SameWindow, n>,
+  using Backward = PoolPasses<MaxPoolBackwardRow<S, Pool2, 8>, MaxPoolBackwardRow<S, Pool3, 8>,
+                              MaxPoolBackwardRow<S, Pool3Inside, 8>, MaxPoolBackwardRow<S, Pool3Everywhere, 8>,
+                              MaxPoolBackwardTile<S, Pool2, n>, MaxPoolBackwardTile<S, Pool3, n>,
+                              MaxPoolBackwardTile<S, Pool3Inside, n>, MaxPoolBackwardTile<S, Pool3Everywhere, n>,
+                              MaxPoolBackwardTile<S, Pool2, 1>, MaxPoolBackwardTile<S, Pool3, 1>,
+                              MaxPoolBackwardTile<S, Pool3Inside, 1>, MaxPoolBackwardTile<S, Pool3Everywhere, 1>,
                               MaxPoolBackward<S, uint8_t, int32_t, n>, MaxPoolBackward<S, uint8_t, int32_t, 1>,
                               MaxPoolBackward<S, uint8_t, int64_t, 1>, MaxPoolBackward<S, int32_t, int64_t, 1>>;
 };
