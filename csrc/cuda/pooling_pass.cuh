@@ -1,7 +1,8 @@
 // What a thread does in max pooling, without CUDA's runtime: a test plays the threads on the CPU.
 //
-// Every pass gives the same results. The first whose `fits` holds is taken: the windows that networks have, of a size
-// known when compiled, read and write whole words; any other is computed an element a thread.
+// There are several passes, which give the same results; the first that fits a call is taken. Where the window is one that
+// networks have, its sizes are known when compiled, and a thread makes several results, or gradients, from whole words.
+// There is one for anything, an element a thread. Nothing is divided but by a Divisor.
 #pragma once
 
 #include "../formulas/pooling.h"
@@ -105,9 +106,10 @@ struct PoolCall {
   }
 };
 
-// Some neighbouring elements as one access.
+// How so many bytes are read and written: at once, or in words.
 template <int bytes>
 struct PoolAccess {
+  static_assert(bytes % sizeof(Word) == 0);
   static constexpr int size = sizeof(Word);
   using type = Word;
 };
@@ -139,7 +141,7 @@ struct PoolAccess<1> {
 #undef MEMKIT_ALIAS
 
 template <class S, int n>
-using PoolAccessOf = PoolAccess<n* int(sizeof(S))>;
+using PoolAccessOf = PoolAccess<int(sizeof(S)) * n>;
 
 template <class S, int n>
 bool is_pool_aligned(const void* pointer) {
@@ -242,9 +244,9 @@ template <class S, class W, int n>
 struct MaxPoolForwardRow {
   using T = typename ComputeType<S>::type;
   using I = int32_t;
-  static constexpr int within = n * W::stride;                                 // elements read in words
-  static constexpr int after = W::kernel - W::stride - W::padding;             // and one by one
-  static constexpr int width = W::padding + within + (after > 0 ? after : 0);  // padding of them before
+  // Of a row a thread reads these in words; `padding` before them and what comes after one by one.
+  static constexpr int within = n * W::stride, after = W::kernel - W::stride - W::padding;
+  static constexpr int width = W::padding + within + (after > 0 ? after : 0);
 
   static bool fits(const PoolArgs& args) {
     return W::is(args) && args.channels == 1 && args.columns.results % n == 0 &&
@@ -306,7 +308,7 @@ struct MaxPoolForward {
     if (args.wide != (sizeof(P) == 4) || (sizeof(I) == 4 && !is_pool_small(args))) return false;
     if (Kernel > 0 && (args.rows.kernel != Kernel || args.columns.kernel != Kernel)) return false;
     return args.channels % n == 0 && is_pool_aligned<S, n>(args.x) && is_pool_aligned<S, n>(args.out) &&
-           is_pool_aligned<uint8_t, n>(args.places);
+           is_pool_aligned<P, n>(args.places);
   }
   static PoolCall<I> call(const PoolArgs& args) {
     return {args, args.rows.results, args.columns.results, args.channels / n};
@@ -370,8 +372,9 @@ template <class S, class W, int n>
 struct MaxPoolBackwardRow {
   using T = typename ComputeType<S>::type;
   using I = int32_t;
-  static constexpr int within = n / W::stride;                               // results read in words
-  static constexpr int before = -W::first, width = before + W::last(n) + 1;  // and one by one, `before` of them before
+  // Of a row of results a thread reads these in words; `before` of them and what comes after one by one.
+  static constexpr int within = n / W::stride, before = -W::first;
+  static constexpr int width = before + W::last(n) + 1;
   static constexpr int tall = W::last(W::stride) - W::first + 1;
 
   static bool fits(const PoolArgs& args) {
@@ -512,7 +515,8 @@ struct MaxPoolBackward {
     for (I r = rows.first(at.row); r <= bottom; ++r) {
       const I k = rows.place(at.row, r);
       if (k < 0) continue;
-      for (I c = left; c <= right; ++c) {
+      MEMKIT_ROLL  // seldom more than two
+          for (I c = left; c <= right; ++c) {
         const I l = columns.place(at.column, c);
         if (l < 0) continue;
         const int64_t one = results + (r * columns.results + c) * call.channels;

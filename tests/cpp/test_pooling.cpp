@@ -198,6 +198,26 @@ void test_divisor() {
         "most");
 }
 
+// Past what 32 bits hold, in a plane or in all, and in windows that reach far.
+void test_large() {
+  PoolArgs args;
+  args.planes = int64_t(1) << 32;
+  args.rows = {1 << 15, 1 << 14, 2, 2, 0, 1}, args.columns = {1 << 14, 1 << 13, 2, 2, 0, 1};
+  CHECK(cuda::is_pool_small(args), "planes");
+  const auto check = [](PoolArgs args, const char* what) { CHECK(!cuda::is_pool_small(args), "%s", what); };
+  args.rows.size *= 2, check(args, "rows"), args.rows.size /= 2;
+  args.rows.padding = 1 << 20, check(args, "padding"), args.rows.padding = 0;
+  args.rows.stride = 1 << 30, check(args, "stride"), args.rows.stride = 2;
+  args.columns.dilation = 1 << 30, check(args, "dilation"), args.columns.dilation = 1;
+  args.channels = 3, check(args, "channels");
+  args.channels = int64_t(1) << 40, check(args, "channels");
+
+  args.channels = 1;
+  const cuda::PoolCall<int32_t> call(args, 1 << 14, 1 << 13, 1);
+  const auto at = call.item((int64_t(123456) << 27) + (int64_t(16383) << 13) + 8191);
+  CHECK(at.plane == 123456 && at.row == 16383 && at.column == 8191 && at.channel == 0, "item");
+}
+
 }  // namespace
 
 int main() {
@@ -209,6 +229,7 @@ int main() {
   test_known_windows<Half>();
   test_known_windows<Bfloat>();
   test_divisor();
+  test_large();
   // 16 each way, of which float has 4 twice; of double, 3.
   CHECK(played.size() == 2 * (3 * 16 + 3) - 4, "%d passes played", int(played.size()));
   return finish("max pooling");
