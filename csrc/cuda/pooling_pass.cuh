@@ -234,7 +234,7 @@ struct PoolWindow {
   static bool is(const PoolAxis& axis) {
     return axis.kernel == kernel && axis.stride == stride && axis.padding == padding && axis.dilation == 1;
   }
-  static bool is(const PoolArgs& args) { return is_pool_small(args) && is(args.rows) && is(args.columns); }
+  static bool is(const PoolArgs& args) { return is(args.rows) && is(args.columns) && is_pool_small(args); }
 };
 
 // -- forward
@@ -305,10 +305,10 @@ struct MaxPoolForward {
   using T = typename ComputeType<S>::type;
 
   static bool fits(const PoolArgs& args) {
-    if (args.wide != (sizeof(P) == 4) || (sizeof(I) == 4 && !is_pool_small(args))) return false;
+    if (args.wide != (sizeof(P) == 4) || args.channels % n != 0) return false;
     if (Kernel > 0 && (args.rows.kernel != Kernel || args.columns.kernel != Kernel)) return false;
-    return args.channels % n == 0 && is_pool_aligned<S, n>(args.x) && is_pool_aligned<S, n>(args.out) &&
-           is_pool_aligned<P, n>(args.places);
+    return is_pool_aligned<S, n>(args.x) && is_pool_aligned<S, n>(args.out) && is_pool_aligned<P, n>(args.places) &&
+           (sizeof(I) == 8 || is_pool_small(args));
   }
   static PoolCall<I> call(const PoolArgs& args) {
     return {args, args.rows.results, args.columns.results, args.channels / n};
@@ -501,8 +501,9 @@ struct MaxPoolBackward {
   using T = typename ComputeType<S>::type;
 
   static bool fits(const PoolArgs& args) {
-    return args.wide == (sizeof(P) == 4) && (sizeof(I) == 8 || is_pool_small(args)) && args.channels % n == 0 &&
-           is_pool_aligned<S, n>(args.x) && is_pool_aligned<S, n>(args.out) && is_pool_aligned<P, n>(args.places);
+    return args.wide == (sizeof(P) == 4) && args.channels % n == 0 && is_pool_aligned<S, n>(args.x) &&
+           is_pool_aligned<S, n>(args.out) && is_pool_aligned<P, n>(args.places) &&
+           (sizeof(I) == 8 || is_pool_small(args));
   }
   static PoolCall<I> call(const PoolArgs& args) { return {args, args.rows.size, args.columns.size, args.channels / n}; }
 
