@@ -371,8 +371,8 @@ class StepList:
     """Parameters on one device with the lists of their state, for one call a step."""
 
     def __init__(self, op: str, params: list[Tensor], state: list[list[Tensor]]) -> None: ...
-    def collect(self, one: int | None) -> int:
-        """Takes the gradients for the step that follows: of all that have one, or of one."""
+    def collect(self, some: Sequence[int] | None) -> int:
+        """Takes the gradients for the step that follows, of all or some parameters: of those that have one."""
     def adamw(
         self,
         lr: float,

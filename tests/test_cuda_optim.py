@@ -152,11 +152,71 @@ def test_two_devices_and_a_pool() -> None:
         train(optim.AdamW(params, pool=p), params, 1)
 
 
-def test_in_backward() -> None:
+def deep(layers: int = 5) -> nn.Sequential:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).cuda()
+    return nn.Sequential(*(nn.Linear(64, 64) for _ in range(layers))).cuda()
+
+
+@pytest.mark.parametrize("together", [0, 40_000, 32 << 20])
+def test_in_backward(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients that wait for each other are stepped as all at once, on whatever stream they were made."""
+    monkeypatch.setattr(optim._in_backward, "WAITING_BYTES", together)
+    x = torch.randn(4, 64, device="cuda")
+    a, b = deep(), deep()
+    plain, early = optim.AdamW(a.parameters()), optim.AdamW(b.parameters())
+    optim.step_in_backward(early)
+    for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+        a(x).square().sum().backward()
+        plain.step()
+        plain.zero_grad()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            b(x).square().sum().backward()
+        torch.cuda.current_stream().wait_stream(stream)
+        assert all(p.grad is None for p in b.parameters())
+        assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+    assert all(early.state[p]["step"].item() == 2 for p in b.parameters())
+
+
+def test_in_backward_after_an_error() -> None:
+    """What had arrived is used by the next backward or step, once."""
+    model = deep(2)
+    first, last = model[0].weight, model[1].weight
     optimizer = optim.AdamW(model.parameters())
     optim.step_in_backward(optimizer)
-    model(torch.randn(4, 64, device="cuda")).sum().backward()
-    assert all(p.grad is None for p in model.parameters())
-    assert all(optimizer.state[p]["step"].item() == 1 for p in model.parameters())
+    x = torch.randn(4, 64, device="cuda")
+
+    def stop(grad: torch.Tensor) -> None:
+        raise ValueError("trap")
+
+    def broken() -> None:
+        h = model[0](x)
+        h.register_hook(stop)
+        with pytest.raises(ValueError, match="trap"):
+            model[1](h).sum().backward()
+
+    broken()
+    assert last.grad is None
+    optimizer.step()
+    assert optimizer.state[last]["step"].item() == 1
+    broken()
+    model(x).sum().backward()
+    assert [optimizer.state[p]["step"].item() for p in (first, last)] == [1, 3]
+    assert first.grad is None
+    assert last.grad is None
+
+
+def test_in_backward_accumulates() -> None:
+    x = torch.randn(4, 64, device="cuda")
+    a, b = deep(), deep()
+    plain, early = optim.SGD(a.parameters(), lr=0.1), optim.SGD(b.parameters(), lr=0.1)
+    handle = optim.step_in_backward(early)
+    for _ in range(2):
+        a(x).sum().backward()
+        a(-x).square().sum().backward()
+        plain.step()
+        plain.zero_grad()
+        with handle.accumulate():
+            b(x).sum().backward()
+        b(-x).square().sum().backward()
+    assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))

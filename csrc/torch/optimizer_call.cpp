@@ -25,17 +25,15 @@ class StepList {
   StepList(std::string op, Tensors params, std::vector<Tensors> state)
       : op_(std::move(op)), params_(std::move(params)), state_(std::move(state)) {}
 
-  // Takes the gradients of those parameters that have one, or that of one parameter, for the steps below. Says how many
+  // Takes the gradients of those parameters that have one, of all or of those named, for the steps below. Says how many
   // there are. Raises where one cannot be used, before anything is written.
-  int64_t collect(std::optional<size_t> one) {
+  int64_t collect(const std::optional<std::vector<size_t>>& some) {
     grads_.clear();
-    if (one) {
-      take(params_.at(*one));
-      picked_.assign(1, *one);
-    } else {
-      picked_.clear();
-      for (size_t i = 0; i < params_.size(); ++i)
-        if (take(params_[i])) picked_.push_back(i);
+    picked_.clear();
+    const size_t count = some ? some->size() : params_.size();
+    for (size_t k = 0; k < count; ++k) {
+      const size_t i = some ? (*some)[k] : k;
+      if (take(params_.at(i))) picked_.push_back(i);
     }
     if (picked_.size() < params_.size()) {
       some_params_ = select(params_);

@@ -118,19 +118,25 @@ class FusedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._in_backward is not None:
+            self._in_backward.settle()
         with torch.no_grad():
             ready = [part for part in self._parts() if part.lists.collect(None)]
             for part in ready:
                 self._advance(part)
         return loss
 
-    def _step_one(self, param: Tensor) -> None:
-        """A step for one parameter, which has a gradient."""
+    def _step_these(self, params: Iterable[Tensor]) -> None:
+        """A step for some parameters, which have gradients."""
         with torch.no_grad():
             self._parts()
-            part, index = self._where[param]
-            part.lists.collect(index)
-            self._advance(part)
+            picked: dict[int, tuple[Part, list[int]]] = {}
+            for param in params:
+                part, index = self._where[param]
+                picked.setdefault(id(part), (part, []))[1].append(index)
+            for part, indices in picked.values():
+                part.lists.collect(indices)
+                self._advance(part)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

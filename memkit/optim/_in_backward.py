@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +18,19 @@ from .._sharding import is_dtensor
 from ._base import FusedOptimizer
 from ._sharded import gradient
 
+# Of gradients that wait for each other on a GPU, where a step is one launch for many of them.
+WAITING_BYTES = 32 << 20
+
+
+@dataclass
+class Waiting:
+    """Gradients of one device that have arrived in one backward, on one stream."""
+
+    task: int
+    stream: torch.cuda.Stream
+    gradients: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    bytes: int = 0
+
 
 class StepInBackward:
     """What :func:`step_in_backward` returns."""
@@ -25,6 +39,7 @@ class StepInBackward:
         self._optimizer = optimizer
         self._max_norm, self._clip_value = max_norm, clip_value
         self._deferred = 0
+        self._waiting: dict[torch.device, Waiting] = {}
         self._handles: list[Any] = []
         self.watch(optimizer._all_params())
         optimizer._in_backward = self
@@ -56,9 +71,55 @@ class StepInBackward:
                 torch.nn.utils.clip_grad_value_([param], self._clip_value)
             if self._max_norm is not None:
                 torch.nn.utils.clip_grad_norm_([param], self._max_norm)
-            self._optimizer._step_one(param)
+            if param.is_cuda:
+                self._wait(param)
+            else:
+                self._optimizer._step_these([param])
         finally:
             param.grad = None
+
+    def _wait(self, param: Tensor) -> None:
+        """A step with those that arrive next, at the end of backward at the latest."""
+        device, task = param.device, torch._C._current_graph_task_id()
+        stream = torch.cuda.current_stream(device)
+        waiting = self._waiting.get(device)
+        if waiting is None or (waiting.task, waiting.stream) != (task, stream):
+            self._settle(device)  # a backward that raised, or another one around this one
+            waiting = self._waiting[device] = Waiting(task, stream)
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._settle(device))
+        grad = param.grad
+        assert grad is not None
+        waiting.gradients.append((param, grad))
+        waiting.bytes += grad.nbytes
+        if waiting.bytes >= WAITING_BYTES:
+            self._step(device, waiting)
+
+    def _settle(self, device: torch.device) -> None:
+        waiting = self._waiting.pop(device, None)
+        if waiting is not None:
+            self._step(device, waiting)
+
+    def settle(self) -> None:
+        """Steps what a backward that raised has left."""
+        for device in list(self._waiting):
+            self._settle(device)
+
+    def _step(self, device: torch.device, waiting: Waiting) -> None:
+        gradients, waiting.gradients, waiting.bytes = waiting.gradients, [], 0
+        stream = torch.cuda.current_stream(device)
+        elsewhere = stream != waiting.stream
+        if elsewhere:
+            stream.wait_stream(waiting.stream)
+        kept = [param.grad for param, _ in gradients]
+        try:
+            for param, grad in gradients:
+                if elsewhere:
+                    grad.record_stream(stream)
+                param.grad = grad
+            self._optimizer._step_these([param for param, _ in gradients])
+        finally:
+            for (param, _), before in zip(gradients, kept, strict=True):
+                param.grad = before
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -71,6 +132,7 @@ class StepInBackward:
 
     def remove(self) -> None:
         """Back to `optimizer.step()`."""
+        self.settle()
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -87,8 +149,10 @@ def step_in_backward(
 ) -> StepInBackward:
     """Makes backward step each parameter of `optimizer` as soon as its gradient is complete, and free the gradient.
 
-    Gradients then take the memory of the largest one, not of all. `optimizer.step()` may stay in the loop: it finds no
-    gradients and does nothing (but steps what was accumulated), and schedulers see their step. Step hooks are not called.
+    Gradients then take the memory of the largest one, not of all. On a GPU, where a step for many costs what one for a
+    single parameter does, they wait for each other up to 32 MiB more, and to the end of backward at most.
+    `optimizer.step()` may stay in the loop: it finds no gradients and does nothing (but steps what was accumulated), and
+    schedulers see their step. Step hooks are not called.
 
     Args:
         optimizer: of `memkit.optim`. Several may step in backward, each parameters of its own.
@@ -97,7 +161,8 @@ def step_in_backward(
         clip_value: clips each element to this magnitude, before the norm.
 
     A weight that is used several times is stepped once a backward, with the sum of its gradients. After an error in
-    backward, the parameters whose gradients had arrived are stepped, the others not; the next backward works. A second
+    backward, the parameters whose gradients had arrived are stepped (those that waited, at the start of the next step), the
+    others not; the next backward works. A second
     backward through the same graph, or through another one that kept a weight, raises: the weight has changed. With
     `with handle.accumulate():` around it the first one leaves weights alone. With FSDP2 (``fully_shard``) and
     tensor parallelism norms are those of whole gradients. DistributedDataParallel and FullyShardedDataParallel, which

@@ -95,8 +95,8 @@ class ShardedList:
         self._picked: list[int] = []
         self._grads: list[Tensor] = []
 
-    def collect(self, one: int | None) -> int:
-        indices = range(len(self._params)) if one is None else [one]
+    def collect(self, some: Sequence[int] | None) -> int:
+        indices = range(len(self._params)) if some is None else some
         self._picked = [i for i in indices if self._params[i].grad is not None]
         self._grads = [gradient(self._op, self._params[i]) for i in self._picked]
         return len(self._picked)
