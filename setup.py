@@ -47,7 +47,7 @@ UNITS = {
     "arena.cpp": "arena/*",
     "cuda_1.cu": "cuda/activation_*",
     "cuda_2.cu": "cuda/channel_*",
-    "cuda_3.cu": "cuda/pooling cuda/row_norm cuda/rotary cuda/softmax",
+    "cuda_3.cu": "cuda/pooling cuda/row_norm* cuda/rotary cuda/softmax",
     "cuda_4.cu": "cuda/glu cuda/loss cuda/optimizer",
 }
 # Ahead of a kernel compiled for the CPU; CUDA's own header then finds its guard.

@@ -10,7 +10,9 @@ namespace memkit::cuda {
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kLanes;
-constexpr int kResidentBlocks = 8;  // on a multiprocessor at least: 64 registers a thread, with which nothing spills
+// On a multiprocessor at least: 64 or 80 registers a thread, with which nothing spills.
+template <class Tile>
+constexpr int kResidentBlocks = Tile::values > 8 ? 6 : 8;
 // Many more blocks than fit at a time: the hardware's scheduler evens out the end.
 constexpr int kBlocksPerProcessor = 128;
 
@@ -21,7 +23,7 @@ struct FromPeer {
 };
 
 template <class Pass>
-__global__ void __launch_bounds__(kThreads, kResidentBlocks) activation_kernel(const Call call) {
+__global__ void __launch_bounds__(kThreads, kResidentBlocks<typename Pass::Tile>) activation_kernel(const Call call) {
   const int lane = threadIdx.x % kLanes;
   const int64_t warps = int64_t(gridDim.x) * kWarps;
   // The same for all lanes of a warp, which work on a tile together.

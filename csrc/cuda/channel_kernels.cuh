@@ -13,12 +13,14 @@ namespace memkit::cuda {
 // Which set each of eight neighbouring elements belongs to.
 struct SetFinder {
   Divisor inner, sets;
-  bool together;  // eight elements are of one set
+  bool together;   // eight elements are of one set
+  bool in_eights;  // or of eight neighbouring ones, the first a multiple of eight
 
   SetFinder(const ChannelArgs& args, bool wide)
       : inner(std::max<int64_t>(1, args.inner)),
         sets(std::max<int64_t>(1, args.sets)),
-        together(wide && args.inner % kWidth == 0) {}
+        together(wide && args.inner % kWidth == 0),
+        in_eights(args.inner == 1 && args.sets % kWidth == 0 && is_aligned(args.terms)) {}
 
   MEMKIT_FN int64_t of(int64_t i) const { return sets.remainder(inner.divide(i)); }
 };
@@ -35,6 +37,18 @@ __device__ void for_terms(const ChannelArgs& args, const SetFinder& find, int64_
     const ChannelTerms<T> all = terms(find.of(i));
     MEMKIT_UNROLL
     for (int k = 0; k < kWidth; ++k) f(k, all);
+  } else if (find.in_eights) {
+    const int64_t set = find.of(i);
+    const auto eight = [&](const T* array) {
+      Eight<T> raw;
+      raw.load(array + set);
+      return raw.values();
+    };
+    const Vector<T> center = eight(arrays.center()), scale = eight(arrays.scale()), shift = eight(arrays.shift());
+    const Vector<T> offset = eight(arrays.offset()), slope = eight(arrays.slope());
+    MEMKIT_UNROLL
+    for (int k = 0; k < kWidth; ++k)
+      f(k, ChannelTerms<T>{center.x[k], scale.x[k], shift.x[k], offset.x[k], slope.x[k]});
   } else {
     MEMKIT_UNROLL
     for (int k = 0; k < kWidth; ++k)
@@ -120,22 +134,86 @@ __device__ void for_eights(int64_t begin, int64_t end, bool wide, const void* ar
   }
 }
 
+// Of short planes a thread has a vector of several at a time: what one waits for the others hide. f(first plane of the
+// block's, exists(slot), index of its first element).
+template <int planes>
+struct PlaneSlots {
+  int64_t first, all, inner;
+
+  __device__ int64_t plane(int s) const { return first + int64_t(s) * blockDim.y + threadIdx.y; }
+  __device__ int64_t column() const { return int64_t(threadIdx.x) * kWidth; }
+  __device__ bool exists(int s) const { return plane(s) < all && column() < inner; }
+  __device__ int64_t at(int s) const { return plane(s) * inner + column(); }
+  // f(s) by one thread for each plane, each by another where there are as many.
+  template <class F>
+  __device__ void each_once(F&& f) const {
+    MEMKIT_UNROLL
+    for (int s = 0; s < planes; ++s)
+      if (threadIdx.x == s % blockDim.x && plane(s) < all) f(s);
+  }
+};
+
+template <int planes, class F>
+__device__ void for_plane_slots(const ChannelArgs& args, F&& f) {
+  const int64_t each = int64_t(blockDim.y) * planes;
+  for (int64_t first = blockIdx.x * each; first < args.planes(); first += gridDim.x * each)
+    f(PlaneSlots<planes>{first, args.planes(), args.inner});
+}
+
+constexpr int kPlanesOfMoments = 4, kPlanesOfSums = 2;
+constexpr int kShortPlane = kLanes * kWidth;
+
+template <class T>
+__device__ ChannelTerms<T> set_terms(const ChannelArgs& args, int64_t set) {
+  const TermArrays<const T> arrays{static_cast<const T*>(args.terms), args.sets};
+  return {arrays.center()[set], arrays.scale()[set], arrays.shift()[set], T(0), T(0)};
+}
+
+// dz and dz (x - center) of eight elements, added up.
+template <class T>
+__device__ void add_sums(const ChannelArgs& args, const ChannelTerms<T>& t, const Vector<T>& x, Vector<T> g,
+                         int64_t exist, Pair<T>& sum) {
+  Vector<T> z;
+  MEMKIT_UNROLL
+  for (int k = 0; k < kWidth; ++k) z.x[k] = t.value(x.x[k]);
+  visit(act_of(args), ActGradient<T>{}, args.params, z, g);
+  MEMKIT_UNROLL
+  for (int k = 0; k < kWidth; ++k)
+    if (k < exist) sum.a += g.x[k], sum.b += g.x[k] * (x.x[k] - t.center);
+}
+
+// Aligned.
+template <class T>
+__global__ void short_plane_sums_kernel(const ChannelArgs args, double* dz, double* dz_distance) {
+  constexpr int n = kPlanesOfSums;
+  for_plane_slots<n>(args, [&](const PlaneSlots<n>& slot) {
+    RawVector<T> x[n] = {}, g[n] = {};
+    MEMKIT_UNROLL
+    for (int s = 0; s < n; ++s) {
+      if (!slot.exists(s)) continue;
+      x[s].load(args.x, args.dtype, slot.at(s));
+      g[s].load(args.grad, args.out_dtype, slot.at(s));
+    }
+    Pair<T> sums[n] = {};
+    MEMKIT_UNROLL
+    for (int s = 0; s < n; ++s)
+      if (slot.exists(s))
+        add_sums(args, set_terms<T>(args, slot.plane(s) % args.sets), x[s].values(args.dtype),
+                 g[s].values(args.out_dtype), kWidth, sums[s]);
+    block_sums(sums);
+    slot.each_once([&](int s) { dz[slot.plane(s)] = sums[s].a, dz_distance[slot.plane(s)] = sums[s].b; });
+  });
+}
+
 template <class T>
 __global__ void plane_sums_kernel(const ChannelArgs args, const bool wide, double* dz, double* dz_distance) {
-  const TermArrays<const T> arrays{static_cast<const T*>(args.terms), args.sets};
   for_planes(args, [&](int64_t plane) {
-    const int64_t set = plane % args.sets, begin = plane * args.inner, end = begin + args.inner;
-    const ChannelTerms<T> t{arrays.center()[set], arrays.scale()[set], arrays.shift()[set], T(0), T(0)};
+    const int64_t begin = plane * args.inner, end = begin + args.inner;
+    const ChannelTerms<T> t = set_terms<T>(args, plane % args.sets);
     Pair<double> sum{0, 0};
     for_eights<T, 2>(begin, end, wide, args.x, args.dtype, [&](const Vector<T>& x, int64_t i) {
-      Vector<T> g = load_eight<T>(args.grad, args.out_dtype, i, end, wide), z;
-      MEMKIT_UNROLL
-      for (int k = 0; k < kWidth; ++k) z.x[k] = t.value(x.x[k]);
-      visit(act_of(args), ActGradient<T>{}, args.params, z, g);
       Pair<T> own{0, 0};
-      MEMKIT_UNROLL
-      for (int k = 0; k < kWidth; ++k)
-        if (wide || i + k < end) own.a += g.x[k], own.b += g.x[k] * (x.x[k] - t.center);
+      add_sums(args, t, x, load_eight<T>(args.grad, args.out_dtype, i, end, wide), wide ? kWidth : end - i, own);
       sum.a += double(own.a), sum.b += double(own.b);
     });
     sum = block_sum(sum);
@@ -143,14 +221,50 @@ __global__ void plane_sums_kernel(const ChannelArgs args, const bool wide, doubl
   });
 }
 
-constexpr int kColumnThreads = 32, kRowThreads = 8;  // of a block in the layout of columns
+// In the layout of columns a thread has eight channels and every blockDim.y-th row of its block's range; blockIdx.y is the
+// range. At the end the block's threads take a channel each and add up what the rows of threads have of it.
+constexpr int kColumnThreads = 256;
 
-// A thread has eight channels and every kRowThreads-th row of its block's range; blockIdx.y is the range.
+struct ColumnShare {
+  int64_t channels, c, begin, end;
+
+  __device__ explicit ColumnShare(const ChannelArgs& args)
+      : channels(args.channels),
+        c((int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * kWidth),
+        begin(args.outer * blockIdx.y / gridDim.y),
+        end(args.outer * (blockIdx.y + 1) / gridDim.y) {}
+
+  // Rows that the threads of row y have.
+  __device__ double rows(int y) const {
+    const int64_t all = end - begin;
+    return double(all > y ? (all - y + blockDim.y - 1) / blockDim.y : 0);
+  }
+};
+
+struct ColumnSums {
+  double a[kColumnThreads * kWidth], b[kColumnThreads * kWidth];
+
+  static __device__ int place(int y, int x, int k) { return (k * int(blockDim.y) + y) * int(blockDim.x) + x; }
+  __device__ void put(int k, double first, double second) {
+    const int at = place(threadIdx.y, threadIdx.x, k);
+    a[at] = first, b[at] = second;
+  }
+  // f(channel, its x, its k) by a thread for each channel.
+  template <class F>
+  __device__ void for_channels(const ColumnShare& share, F&& f) const {
+    __syncthreads();
+    const int t = int(threadIdx.y * blockDim.x + threadIdx.x), x = t / kWidth, k = t % kWidth;
+    const int64_t channel = (int64_t(blockIdx.x) * blockDim.x + x) * kWidth + k;
+    if (x < int(blockDim.x) && channel < share.channels) f(channel, x, k);
+  }
+};
+
 template <class T>
-__global__ void column_sums_kernel(const ChannelArgs args, const bool wide, double* dz, double* dz_distance) {
-  const int64_t channels = args.channels;
-  const int64_t c = (int64_t(blockIdx.x) * kColumnThreads + threadIdx.x) * kWidth;
-  const int64_t begin = args.outer * blockIdx.y / gridDim.y, end = args.outer * (blockIdx.y + 1) / gridDim.y;
+__global__ void __launch_bounds__(kColumnThreads)
+    column_sums_kernel(const ChannelArgs args, const bool wide, double* dz, double* dz_distance) {
+  constexpr int kRows = 2;
+  const ColumnShare share(args);
+  const int64_t c = share.c, channels = share.channels;
   const TermArrays<const T> arrays{static_cast<const T*>(args.terms), args.sets};
   Vector<T> center = {}, scale = {}, shift = {};
   Vector<double> sum = {}, sum_distance = {};
@@ -159,32 +273,39 @@ __global__ void column_sums_kernel(const ChannelArgs args, const bool wide, doub
     if (c + k < channels)
       center.x[k] = arrays.center()[c + k], scale.x[k] = arrays.scale()[c + k], shift.x[k] = arrays.shift()[c + k];
   if (c < channels) {
-    for (int64_t row = begin + threadIdx.y; row < end; row += kRowThreads) {
-      const int64_t at = row * channels + c, row_end = (row + 1) * channels;
-      const Vector<T> x = load_eight<T>(args.x, args.dtype, at, row_end, wide);
-      Vector<T> g = load_eight<T>(args.grad, args.out_dtype, at, row_end, wide), z;
+    for (int64_t row = share.begin + threadIdx.y; row < share.end; row += int64_t(blockDim.y) * kRows) {
+      Vector<T> x[kRows], g[kRows], own = {}, own_distance = {};
       MEMKIT_UNROLL
-      for (int k = 0; k < kWidth; ++k) z.x[k] = (x.x[k] - center.x[k]) * scale.x[k] + shift.x[k];
-      visit(act_of(args), ActGradient<T>{}, args.params, z, g);
+      for (int r = 0; r < kRows; ++r) {
+        const int64_t at = row + r * int64_t(blockDim.y);
+        if (at >= share.end) continue;
+        x[r] = load_eight<T>(args.x, args.dtype, at * channels + c, (at + 1) * channels, wide);
+        g[r] = load_eight<T>(args.grad, args.out_dtype, at * channels + c, (at + 1) * channels, wide);
+      }
       MEMKIT_UNROLL
-      for (int k = 0; k < kWidth; ++k)
-        sum.x[k] += double(g.x[k]), sum_distance.x[k] += double(g.x[k] * (x.x[k] - center.x[k]));
+      for (int r = 0; r < kRows; ++r) {
+        if (row + r * int64_t(blockDim.y) >= share.end) continue;
+        Vector<T> z;
+        MEMKIT_UNROLL
+        for (int k = 0; k < kWidth; ++k) z.x[k] = (x[r].x[k] - center.x[k]) * scale.x[k] + shift.x[k];
+        visit(act_of(args), ActGradient<T>{}, args.params, z, g[r]);
+        MEMKIT_UNROLL
+        for (int k = 0; k < kWidth; ++k)
+          own.x[k] += g[r].x[k], own_distance.x[k] += g[r].x[k] * (x[r].x[k] - center.x[k]);
+      }
+      MEMKIT_UNROLL
+      for (int k = 0; k < kWidth; ++k) sum.x[k] += double(own.x[k]), sum_distance.x[k] += double(own_distance.x[k]);
     }
   }
-  __shared__ double rows[2][kRowThreads][kColumnThreads];
+  __shared__ ColumnSums sums;
   MEMKIT_UNROLL
-  for (int k = 0; k < kWidth; ++k) {
-    __syncthreads();
-    rows[0][threadIdx.y][threadIdx.x] = sum.x[k];
-    rows[1][threadIdx.y][threadIdx.x] = sum_distance.x[k];
-    __syncthreads();
-    if (threadIdx.y != 0 || c + k >= channels) continue;
+  for (int k = 0; k < kWidth; ++k) sums.put(k, sum.x[k], sum_distance.x[k]);
+  sums.for_channels(share, [&](int64_t channel, int x, int k) {
     double a = 0, b = 0;
-    MEMKIT_UNROLL
-    for (int r = 0; r < kRowThreads; ++r) a += rows[0][r][threadIdx.x], b += rows[1][r][threadIdx.x];
-    dz[blockIdx.y * channels + c + k] = a;
-    dz_distance[blockIdx.y * channels + c + k] = b;
-  }
+    for (int y = 0; y < int(blockDim.y); ++y) a += sums.a[sums.place(y, x, k)], b += sums.b[sums.place(y, x, k)];
+    dz[blockIdx.y * channels + channel] = a;
+    dz_distance[blockIdx.y * channels + channel] = b;
+  });
 }
 
 // -- from a call to the launch ---------------------------------------------------------------------------------------------
@@ -223,11 +344,29 @@ void launch_planes(void (*kernel)(ChannelArgs, P...), const ChannelArgs& args, c
   launch_kernel(kernel, blocks, dim3(threads, together), stream, args, rest...);
 }
 
+// One of those over short planes, `planes` a thread at a time.
+template <class... P>
+void launch_short_planes(void (*kernel)(ChannelArgs, P...), int planes, const ChannelArgs& args, cudaStream_t stream,
+                         typename Same<P>::type... rest) {
+  int64_t threads = 1;
+  while (threads * kWidth < args.inner) threads *= 2;
+  const dim3 block(unsigned(threads), unsigned(kChannelThreads / threads));
+  const int64_t each = int64_t(block.y) * planes;
+  const auto blocks = unsigned(std::min<int64_t>((args.planes() + each - 1) / each, 1 << 30));
+  launch_kernel(kernel, blocks, block, stream, args, rest...);
+}
+
+inline dim3 column_threads(const ChannelArgs& args) {
+  unsigned threads = 1;
+  while (threads < kLanes && threads * kWidth < args.channels) threads *= 2;
+  return dim3(threads, kColumnThreads / threads);
+}
 inline dim3 column_grid(const ChannelArgs& args, int64_t parts) {
-  const int64_t each = kColumnThreads * kWidth;
+  const int64_t each = int64_t(column_threads(args).x) * kWidth;
   return dim3(unsigned((args.channels + each - 1) / each), unsigned(parts / args.channels));
 }
-inline dim3 column_threads() { return dim3(kColumnThreads, kRowThreads); }
+
+inline bool has_short_planes(const ChannelArgs& args, bool wide) { return wide && args.inner <= kShortPlane; }
 
 // Whether the accesses of a pass by units are aligned: every unit begins on a word.
 inline bool wide_units(const ChannelArgs& args) {

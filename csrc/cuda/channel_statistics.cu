@@ -11,6 +11,42 @@ __device__ Moments<double> moments_about(double count, T about, Pair<T> distance
   return Moments<double>::from_sums(count, double(about), double(distance.a), double(distance.b));
 }
 
+// Aligned.
+template <class T>
+__global__ void short_plane_moments_kernel(const ChannelArgs args, double* means, double* m2) {
+  constexpr int n = kPlanesOfMoments;
+  for_plane_slots<n>(args, [&](const PlaneSlots<n>& slot) {
+    RawVector<T> raw[n] = {};
+    MEMKIT_UNROLL
+    for (int s = 0; s < n; ++s)
+      if (slot.exists(s)) raw[s].load(args.x, args.dtype, slot.at(s));
+    Vector<T> x[n];
+    Pair<T> sums[n] = {}, distances[n] = {};
+    MEMKIT_UNROLL
+    for (int s = 0; s < n; ++s) {
+      x[s] = raw[s].values(args.dtype);
+      MEMKIT_UNROLL
+      for (int k = 0; k < kWidth; ++k) sums[s].a += x[s].x[k];
+    }
+    block_sums(sums);
+    MEMKIT_UNROLL
+    for (int s = 0; s < n; ++s) {
+      sums[s].a /= T(args.inner);
+      if (!slot.exists(s)) continue;
+      MEMKIT_UNROLL
+      for (int k = 0; k < kWidth; ++k) {
+        const T d = x[s].x[k] - sums[s].a;
+        distances[s].a += d, distances[s].b += d * d;
+      }
+    }
+    block_sums(distances);
+    slot.each_once([&](int s) {
+      const Moments<double> moments = moments_about(double(args.inner), sums[s].a, distances[s]);
+      means[slot.plane(s)] = moments.mean, m2[slot.plane(s)] = moments.m2;
+    });
+  });
+}
+
 // Reads each plane twice; the second time mostly from a cache.
 template <class T>
 __global__ void plane_moments_kernel(const ChannelArgs args, const bool wide, double* means, double* m2) {
@@ -34,57 +70,63 @@ __global__ void plane_moments_kernel(const ChannelArgs args, const bool wide, do
   });
 }
 
-// As column_sums_kernel. A thread takes the moments of some rows at a time in its registers and adds them up.
+// A thread takes the moments of some rows at a time in its registers and adds them up: Moments::add, with the quotient of
+// counts that all channels share.
 template <class T>
-__global__ void column_moments_kernel(const ChannelArgs args, const bool wide, double* means, double* m2) {
+__global__ void __launch_bounds__(kColumnThreads)
+    column_moments_kernel(const ChannelArgs args, const bool wide, double* means, double* m2) {
   constexpr int kRows = 4;
-  const int64_t channels = args.channels;
-  const int64_t c = (int64_t(blockIdx.x) * kColumnThreads + threadIdx.x) * kWidth;
-  const int64_t begin = args.outer * blockIdx.y / gridDim.y, end = args.outer * (blockIdx.y + 1) / gridDim.y;
+  const ColumnShare share(args);
+  const int64_t c = share.c, channels = share.channels;
   double count = 0;
   Vector<double> mean = {}, squares = {};
   if (c < channels) {
-    for (int64_t row = begin + threadIdx.y; row < end; row += kRowThreads * kRows) {
-      Vector<T> x[kRows];
-      T rows = 0;
+    for (int64_t row = share.begin + threadIdx.y; row < share.end; row += int64_t(blockDim.y) * kRows) {
+      Vector<T> x[kRows] = {};
+      int rows = 0;
       MEMKIT_UNROLL
       for (int r = 0; r < kRows; ++r) {
-        const int64_t at = row + r * kRowThreads;
-        if (at >= end) continue;
+        const int64_t at = row + r * int64_t(blockDim.y);
+        if (at >= share.end) continue;
         x[r] = load_eight<T>(args.x, args.dtype, at * channels + c, (at + 1) * channels, wide);
-        rows += 1;
+        ++rows;
       }
+      const T one_of = T(1) / T(rows);
+      const double both = count + rows, part = rows / both, weight = count * part;
       MEMKIT_UNROLL
       for (int k = 0; k < kWidth; ++k) {
-        T about = 0;
+        T about = 0;  // near the mean
         MEMKIT_UNROLL
-        for (int r = 0; r < kRows; ++r) about += r < rows ? x[r].x[k] : T(0);
-        about /= rows;
+        for (int r = 0; r < kRows; ++r) about += x[r].x[k];
+        about *= one_of;
         Pair<T> distance{0, 0};
         MEMKIT_UNROLL
         for (int r = 0; r < kRows; ++r) {
           const T d = r < rows ? x[r].x[k] - about : T(0);
           distance.a += d, distance.b += d * d;
         }
-        Moments<double> all{count, mean.x[k], squares.x[k]};
-        all.add(moments_about(double(rows), about, distance));
-        mean.x[k] = all.mean, squares.x[k] = all.m2;
+        const T off = distance.a * one_of;
+        const double delta = (double(about) + double(off)) - mean.x[k];
+        mean.x[k] += delta * part;
+        squares.x[k] += double(at_least(distance.b - distance.a * off, T(0))) + delta * delta * weight;
       }
-      count += double(rows);
+      count = both;
     }
   }
-  __shared__ Moments<double> rows[kRowThreads][kColumnThreads];
+  __shared__ ColumnSums sums;
   MEMKIT_UNROLL
-  for (int k = 0; k < kWidth; ++k) {
-    __syncthreads();
-    rows[threadIdx.y][threadIdx.x] = {count, mean.x[k], squares.x[k]};
-    __syncthreads();
-    if (threadIdx.y != 0 || c + k >= channels) continue;
-    Moments<double> all = rows[0][threadIdx.x];
-    for (int r = 1; r < kRowThreads; ++r) all.add(rows[r][threadIdx.x]);
-    means[blockIdx.y * channels + c + k] = all.mean;
-    m2[blockIdx.y * channels + c + k] = all.m2;
-  }
+  for (int k = 0; k < kWidth; ++k) sums.put(k, mean.x[k], squares.x[k]);
+  sums.for_channels(share, [&](int64_t channel, int x, int k) {
+    double all = 0, sum = 0;
+    for (int y = 0; y < int(blockDim.y); ++y) sum += share.rows(y) * sums.a[sums.place(y, x, k)];
+    sum /= double(share.end - share.begin);
+    for (int y = 0; y < int(blockDim.y); ++y) {
+      const double d = sums.a[sums.place(y, x, k)] - sum;
+      all += sums.b[sums.place(y, x, k)] + share.rows(y) * d * d;
+    }
+    means[blockIdx.y * channels + channel] = sum;
+    m2[blockIdx.y * channels + channel] = all;
+  });
 }
 
 // f(i) for i in [0, n), a thread each.
@@ -102,7 +144,7 @@ int for_each(int64_t n, cudaStream_t stream, const F& f) {
 
 // Parts up to which one thread takes a statistic; of more parts a block of kPartThreads takes it.
 constexpr int64_t kFewParts = 16;
-constexpr int kPartThreads = 128;
+constexpr int kPartThreads = 256;
 
 template <class T>
 struct FinishMoments {
@@ -114,13 +156,15 @@ struct FinishMoments {
 // The mean first, then the distances from it.
 template <class T>
 __global__ void finish_moments_kernel(const ChannelStatistics<T> s, const double* means, const double* m2) {
-  const int64_t i = blockIdx.x;
+  const int64_t i = blockIdx.x, many = s.size / s.together;
+  const int64_t alike = many % s.count == 0 ? many / s.count * s.together : 0;
+  const auto size = [&](int64_t j) { return double(alike ? alike : s.part_size(j)); };
   Pair<double> sum{0, 0}, squares{0, 0};
-  for (int64_t j = threadIdx.x; j < s.count; j += blockDim.x) sum.a += double(s.part_size(j)) * means[s.part(i, j)];
+  for (int64_t j = threadIdx.x; j < s.count; j += blockDim.x) sum.a += size(j) * means[s.part(i, j)];
   const double mean = block_sum(sum).a / double(s.size);
   for (int64_t j = threadIdx.x; j < s.count; j += blockDim.x) {
     const double d = means[s.part(i, j)] - mean;
-    squares.a += m2[s.part(i, j)] + double(s.part_size(j)) * d * d;
+    squares.a += m2[s.part(i, j)] + size(j) * d * d;
   }
   squares = block_sum(squares);
   if (threadIdx.x == 0) s.mean[i] = mean, s.variance[i] = squares.a / double(s.size);
@@ -161,7 +205,10 @@ template <class T>
 int moments(const ChannelArgs& args, int64_t parts, double* means, double* m2, cudaStream_t stream) {
   const bool wide = wide_units(args);
   if (args.columns()) {
-    launch_kernel(column_moments_kernel<T>, column_grid(args, parts), column_threads(), stream, args, wide, means, m2);
+    launch_kernel(column_moments_kernel<T>, column_grid(args, parts), column_threads(args), stream, args, wide, means,
+                  m2);
+  } else if (has_short_planes(args, wide)) {
+    launch_short_planes(short_plane_moments_kernel<T>, kPlanesOfMoments, args, stream, means, m2);
   } else {
     launch_planes(plane_moments_kernel<T>, args, stream, wide, means, m2);
   }

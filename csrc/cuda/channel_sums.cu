@@ -8,8 +8,10 @@ template <class T>
 int launch(const ChannelArgs& args, int64_t parts, double* dz, double* dz_distance, cudaStream_t stream) {
   const bool wide = wide_units(args);
   if (args.columns())
-    launch_kernel(column_sums_kernel<T>, column_grid(args, parts), column_threads(), stream, args, wide, dz,
+    launch_kernel(column_sums_kernel<T>, column_grid(args, parts), column_threads(args), stream, args, wide, dz,
                   dz_distance);
+  else if (has_short_planes(args, wide))
+    launch_short_planes(short_plane_sums_kernel<T>, kPlanesOfSums, args, stream, dz, dz_distance);
   else
     launch_planes(plane_sums_kernel<T>, args, stream, wide, dz, dz_distance);
   return cudaGetLastError();

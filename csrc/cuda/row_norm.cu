@@ -1,3 +1,5 @@
+// Norms over rows of any dtypes and lengths; row_norm_held.cu has what is usual.
+//
 // A row is worked on by 8, 16 or 32 threads, or by the warps of a block, which take many rows in turn. Up to `held` elements
 // a thread are held in registers, so that memory is read once; of longer rows the passes after the first read again. A
 // thread meets the same columns in every row: it sums its part of the gradients of weight and bias in registers, writes the
@@ -5,6 +7,7 @@
 #include <algorithm>
 
 #include "row_norm.h"
+#include "row_norm_held.h"
 #include "vector.cuh"
 
 namespace memkit::cuda {
@@ -13,10 +16,8 @@ namespace {
 // Threads of a row at most, and of a block, where rows are short, at least.
 constexpr int kForwardThreads = 256, kBackwardThreads = 512, kShortRowThreads = 128;
 
-// Vectors that a thread holds: in the forward up to four, or two while it loads a residual, and in the backward, which holds
-// as much again and two sums, two.
-template <class T, bool adds>
-constexpr int kForwardVectors = sizeof(T) == 8 || adds ? 2 : 4;
+// Vectors that a thread holds: the backward holds twice as much, and two sums.
+constexpr int kForwardVectors = 2;
 template <class T>
 constexpr int kBackwardVectors = sizeof(T) == 8 ? 1 : 2;
 
@@ -111,12 +112,12 @@ __device__ void for_vectors(int64_t columns, int64_t turn, F&& f) {
 }
 
 // x, or the sum of x and residual, which the first look at it writes.
-template <class T, int vectors, bool adds>
+template <class T, int vectors>
 __device__ Share<T, vectors> load_input(const RowNormArgs& args, int64_t row, int64_t turn, bool wide, bool writes) {
   const int64_t columns = args.columns, at = row * columns;
-  const bool sum = adds && !writes;
+  const bool sum = args.residual && !writes;
   Share<T, vectors> x = load_share<T, vectors>(sum ? args.sum : args.x, args.dtype, row, columns, turn, wide);
-  if (!adds || sum) return x;
+  if (!args.residual || sum) return x;
   const Share<T, vectors> r = load_share<T, vectors>(args.residual, args.dtype, row, columns, turn, wide);
   for_vectors<vectors>(columns, turn, [&](int v, int64_t column) {
     MEMKIT_UNROLL
@@ -127,9 +128,9 @@ __device__ Share<T, vectors> load_input(const RowNormArgs& args, int64_t row, in
   return x;
 }
 
-template <class T, int vectors, bool centered, bool adds>
-__global__ void __launch_bounds__(kForwardThreads, sizeof(T) == 8 ? 2 : 3)
-    forward_kernel(const RowNormArgs args, const bool wide) {
+template <class T, bool centered>
+__global__ void __launch_bounds__(kForwardThreads, 2) forward_kernel(const RowNormArgs args, const bool wide) {
+  constexpr int vectors = kForwardVectors;
   const int64_t columns = args.columns, turns = turns_of<vectors>(columns);
   for_rows(args, [&](int64_t row, bool exists) {
     Share<T, vectors> x;
@@ -137,7 +138,7 @@ __global__ void __launch_bounds__(kForwardThreads, sizeof(T) == 8 ? 2 : 3)
     Pair<T> sum{0, 0};
     for (int64_t turn = 0; turn < turns; ++turn) {
       // A row that is met again has been overwritten where y or sum is x.
-      x = load_input<T, vectors, adds>(args, row, turn, wide, exists);
+      x = load_input<T, kForwardVectors>(args, row, turn, wide, exists);
       MEMKIT_UNROLL
       for (int v = 0; v < vectors; ++v) MEMKIT_UNROLL
       for (int k = 0; k < kWidth; ++k) {
@@ -154,7 +155,7 @@ __global__ void __launch_bounds__(kForwardThreads, sizeof(T) == 8 ? 2 : 3)
       const T about = sum.a / T(columns);
       Pair<T> distance{0, 0};
       for (int64_t turn = 0; turn < turns; ++turn) {
-        if (turns > 1) x = load_input<T, vectors, adds>(args, row, turn, wide, false);
+        if (turns > 1) x = load_input<T, kForwardVectors>(args, row, turn, wide, false);
         for_vectors<vectors>(columns, turn, [&](int v, int64_t column) {
           MEMKIT_UNROLL
           for (int k = 0; k < kWidth; ++k) {
@@ -175,7 +176,7 @@ __global__ void __launch_bounds__(kForwardThreads, sizeof(T) == 8 ? 2 : 3)
     }
     const int64_t at = row * columns;
     for (int64_t turn = 0; turn < turns; ++turn) {
-      if (turns > 1) x = load_input<T, vectors, adds>(args, row, turn, wide, false);
+      if (turns > 1) x = load_input<T, kForwardVectors>(args, row, turn, wide, false);
       for_vectors<vectors>(columns, turn, [&](int v, int64_t column) {
         const Vector<T> w = load_parameter<T>(args.weight, args.weight_dtype, column, columns, T(1), wide);
         const Vector<T> b = load_parameter<T>(args.bias, args.weight_dtype, column, columns, T(0), wide);
@@ -347,26 +348,18 @@ int with_computed(const RowNormArgs& args, const F& f) {
   return args.dtype == Dtype::float64 ? f(double()) : f(float());
 }
 
-template <class T, bool adds, bool centered>
-int forward(const RowNormArgs& args, cudaStream_t stream) {
-  constexpr int most = kForwardVectors<T, adds>;
-  // Of a short row a thread holds one vector; room for more would cost registers for nothing.
-  const bool few = args.columns <= kLanes * kWidth;
-  const dim3 block = block_of(threads_for(args, few ? 1 : most, kForwardThreads), kShortRowThreads);
-  const auto blocks = unsigned(std::min<int64_t>((args.rows + block.y - 1) / block.y, 1 << 30));
-  const auto kernel = few ? forward_kernel<T, 1, centered, adds> : forward_kernel<T, most, centered, adds>;
-  launch_kernel(kernel, blocks, block, stream, args, all_aligned(args));
-  return cudaGetLastError();
-}
-
 }  // namespace
 
 int row_norm_forward(const RowNormArgs& args, CUstream_st* stream) {
+  const bool wide = all_aligned(args);
+  if (const auto held = wide ? row_norm_forward_held(args, stream) : std::nullopt) return *held;
+  const dim3 block = block_of(threads_for(args, kForwardVectors, kForwardThreads), kShortRowThreads);
+  const auto blocks = unsigned(std::min<int64_t>((args.rows + block.y - 1) / block.y, 1 << 30));
   return with_computed(args, [&](auto computed) {
     using T = decltype(computed);
-    if (args.residual)
-      return args.centered ? forward<T, true, true>(args, stream) : forward<T, true, false>(args, stream);
-    return args.centered ? forward<T, false, true>(args, stream) : forward<T, false, false>(args, stream);
+    launch_kernel(args.centered ? forward_kernel<T, true> : forward_kernel<T, false>, blocks, block, stream, args,
+                  wide);
+    return int(cudaGetLastError());
   });
 }
 
@@ -384,6 +377,7 @@ int row_norm_parts(const RowNormArgs& args, int64_t& parts) {
 int row_norm_backward(const RowNormArgs& args, int64_t parts, CUstream_st* stream) {
   const dim3 block = block_of(backward_threads(args), kLanes);
   const bool wide = all_aligned(args);
+  if (const auto held = wide ? row_norm_backward_held(args, parts, stream) : std::nullopt) return *held;
   return with_computed(args, [&](auto computed) {
     using T = decltype(computed);
     if (args.partial && !fits(args)) {

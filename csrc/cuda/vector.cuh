@@ -128,6 +128,26 @@ __device__ void store_eight(const Vector<T>& v, void* array, Dtype dtype, int64_
   }
 }
 
+// Eight elements of a dtype that the kernel knows, as they lie in memory.
+template <class S>
+struct Eight {
+  static constexpr int words = kWidth * sizeof(S) / sizeof(Word);
+  Word word[words];
+
+  __device__ void load(const S* from) {
+    MEMKIT_UNROLL
+    for (int k = 0; k < words; ++k) word[k] = reinterpret_cast<const Word*>(from)[k];
+  }
+  __device__ auto values() const {
+    S parts[kWidth];
+    memcpy(parts, word, sizeof(parts));
+    Vector<typename ComputeType<S>::type> v;
+    MEMKIT_UNROLL
+    for (int k = 0; k < kWidth; ++k) v.x[k] = widen(parts[k]);
+    return v;
+  }
+};
+
 // What a store to `dtype` and a load give back.
 template <class S, class T>
 __device__ void round_to(Vector<T>& v) {
@@ -151,22 +171,37 @@ struct Pair {
   T a, b;
 };
 
-// The sum over a row of a block's threads, for all of them: a power of two of them up to a warp, of which the block may
+// The sums over a row of a block's threads, for all of them: a power of two of them up to a warp, of which the block may
 // have several rows, or up to 32 warps, the whole block.
+template <class T, int n>
+__device__ void block_sums(Pair<T> (&own)[n]) {
+  for (int d = (blockDim.x < kLanes ? int(blockDim.x) : kLanes) / 2; d > 0; d /= 2) {
+    MEMKIT_UNROLL
+    for (int i = 0; i < n; ++i) {
+      own[i].a += __shfl_xor_sync(0xffffffffu, own[i].a, d);
+      own[i].b += __shfl_xor_sync(0xffffffffu, own[i].b, d);
+    }
+  }
+  if (blockDim.x <= kLanes) return;
+  __shared__ Pair<T> warps[n][kLanes];
+  __syncthreads();  // the last sums have been read
+  MEMKIT_UNROLL
+  for (int i = 0; i < n; ++i) {
+    if (threadIdx.x % kLanes == 0) warps[i][threadIdx.x / kLanes] = own[i];
+    own[i] = {0, 0};
+  }
+  __syncthreads();
+  for (int w = 0; w < int(blockDim.x) / kLanes; ++w) {
+    MEMKIT_UNROLL
+    for (int i = 0; i < n; ++i) own[i].a += warps[i][w].a, own[i].b += warps[i][w].b;
+  }
+}
+
 template <class T>
 __device__ Pair<T> block_sum(Pair<T> own) {
-  for (int d = (blockDim.x < kLanes ? int(blockDim.x) : kLanes) / 2; d > 0; d /= 2) {
-    own.a += __shfl_xor_sync(0xffffffffu, own.a, d);
-    own.b += __shfl_xor_sync(0xffffffffu, own.b, d);
-  }
-  if (blockDim.x <= kLanes) return own;
-  __shared__ Pair<T> warps[kLanes];
-  __syncthreads();  // the last sum has been read
-  if (threadIdx.x % kLanes == 0) warps[threadIdx.x / kLanes] = own;
-  __syncthreads();
-  Pair<T> all{0, 0};
-  for (int w = 0; w < int(blockDim.x) / kLanes; ++w) all.a += warps[w].a, all.b += warps[w].b;
-  return all;
+  Pair<T> sums[1] = {own};
+  block_sums(sums);
+  return sums[0];
 }
 
 }  // namespace memkit::cuda

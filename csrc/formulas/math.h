@@ -136,10 +136,40 @@ MEMKIT_FN T divide(T a, T b) {
   return a / b;
 }
 
+// a / b of float, b a normal number below 2^126, and 2^x down to 2^-126: two instructions on the device (2 ulp).
+MEMKIT_FN float near_quotient(float a, float b) {
+#if defined(MEMKIT_DEVICE)
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(b));
+  return a * inverse;
+#else
+  return a / b;
+#endif
+}
+#if defined(MEMKIT_DEVICE)
+MEMKIT_FN float near_exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+#endif
+
 }  // namespace detail
 
 template <class T>
 MEMKIT_FN T sqrt(T x) {
+  return std::sqrt(x);
+}
+// 1 ulp.
+template <class T>
+MEMKIT_FN T near_sqrt(T x) {
+#if defined(MEMKIT_DEVICE)
+  if constexpr (std::is_same<T, float>::value) {
+    float root;
+    asm("sqrt.approx.f32 %0, %1;" : "=f"(root) : "f"(x));
+    return root;
+  }
+#endif
   return std::sqrt(x);
 }
 template <class T>
@@ -319,6 +349,8 @@ MEMKIT_FN T bell(T t) {
     float power = detail::exp2_reduced<coarse>(-n - square * half_log2_e);
     return detail::from_bits<float>(detail::bits_of(power) + (detail::bits_of(shifted) << F::mantissa));
   }
+#else
+  if constexpr (coarse && std::is_same<T, float>::value) return detail::near_exp2(t * t * -0.72134752044448170368f);
 #endif
   return exp_falling(T(-0.5) * t * t);
 }
@@ -328,8 +360,8 @@ MEMKIT_FN T bell(T t) {
 template <bool coarse>
 MEMKIT_FN float normal_tail_ratio(float t) {
   if constexpr (coarse)
-    return detail::divide(detail::polynomial(t, 0.5000023362f, 0.2487388103f, 0.05107400481f),
-                          detail::polynomial(t, 1.0f, 1.295541464f, 0.6347340799f, 0.1273822666f));
+    return detail::near_quotient(detail::polynomial(t, 0.5000023362f, 0.2487388103f, 0.05107400481f),
+                                 detail::polynomial(t, 1.0f, 1.295541464f, 0.6347340799f, 0.1273822666f));
   else
     return detail::divide(
         detail::polynomial(t, 0.4999999938f, 0.3079739902f, 0.09183833492f, 0.01104039342f, 1.335774867e-6f),

@@ -135,7 +135,7 @@ class FusedOptimizer(Optimizer):
                 part, index = self._where[param]
                 picked.setdefault(id(part), (part, []))[1].append(index)
             for part, indices in picked.values():
-                part.lists.collect(indices)
+                part.lists.collect(sorted(indices))
                 self._advance(part)
 
     @property

@@ -1,0 +1,290 @@
+// Norms over rows of dtypes that the kernel knows, aligned and held in registers. Of rows up to 256 columns a thread takes a
+// vector of several at a time, so that what one waits for the others hide; of longer ones several vectors.
+#include <algorithm>
+#include <type_traits>
+
+#include "row_norm_held.h"
+#include "vector.cuh"
+
+namespace memkit::cuda {
+namespace {
+
+constexpr int kHeldThreads = 256;  // of a row at most
+constexpr int kShortColumns = kLanes * kWidth, kForwardRows = 4, kBackwardRows = 2;
+constexpr int kForwardSlots = 4, kBackwardSlots = 2;  // vectors of a long row
+
+// Where a thread's slots lie: of `rows` rows a vector each, or of one row several.
+template <int rows>
+struct Slots {
+  int64_t first;  // row of the block's first
+  int64_t all;
+  int columns;
+
+  __device__ int64_t row(int s) const { return first + (rows == 1 ? 0 : s * int(blockDim.y)) + threadIdx.y; }
+  __device__ int column(int s) const { return ((rows == 1 ? s * int(blockDim.x) : 0) + int(threadIdx.x)) * kWidth; }
+  __device__ bool exists(int s) const { return row(s) < all && column(s) < columns; }
+  __device__ int64_t at(int s) const { return row(s) * columns + column(s); }
+};
+
+template <int rows, class F>
+__device__ void for_slots(const RowNormArgs& args, F&& f) {
+  const int64_t each = int64_t(blockDim.y) * rows;
+  for (int64_t first = blockIdx.x * each; first < args.rows; first += gridDim.x * each)
+    f(Slots<rows>{first, args.rows, int(args.columns)});
+}
+
+// Weight or bias; `missing` where there is none, or no such column.
+__device__ Vector<float> held_parameter(const void* array, Dtype dtype, int column, int columns, float missing) {
+  if (array && column < columns) return load_eight<float>(array, dtype, column, columns, true);
+  Vector<float> v;
+  MEMKIT_UNROLL
+  for (int k = 0; k < kWidth; ++k) v.x[k] = missing;
+  return v;
+}
+
+template <class X, class Y, int rows, bool centered, bool adds>
+__global__ void __launch_bounds__(kHeldThreads) forward_held_kernel(const RowNormArgs args) {
+  constexpr int slots = rows == 1 ? kForwardSlots : rows;
+  const float count = float(args.columns);
+  Vector<float> weight, bias;  // of the one column that all slots of short rows have
+  const auto load_parameters = [&](int column) {
+    weight = held_parameter(args.weight, args.weight_dtype, column, int(args.columns), 1);
+    if (centered) bias = held_parameter(args.bias, args.weight_dtype, column, int(args.columns), 0);
+  };
+  if (rows > 1) load_parameters(threadIdx.x * kWidth);
+  for_slots<rows>(args, [&](const Slots<rows>& slot) {
+    Eight<X> raw[slots] = {}, more[adds ? slots : 1] = {};
+    MEMKIT_UNROLL
+    for (int s = 0; s < slots; ++s) {
+      if (!slot.exists(s)) continue;
+      raw[s].load(static_cast<const X*>(args.x) + slot.at(s));
+      if constexpr (adds) more[s].load(static_cast<const X*>(args.residual) + slot.at(s));
+    }
+    Vector<float> x[slots];
+    Pair<float> sums[rows] = {};
+    MEMKIT_UNROLL
+    for (int s = 0; s < slots; ++s) {
+      x[s] = raw[s].values();
+      if constexpr (adds) {
+        const Vector<float> r = more[s].values();
+        MEMKIT_UNROLL
+        for (int k = 0; k < kWidth; ++k) x[s].x[k] += r.x[k];
+        if constexpr (sizeof(X) == 2) round_to<X>(x[s]);  // what is normalised is the sum as it is stored
+        if (slot.exists(s)) store_words<X>(x[s], args.sum, slot.at(s));
+      }
+      Pair<float>& sum = sums[rows == 1 ? 0 : s];
+      MEMKIT_UNROLL
+      for (int k = 0; k < kWidth; ++k) {
+        if constexpr (centered) {
+          sum.a += x[s].x[k];
+        } else {
+          sum.b += x[s].x[k] * x[s].x[k];
+        }
+      }
+    }
+    block_sums(sums);
+    float mean[rows] = {}, squares[rows];
+    if constexpr (centered) {
+      Pair<float> distances[rows] = {};
+      MEMKIT_UNROLL
+      for (int s = 0; s < slots; ++s) {
+        const int r = rows == 1 ? 0 : s;
+        const float about = sums[r].a / count;
+        if (!slot.exists(s)) continue;
+        MEMKIT_UNROLL
+        for (int k = 0; k < kWidth; ++k) {
+          const float d = x[s].x[k] - about;
+          distances[r].a += d, distances[r].b += d * d;
+        }
+      }
+      block_sums(distances);
+      MEMKIT_UNROLL
+      for (int r = 0; r < rows; ++r) {
+        const auto moments = Moments<float>::from_sums(count, sums[r].a / count, distances[r].a, distances[r].b);
+        mean[r] = moments.mean, squares[r] = moments.m2;
+      }
+    } else {
+      MEMKIT_UNROLL
+      for (int r = 0; r < rows; ++r) squares[r] = sums[r].b;
+    }
+    float rstd[rows];
+    MEMKIT_UNROLL
+    for (int r = 0; r < rows; ++r) {
+      rstd[r] = reciprocal_root(squares[r] / count, float(args.eps));
+      if (threadIdx.x != 0 || slot.row(r) >= args.rows) continue;
+      if (args.mean) static_cast<float*>(args.mean)[slot.row(r)] = mean[r];
+      static_cast<float*>(args.rstd)[slot.row(r)] = rstd[r];
+    }
+    MEMKIT_UNROLL
+    for (int s = 0; s < slots; ++s) {
+      if (!slot.exists(s)) continue;
+      const int r = rows == 1 ? 0 : s;
+      if (rows == 1) load_parameters(slot.column(s));
+      MEMKIT_UNROLL
+      for (int k = 0; k < kWidth; ++k) {
+        x[s].x[k] = normalised(x[s].x[k], mean[r], rstd[r]) * weight.x[k];
+        if (centered) x[s].x[k] += bias.x[k];
+      }
+      store_words<Y>(x[s], args.y, slot.at(s));
+    }
+  });
+}
+
+template <class X, class Y, int rows, bool parameters>
+__global__ void __launch_bounds__(kHeldThreads) backward_held_kernel(const RowNormArgs args) {
+  constexpr int slots = rows == 1 ? kBackwardSlots : rows, vectors = rows == 1 ? slots : 1;
+  const bool from_output = std::is_same_v<X, Y> && args.from_output;
+  const float count = float(args.columns);
+  Vector<float> weight, bias, grad_weight[vectors] = {}, grad_bias[vectors] = {};
+  const auto load_parameters = [&](int column) {
+    weight = held_parameter(args.weight, args.weight_dtype, column, int(args.columns), 1);
+    if (from_output) bias = held_parameter(args.bias, args.weight_dtype, column, int(args.columns), 0);
+  };
+  if (rows > 1) load_parameters(threadIdx.x * kWidth);
+  for_slots<rows>(args, [&](const Slots<rows>& slot) {
+    Eight<X> saved[slots] = {};
+    Eight<Y> raw[slots] = {};
+    float mean[rows] = {}, rstd[rows] = {};
+    MEMKIT_UNROLL
+    for (int s = 0; s < slots; ++s) {
+      if (!slot.exists(s)) continue;
+      saved[s].load(static_cast<const X*>(args.saved) + slot.at(s));
+      raw[s].load(static_cast<const Y*>(args.grad) + slot.at(s));
+    }
+    MEMKIT_UNROLL
+    for (int r = 0; r < rows; ++r) {
+      if (slot.row(r) >= args.rows) continue;
+      if (args.mean) mean[r] = static_cast<const float*>(args.mean)[slot.row(r)];
+      rstd[r] = static_cast<const float*>(args.rstd)[slot.row(r)];
+    }
+    Vector<float> x_hat[slots], gw[slots];
+    Pair<float> sums[rows] = {};
+    MEMKIT_UNROLL
+    for (int s = 0; s < slots; ++s) {
+      const int r = rows == 1 ? 0 : s, v = rows == 1 ? s : 0;
+      if (rows == 1) load_parameters(slot.column(s));
+      x_hat[s] = saved[s].values(), gw[s] = raw[s].values();
+      MEMKIT_UNROLL
+      for (int k = 0; k < kWidth; ++k) {
+        float& x = x_hat[s].x[k];
+        const float g = gw[s].x[k];
+        x = from_output ? memkit::from_output(x, inverse_weight(weight.x[k]), bias.x[k])
+                        : normalised(x, mean[r], rstd[r]);
+        gw[s].x[k] = g * weight.x[k];
+        sums[r].a += gw[s].x[k];
+        sums[r].b += gw[s].x[k] * x;
+        if constexpr (parameters) grad_weight[v].x[k] += g * x, grad_bias[v].x[k] += g;
+      }
+    }
+    if (!args.grad_input) return;
+    block_sums(sums);
+    MEMKIT_UNROLL
+    for (int s = 0; s < slots; ++s) {
+      if (!slot.exists(s)) continue;
+      const int r = rows == 1 ? 0 : s;
+      const float mean_gw = args.centered ? sums[r].a / count : 0.0f, mean_gw_x_hat = sums[r].b / count;
+      MEMKIT_UNROLL
+      for (int k = 0; k < kWidth; ++k)
+        gw[s].x[k] = norm_gradient(gw[s].x[k], x_hat[s].x[k], rstd[r], mean_gw, mean_gw_x_hat);
+      if (args.grad_sum) {
+        Eight<X> more;
+        more.load(static_cast<const X*>(args.grad_sum) + slot.at(s));
+        const Vector<float> m = more.values();
+        MEMKIT_UNROLL
+        for (int k = 0; k < kWidth; ++k) gw[s].x[k] += m.x[k];
+      }
+      store_words<X>(gw[s], args.grad_input, slot.at(s));
+    }
+  });
+  if constexpr (parameters) {
+    float* partial = static_cast<float*>(args.partial) + int64_t(blockIdx.x) * 2 * args.columns;
+    MEMKIT_UNROLL
+    for (int v = 0; v < vectors; ++v) {
+      const int column = (v * int(blockDim.x) + int(threadIdx.x)) * kWidth;
+      MEMKIT_UNROLL
+      for (int k = 0; k < kWidth; ++k) {
+        Pair<float> sum{grad_weight[v].x[k], grad_bias[v].x[k]};
+        // The rows of a block are those of its one warp.
+        for (unsigned d = blockDim.x; d < blockDim.x * blockDim.y; d *= 2) {
+          sum.a += __shfl_xor_sync(0xffffffffu, sum.a, d);
+          sum.b += __shfl_xor_sync(0xffffffffu, sum.b, d);
+        }
+        if (threadIdx.y == 0 && column < args.columns)
+          partial[column + k] = sum.a, partial[args.columns + column + k] = sum.b;
+      }
+    }
+  }
+}
+
+int threads_of(const RowNormArgs& args, int slots) {
+  const int64_t each = args.columns / kWidth;
+  if (args.columns > kShortColumns) return int((each + slots * kLanes - 1) / (slots * kLanes)) * kLanes;
+  int threads = 1;
+  while (threads < each) threads *= 2;
+  return threads;
+}
+
+// f(X(), Y()) for the dtypes that there are kernels for.
+template <class F>
+std::optional<int> with_dtypes(const RowNormArgs& args, const F& f) {
+  switch (args.dtype) {
+    case Dtype::float32:
+      if (args.out_dtype == Dtype::float32) return f(float(), float());
+      if (args.out_dtype == Dtype::bfloat16) return f(float(), Bfloat());
+      if (args.out_dtype == Dtype::float16) return f(float(), Half());
+      return std::nullopt;
+    case Dtype::bfloat16:
+      return args.out_dtype == Dtype::bfloat16 ? std::optional(f(Bfloat(), Bfloat())) : std::nullopt;
+    case Dtype::float16: return args.out_dtype == Dtype::float16 ? std::optional(f(Half(), Half())) : std::nullopt;
+    case Dtype::float64: break;
+  }
+  return std::nullopt;
+}
+
+template <class X, class Y, bool centered>
+int forward(const RowNormArgs& args, cudaStream_t stream) {
+  const bool few = args.columns <= kShortColumns && !args.residual;
+  const int threads = args.columns <= kShortColumns && args.residual ? kLanes : threads_of(args, kForwardSlots);
+  const dim3 block(threads, std::max(1, kHeldThreads / 2 / threads));
+  const int64_t rows = int64_t(block.y) * (few ? kForwardRows : 1);
+  int count = 0;
+  if (const cudaError_t error = processor_count(count)) return error;
+  // More than fit at a time: the hardware's scheduler evens out the end.
+  const int64_t blocks = std::min<int64_t>((args.rows + rows - 1) / rows, int64_t(count) * 64);
+  const auto kernel = few             ? forward_held_kernel<X, Y, kForwardRows, centered, false>
+                      : args.residual ? forward_held_kernel<X, Y, 1, centered, true>
+                                      : forward_held_kernel<X, Y, 1, centered, false>;
+  launch_kernel(kernel, unsigned(blocks), block, stream, args);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+std::optional<int> row_norm_forward_held(const RowNormArgs& args, cudaStream_t stream) {
+  if (args.columns > int64_t(kHeldThreads) * kForwardSlots * kWidth) return std::nullopt;
+  return with_dtypes(args, [&](auto x, auto y) {
+    using X = decltype(x);
+    using Y = decltype(y);
+    return args.centered ? forward<X, Y, true>(args, stream) : forward<X, Y, false>(args, stream);
+  });
+}
+
+std::optional<int> row_norm_backward_held(const RowNormArgs& args, int64_t parts, cudaStream_t stream) {
+  if (args.columns > int64_t(kHeldThreads) * kBackwardSlots * kWidth) return std::nullopt;
+  if (args.from_output && args.dtype != args.out_dtype) return std::nullopt;
+  return with_dtypes(args, [&](auto x, auto y) {
+    using X = decltype(x);
+    using Y = decltype(y);
+    const bool few = args.columns <= kShortColumns;
+    const int threads = threads_of(args, kBackwardSlots);
+    const dim3 block(threads, std::max(1, kLanes / threads));
+    const auto kernel =
+        few ? (args.partial ? backward_held_kernel<X, Y, kBackwardRows, true>
+                            : backward_held_kernel<X, Y, kBackwardRows, false>)
+            : (args.partial ? backward_held_kernel<X, Y, 1, true> : backward_held_kernel<X, Y, 1, false>);
+    launch_kernel(kernel, unsigned(parts), block, stream, args);
+    return int(cudaGetLastError());
+  });
+}
+
+}  // namespace memkit::cuda
