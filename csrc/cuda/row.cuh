@@ -131,7 +131,7 @@ MEMKIT_FN T sum_of(T (&x)[n]) {
   return x[0];
 }
 
-// A sum whose terms may cancel.
+// A sum of which every digit counts: what it is subtracted from may be as large, and its logarithm near 0.
 template <class S>
 struct RowSum {
   using T = typename ComputeType<S>::type;
@@ -139,6 +139,10 @@ struct RowSum {
 
   MEMKIT_FN void add(T x) { high += x; }
   MEMKIT_FN void add_product(T a, T b) { high += a * b; }
+  template <int n>
+  MEMKIT_FN void add_all(T (&x)[n]) {
+    add(sum_of(x));
+  }
   MEMKIT_FN void merge(const RowSum& other) { high += other.high; }
   MEMKIT_FN T rest() const { return T(0); }
 };
@@ -156,6 +160,11 @@ struct RowSum<float> {
     const float product = a * b;
     low += std::fma(a, b, -product);
     add(product);
+  }
+  template <int n>
+  MEMKIT_FN void add_all(const float (&x)[n]) {
+    MEMKIT_UNROLL
+    for (const float each : x) add(each);
   }
   MEMKIT_FN void merge(const RowSum& other) {
     low += other.low;

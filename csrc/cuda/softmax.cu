@@ -3,7 +3,6 @@
 #include "softmax.h"
 #include "softmax_row.cuh"
 #include "team.cuh"
-#include "vector.cuh"
 
 namespace memkit::cuda {
 namespace {
@@ -30,10 +29,8 @@ __global__ void __launch_bounds__(kTeamMost) forward_held(const SoftmaxArgs args
   const int64_t i = team_row();
   SoftmaxHeld<S, W, log, masked> held(args, i, i < args.rows, int(threadIdx.x), int(blockDim.x));
   const auto largest = team_largest(held.load());
-  TeamSum<typename ComputeType<S>::type> sum;
-  sum.value = held.sum(softmax_pivot(largest));
-  sum = team_merge(sum);
-  held.write(SoftmaxEnd<S, log>(largest, sum.value, masked));
+  const auto sum = team_merge(held.sum(softmax_pivot(largest)));
+  held.write(SoftmaxEnd<S, log>(largest, sum, masked));
 }
 
 template <class S, bool log, bool masked>
@@ -48,10 +45,10 @@ __global__ void __launch_bounds__(kTeamMost) forward_walk(const SoftmaxArgs args
   SoftmaxLook<S, W, masked> look{row, looking, threads};
   looking.template each<W>(thread, threads, look);
   look.state.raise(team_largest(look.state.largest));
-  TeamSum<T> sum;
-  sum.value = look.state.sum;
+  RowSum<S> sum;
+  sum.high = look.state.sum;
   sum = team_merge(sum);  // all have looked before one writes
-  const SoftmaxEnd<S, log> end(look.state.largest, sum.value, masked);
+  const SoftmaxEnd<S, log> end(look.state.largest, sum, masked);
   writing.template each<W>(thread, threads, SoftmaxWrite<S, W, log, masked>{row, writing, threads, end});
 }
 
@@ -104,7 +101,7 @@ __global__ void __launch_bounds__(kBeside) forward_beside(const SoftmaxArgs args
       state.raise(z);
       state.add(z);
     }
-    const SoftmaxEnd<S, log> output(state.largest, state.sum, args.masked);
+    const SoftmaxEnd<S, log> output(state.largest, RowSum<S>{state.sum}, args.masked);
     for (int64_t c = 0; c < args.columns; ++c)
       store_value(output.value(widen(x[c * args.inner]) * T(args.scale)),
                   static_cast<S*>(args.y) + first + c * args.inner);

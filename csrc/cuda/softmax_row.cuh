@@ -49,14 +49,18 @@ struct SoftmaxRow {
 template <class S, bool log>
 struct SoftmaxEnd : SoftmaxOutput<typename ComputeType<S>::type, log> {
   using T = typename ComputeType<S>::type;
-  T sum;
+  static constexpr bool exact = std::is_same<S, float>::value;
+  RowSum<S> sum;
 
-  MEMKIT_FN SoftmaxEnd(T largest, T sum, bool masked) : SoftmaxOutput<T, log>(largest, sum, masked), sum(sum) {}
+  MEMKIT_FN SoftmaxEnd(T largest, const RowSum<S>& sum, bool masked)
+      : SoftmaxOutput<T, log>(largest, sum.high, masked), sum(sum) {
+    if constexpr (log && exact) this->last += select(sum.high > T(0), sum.rest() / sum.high, T(0));
+  }
 
   // From e^(z - pivot), or from z for the logarithm.
   MEMKIT_FN T finish(T z) const {
     const T y = SoftmaxOutput<T, log>::finish(z);
-    if constexpr (!log && std::is_same<S, float>::value) return y + this->last * std::fma(-y, sum, z);
+    if constexpr (!log && exact) return y + this->last * (std::fma(-y, sum.high, z) - y * sum.rest());
     return y;
   }
   MEMKIT_FN T value(T z) const {
@@ -75,8 +79,7 @@ struct SoftmaxHeld {
 
   SoftmaxRow<S, masked> row;
   RowWalk<S> walk;
-  int thread, threads;
-  int64_t single;
+  int thread, threads, single;
   RowWords<S, W> words;
   T kept[wide ? W : 1][width], kept_single;
 
@@ -86,7 +89,7 @@ struct SoftmaxHeld {
         walk(row.x, row.y, real ? args.columns : 0),
         thread(thread),
         threads(threads),
-        single(walk.single(thread)) {}
+        single(int(walk.single(thread))) {}
 
   MEMKIT_FN bool has(int w) const { return thread + w * threads < int(walk.words); }
   MEMKIT_FN int64_t element(int w) const { return walk.element(thread + w * threads); }
@@ -126,12 +129,13 @@ struct SoftmaxHeld {
   }
 
   // The sum of this thread's exponentials.
-  MEMKIT_FN T sum(T pivot) {
+  MEMKIT_FN RowSum<S> sum(T pivot) {
     if constexpr (!wide) words.stay_narrow();
-    T total = 0;
+    RowSum<S> total;
     if (single >= 0) {
-      total = row_exp<S>(kept_single - pivot);
-      if constexpr (!log) kept_single = total;
+      const T e = row_exp<S>(kept_single - pivot);
+      total.add(e);
+      if constexpr (!log) kept_single = e;
     }
     MEMKIT_UNROLL
     for (int w = 0; w < W; ++w) {
@@ -143,7 +147,7 @@ struct SoftmaxHeld {
         values[k] = row_exp<S>(values[k] - pivot);
         if constexpr (wide && !log) kept[w][k] = values[k];
       }
-      total += sum_of(values);
+      total.add_all(values);
     }
     return total;
   }

@@ -8,12 +8,12 @@
 
 namespace memkit::cuda {
 
-__device__ __forceinline__ int64_t team_row() {
+__device__ inline int64_t team_row() {
   return (int64_t(blockIdx.y) * gridDim.x + blockIdx.x) * blockDim.y + threadIdx.y;
 }
 
 template <class V>
-__device__ __forceinline__ V team_lane(const V& own, int distance) {
+__device__ V team_lane(const V& own, int distance) {
   uint32_t parts[sizeof(V) / sizeof(uint32_t)];
   memcpy(parts, &own, sizeof(V));
   MEMKIT_UNROLL
@@ -25,7 +25,7 @@ __device__ __forceinline__ V team_lane(const V& own, int distance) {
 
 // All threads' values merged, in all of them; once a kernel for each type.
 template <class V>
-__device__ __forceinline__ V team_merge(V own) {
+__device__ V team_merge(V own) {
   static_assert(sizeof(V) % sizeof(uint32_t) == 0);
   MEMKIT_UNROLL
   for (int d = kLanes / 2; d > 0; d /= 2)
@@ -47,7 +47,7 @@ struct TeamLargest {
   MEMKIT_FN void merge(const TeamLargest& other) { value = select(other.value > value, other.value, value); }
 };
 template <class T>
-__device__ __forceinline__ T team_largest(T own) {
+__device__ T team_largest(T own) {
   TeamLargest<T> largest;
   largest.value = own;
   return team_merge(largest).value;

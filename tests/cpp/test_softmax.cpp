@@ -28,12 +28,13 @@ void play_forward(const SoftmaxArgs& args, int threads) {
     if (threads == 0) {
       const int team = std::max(cuda::kMostSingles, int(args.columns / (W * cuda::RowWalk<S>::width)) + 1);
       std::vector<cuda::SoftmaxHeld<S, W, log, masked>> held;
-      T largest = -std::numeric_limits<T>::infinity(), sum = 0;
+      T largest = -std::numeric_limits<T>::infinity();
+      cuda::RowSum<S> sum;
       for (int t = 0; t < team; ++t) {
         held.emplace_back(args, i, true, t, team);
         largest = std::fmax(largest, held[t].load());
       }
-      for (auto& each : held) sum += each.sum(softmax_pivot(largest));
+      for (auto& each : held) sum.merge(each.sum(softmax_pivot(largest)));
       for (auto& each : held) each.write(cuda::SoftmaxEnd<S, log>(largest, sum, masked));
       continue;
     }
@@ -45,7 +46,7 @@ void play_forward(const SoftmaxArgs& args, int threads) {
       looking.template each<W>(t, threads, look);
       state.merge(look.state);
     }
-    const cuda::SoftmaxEnd<S, log> end(state.largest, state.sum, masked);
+    const cuda::SoftmaxEnd<S, log> end(state.largest, {state.sum}, masked);
     for (int t = 0; t < threads; ++t)
       writing.template each<W>(t, threads, cuda::SoftmaxWrite<S, W, log, masked>{row, writing, threads, end});
   }
