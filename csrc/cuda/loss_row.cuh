@@ -159,15 +159,19 @@ struct LossForward : LossPart<S, W, plain> {
       if (at >= I(this->walk.words)) continue;
       T x[width];
       this->values(w, x);
-      if constexpr (plain) {
-        MEMKIT_UNROLL
-        for (int k = 0; k < width; ++k) x[k] = row_exp<S>(x[k] - pivot);
-        state.sum += sum_of(x);
-      } else {
-        const int64_t c = this->walk.element(at);
-        MEMKIT_UNROLL
-        for (int k = 0; k < width; ++k) this->rows.add(state, x[k], c + k, this->first + c + k);
+      T e[width];
+      MEMKIT_UNROLL
+      for (int k = 0; k < width; ++k) e[k] = row_exp<S>(x[k] -= pivot);
+      state.sum += sum_of(e);
+      if (plain || this->rows.args.one_class()) continue;
+      const int64_t c = this->walk.element(at);
+      MEMKIT_UNROLL
+      for (int k = 0; k < width; ++k) {
+        e[k] = this->rows.share(c + k, this->first + c + k);
+        x[k] *= e[k];
       }
+      state.mass += sum_of(e);
+      state.dot += sum_of(x);
     }
   }
   // Of a row that is held: all of the thread's part at once.
