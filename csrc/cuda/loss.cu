@@ -33,9 +33,12 @@ __device__ LossState<T> merged(LossState<T> state) {
   return state;
 }
 
-__device__ void check_index(const LossArgs& args, int64_t row) {
-  if (args.index && args.index[row] != args.ignore_index && uint64_t(args.index[row]) >= uint64_t(args.classes))
-    __trap();
+// The target of a row, where that is an index.
+template <class S>
+__device__ int64_t checked_index(const LossRows<S>& rows, int64_t row) {
+  const int64_t index = rows.index(row);
+  if (rows.args.index && !rows.ignores(index) && uint64_t(index) >= uint64_t(rows.args.classes)) __trap();
+  return index;
 }
 
 // Threads of a block: what registers have room for, and what is wanted. Only what reads a row for two ends needs to hold it.
@@ -46,19 +49,19 @@ constexpr int kMost = both ? kRoom<S> : kTeamMost / 2;
 
 template <class S, bool forward, bool backward, int W, bool plain, bool held = false>
 __global__ void __launch_bounds__(kRoom<S>) rows_kernel(const LossRows<S> rows) {
-  using T = typename LossRows<S>::T;
   const LossArgs& args = rows.args;
   const int64_t row = team_row(), first = row * args.classes;
   const bool real = row < args.rows;
   const int thread = int(threadIdx.x), threads = int(blockDim.x);
-  if (real) check_index(args, row);
-  const bool ignored = real && rows.ignored(row);
+  const int64_t index = real ? checked_index(rows, row) : -1;
+  const bool ignored = rows.ignores(index);
   const RowWalk<S> walk(rows.x(first), backward ? rows.out(first) : rows.x(first), real ? args.classes : 0);
   typename LossRows<S>::Numbers numbers{};
   LossForward<S, W, plain> part(rows, walk, first, threads);
   if constexpr (forward) {
     // Asked for with the row, and before another thread writes the gradient there.
-    const T target = real && !ignored && thread == 0 ? rows.target(row, first) : T(0);
+    S target{};
+    if (real && !ignored && thread == 0) target = rows.target(first, index);
     if (ignored) {
     } else if constexpr (held) {
       part.hold(thread);
@@ -66,13 +69,14 @@ __global__ void __launch_bounds__(kRoom<S>) rows_kernel(const LossRows<S> rows) 
       walk.template each<W>(thread, threads, part);
     }
     const auto state = merged<plain>(part.state);
-    if (real && !ignored) numbers = rows.finish(row, state, target);
+    if (real && !ignored) numbers = rows.finish(state, index, target);
     if (real && thread == 0) rows.store(row, numbers);
     if (backward) __syncwarp();  // a block has met in merged()
   }
   if constexpr (backward) {
     if (!real) return;
-    const auto g = forward ? rows.gradient_of(row, numbers.largest, numbers.factor) : rows.gradient_of(row);
+    const auto g =
+        forward ? rows.gradient_of(row, index, numbers.largest, numbers.factor) : rows.gradient_of(row, index);
     LossBackward<S, W, plain> back(part, g, ignored);
     if constexpr (held)
       back.finish(thread);
@@ -88,9 +92,9 @@ __global__ void __launch_bounds__(kBeside) columns_kernel(const LossRows<S> rows
   const LossArgs& args = rows.args;
   const int64_t step = int64_t(gridDim.x) * blockDim.x;
   for (int64_t row = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; row < args.rows; row += step) {
-    check_index(args, row);
+    const int64_t index = checked_index(rows, row);
     const int64_t first = row / args.inner * args.classes * args.inner + row % args.inner;
-    const bool ignored = rows.ignored(row);
+    const bool ignored = rows.ignores(index);
     if (forward && ignored) {
       rows.store(row, {});
     } else if (forward) {
@@ -101,10 +105,10 @@ __global__ void __launch_bounds__(kBeside) columns_kernel(const LossRows<S> rows
         state.raise(x);
         rows.add(state, x, c, at);
       }
-      rows.store(row, rows.finish(row, state, rows.target(row, first)));
+      rows.store(row, rows.finish(state, index, rows.target(first, index)));
     }
     if (!backward) continue;
-    const auto g = rows.gradient_of(row);
+    const auto g = rows.gradient_of(row, index);
     for (int64_t c = 0; c < args.classes; ++c) {
       const int64_t at = first + c * args.inner;
       store_value(ignored ? T(0) : rows.gradient(g, c, at, *rows.x(at)), rows.out(at));

@@ -19,7 +19,7 @@ struct LossRows {
   MEMKIT_FN S* out(int64_t at) const { return static_cast<S*>(args.out) + at; }
   MEMKIT_FN T& number(void* numbers, int64_t row) const { return static_cast<T*>(numbers)[row]; }
   MEMKIT_FN T weight(int64_t c) const { return args.weight ? static_cast<const T*>(args.weight)[c] : T(1); }
-  MEMKIT_FN bool ignored(int64_t row) const { return args.index && args.index[row] == args.ignore_index; }
+  MEMKIT_FN int64_t index(int64_t row) const { return args.index ? args.index[row] : -1; }
   MEMKIT_FN T value(S logit) const {
     const T x = widen(logit);
     return args.cap != 0 ? op.capped(x) : x;
@@ -47,17 +47,16 @@ struct LossRows {
   struct Numbers {
     T loss, largest, factor;
   };
-  // The target's value, where the target is an index; 0 elsewhere.
-  MEMKIT_FN T target(int64_t row, int64_t first) const {
-    return args.index ? value(*x(first + args.index[row] * args.inner)) : T(0);
-  }
-  MEMKIT_FN Numbers finish(int64_t row, const LossState<T>& state, T target) const {
+  // Whether there is nothing to say of a row; index: its target, where that is one.
+  MEMKIT_FN bool ignores(int64_t index) const { return args.index && index == args.ignore_index; }
+  // The logit of the target, where that is an index.
+  MEMKIT_FN S target(int64_t first, int64_t index) const { return args.index ? *x(first + index * args.inner) : S{}; }
+  MEMKIT_FN Numbers finish(const LossState<T>& state, int64_t index, S target) const {
     T mass = state.mass, dot = state.dot;
     const T largest = Loss<T>::pivot(state.largest), log_sum = ::log(state.sum);
     if (args.index) {
-      const int64_t t = args.index[row];
-      mass = hot(t) + op.smooth_mass(args);
-      dot += hot(t) * (target - largest);
+      mass = hot(index) + op.smooth_mass(args);
+      dot = std::fma(hot(index), value(target) - largest, dot);
     }
     return {op.loss(mass, dot, largest, log_sum), largest, op.factor(mass, state.sum, largest, log_sum)};
   }
@@ -72,18 +71,18 @@ struct LossRows {
     T largest, factor, grad;
     int64_t index;  // -1: none
   };
-  MEMKIT_FN Gradient gradient_of(int64_t row, T largest, T factor) const {
+  MEMKIT_FN Gradient gradient_of(int64_t row, int64_t index, T largest, T factor) const {
     T grad = static_cast<const T*>(args.grad)[args.grad_a_row ? row : 0];
     if (args.total) grad /= *static_cast<const T*>(args.total);
-    return {largest, factor, grad, args.index ? args.index[row] : -1};
+    return {largest, factor, grad, index};
   }
-  MEMKIT_FN Gradient gradient_of(int64_t row) const {
-    return gradient_of(row, number(args.largest, row), number(args.factor, row));
+  MEMKIT_FN Gradient gradient_of(int64_t row, int64_t index) const {
+    return gradient_of(row, index, number(args.largest, row), number(args.factor, row));
   }
   MEMKIT_FN T gradient(const Gradient& g, int64_t c, int64_t at, S logit) const {
     const T x = value(logit);
     const T b = share(c, at) + (c == g.index ? hot(c) : T(0));
-    const T plain = (row_exp<S>(x - g.largest) * g.factor - b) * g.grad;
+    const T plain = std::fma(row_exp<S>(x - g.largest), g.factor, -b) * g.grad;
     return args.cap != 0 ? plain * op.cap_slope(x) : plain;
   }
 
@@ -107,7 +106,7 @@ struct LossPart {
 
   template <class I>
   MEMKIT_FN void load(I i) {
-    words.load(rows.x(first), walk, i, threads, walk.n);
+    words.load(rows.x(first), walk, i, threads, walk.words);
   }
   MEMKIT_FN T value(S logit) const {
     if constexpr (plain) return widen(logit);
@@ -233,7 +232,7 @@ struct LossBackward : LossPart<S, W, plain> {
       const int64_t from_here = g.index - c;
       const int hot = from_here >= 0 && from_here < width ? int(from_here) : -1;
       MEMKIT_UNROLL
-      for (int k = 0; k < width; ++k) x[k] = (row_exp<S>(x[k] - g.largest) * g.factor - T(k == hot)) * g.grad;
+      for (int k = 0; k < width; ++k) x[k] = std::fma(row_exp<S>(x[k] - g.largest), g.factor, -T(k == hot)) * g.grad;
     } else {
       S raw[width];
       std::memcpy(raw, &this->words.word[w], sizeof(raw));

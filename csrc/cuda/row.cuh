@@ -24,16 +24,17 @@ struct RowWalk {
   }
 
   MEMKIT_FN int64_t element(int64_t word) const { return head + word * width; }
+  // The words that begin before element `end`.
+  MEMKIT_FN int64_t words_before(int64_t end) const {
+    const int64_t before = end <= head ? 0 : (end - head + width - 1) / width;
+    return before < words ? before : words;
+  }
 
   // Calls f.one(element) for all of this thread's single elements, and f.batch(i) for W of its words: the words i,
   // i + threads, ..., as far as there are words.
   template <int W, class F>
   MEMKIT_FN void each(int thread, int threads, F&& f) const {
-    singles(thread, threads, f);
     for (int64_t i = thread; i < words; i += int64_t(W) * threads) f.batch(i);
-  }
-  template <class F>
-  MEMKIT_FN void singles(int thread, int threads, F&& f) const {
     for (int64_t i = thread; i < n - words * width; i += threads) f.one(i < head ? i : i + words * width);
   }
 
@@ -52,15 +53,14 @@ struct RowWords {
   static constexpr int width = RowWalk<S>::width;
   Word word[W];
 
-  // The words i, i + threads, ..., of those that exist and begin before element `end`. I: a type that numbers words.
+  // The words i, i + threads, ..., as far as they are below `end`. I: a type that numbers words.
   template <class I>
   MEMKIT_FN void load(const S* row, const RowWalk<S>& walk, I i, int threads, int64_t end) {
     MEMKIT_UNROLL
     for (int w = 0; w < W; ++w) {
-      const I at = i + w * threads;
       word[w] = Word{};
-      if (at < I(walk.words) && walk.element(at) < end)
-        word[w] = *reinterpret_cast<const Word*>(row + walk.element(at));
+      const I at = i + w * threads;
+      if (at < I(end)) word[w] = *reinterpret_cast<const Word*>(row + walk.element(at));
     }
   }
   // Between two looks at the values: the compiler would else keep them widened, in twice the registers.

@@ -60,8 +60,8 @@ __global__ void __launch_bounds__(kTeamMost) backward_held(const SoftmaxArgs arg
   const SoftmaxBack<S, log> back(args, real ? i * args.columns : 0);
   const RowWalk<S> walk = back.walk(real ? args.columns : 0);
   RowWords<S, W> g, y;
-  g.load(back.grad, walk, thread, threads, walk.n);
-  y.load(back.y, walk, thread, threads, walk.n);
+  g.load(back.grad, walk, thread, threads, walk.words);
+  y.load(back.y, walk, thread, threads, walk.words);
   const int64_t single = walk.single(thread);
   typename SoftmaxBack<S, log>::template Sum<W> sum{back, walk, threads};
   if (single >= 0) sum.one(single);

@@ -92,7 +92,7 @@ struct SoftmaxHeld {
         single(int(walk.single(thread))) {}
 
   MEMKIT_FN bool has(int w) const { return thread + w * threads < int(walk.words); }
-  MEMKIT_FN int64_t element(int w) const { return walk.element(thread + w * threads); }
+  MEMKIT_FN int element(int w) const { return int(walk.head) + (thread + w * threads) * width; }
 
   MEMKIT_FN void z(int w, T (&values)[width]) const {
     if constexpr (wide) {
@@ -107,8 +107,8 @@ struct SoftmaxHeld {
 
   // The largest of this thread's z.
   MEMKIT_FN T load() {
-    const S first = single >= 0 && single < row.seen ? row.x[single] : S{};
-    words.load(row.x, walk, thread, threads, row.seen);
+    words.load(row.x, walk, thread, threads, masked ? walk.words_before(row.seen) : walk.words);
+    const S first = single >= 0 && (!masked || single < row.seen) ? row.x[single] : S{};
     T most = -std::numeric_limits<T>::infinity();
     kept_single = single >= 0 ? row.z(widen(first), single) : most;
     most = std::fmax(most, kept_single);
@@ -184,7 +184,7 @@ struct SoftmaxLook {
   }
   MEMKIT_FN void batch(int64_t i) {
     RowWords<S, W> words;
-    words.load(row.x, walk, i, threads, walk.n);
+    words.load(row.x, walk, i, threads, walk.words);
     T z[W][width], most = state.largest;
     MEMKIT_UNROLL
     for (int w = 0; w < W; ++w) {
@@ -218,7 +218,7 @@ struct SoftmaxWrite {
   MEMKIT_FN void one(int64_t c) const { store_value(end.value(row.z(widen(row.x[c]), c)), row.y + c); }
   MEMKIT_FN void batch(int64_t i) const {
     RowWords<S, W> words;
-    words.load(row.x, walk, i, threads, walk.n);
+    words.load(row.x, walk, i, threads, walk.words);
     MEMKIT_UNROLL
     for (int w = 0; w < W; ++w) {
       const int64_t at = i + w * threads, c = walk.element(at);
@@ -279,8 +279,8 @@ struct SoftmaxBack {
     MEMKIT_FN void one(int64_t c) { add(sum, widen(back.grad[c]), widen(back.y[c])); }
     MEMKIT_FN void batch(int64_t i) {
       RowWords<S, W> gs, ys;
-      gs.load(back.grad, walk, i, threads, walk.n);
-      ys.load(back.y, walk, i, threads, walk.n);
+      gs.load(back.grad, walk, i, threads, walk.words);
+      ys.load(back.y, walk, i, threads, walk.words);
       words(gs, ys, i);
     }
     template <class I>
@@ -309,8 +309,8 @@ struct SoftmaxBack {
     }
     MEMKIT_FN void batch(int64_t i) const {
       RowWords<S, W> gs, ys;
-      gs.load(back.grad, walk, i, threads, walk.n);
-      ys.load(back.y, walk, i, threads, walk.n);
+      gs.load(back.grad, walk, i, threads, walk.words);
+      ys.load(back.y, walk, i, threads, walk.words);
       words(gs, ys, i);
     }
     template <class I>

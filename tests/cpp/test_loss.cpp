@@ -44,26 +44,31 @@ void play_rows(const LossArgs& args, int threads) {
   const cuda::LossRows<S> rows(args);
   for (int64_t row = 0; row < args.rows; ++row) {
     const int64_t first = row * args.classes;
-    const bool ignored = rows.ignored(row);
+    const int64_t index = rows.index(row);
+    const bool ignored = rows.ignores(index);
     const cuda::RowWalk<S> walk(rows.x(first), rows.out(first), args.classes);
+    const bool held =
+        threads >= cuda::kMostSingles && walk.words <= W * threads && walk.n - walk.words * walk.width <= threads;
     std::vector<cuda::LossForward<S, W, plain>> parts;
     LossState<typename cuda::LossRows<S>::T> whole;
-    const auto target = ignored ? 0 : rows.target(row, first);
+    const S target = ignored ? S{} : rows.target(first, index);
     for (int thread = 0; thread < threads; ++thread) {
       parts.emplace_back(rows, walk, first, threads);
-      if (!ignored) walk.template each<W>(thread, threads, parts[thread]);
+      if (ignored) continue;
+      if (held)
+        parts[thread].hold(thread);
+      else
+        walk.template each<W>(thread, threads, parts[thread]);
       whole.merge(parts[thread].state);
     }
     rows.store(row, {});
-    if (!ignored) rows.store(row, rows.finish(row, whole, target));
+    if (!ignored) rows.store(row, rows.finish(whole, index, target));
     for (int thread = 0; thread < threads; ++thread) {
-      cuda::LossBackward<S, W, plain> back(parts[thread], rows.gradient_of(row), ignored);
-      if (back.held()) {
-        walk.singles(thread, threads, back);
-        back.write(thread);
-      } else {
+      cuda::LossBackward<S, W, plain> back(parts[thread], rows.gradient_of(row, index), ignored);
+      if (held)
+        back.finish(thread);
+      else
         walk.template each<W>(thread, threads, back);
-      }
     }
   }
 }
@@ -72,7 +77,8 @@ void play_columns(const LossArgs& args) {
   const cuda::LossRows<S> rows(args);
   for (int64_t row = 0; row < args.rows; ++row) {
     const int64_t first = row / args.inner * args.classes * args.inner + row % args.inner;
-    const bool ignored = rows.ignored(row);
+    const int64_t index = rows.index(row);
+    const bool ignored = rows.ignores(index);
     LossState<typename cuda::LossRows<S>::T> state;
     for (int64_t c = 0; c < args.classes; ++c) {
       const auto x = rows.value(*rows.x(first + c * args.inner));
@@ -80,8 +86,8 @@ void play_columns(const LossArgs& args) {
       rows.add(state, x, c, first + c * args.inner);
     }
     rows.store(row, {});
-    if (!ignored) rows.store(row, rows.finish(row, state, rows.target(row, first)));
-    const auto g = rows.gradient_of(row);
+    if (!ignored) rows.store(row, rows.finish(state, index, rows.target(first, index)));
+    const auto g = rows.gradient_of(row, index);
     for (int64_t c = 0; c < args.classes; ++c) {
       const int64_t at = first + c * args.inner;
       cuda::store_value(ignored ? decltype(g.grad)(0) : rows.gradient(g, c, at, *rows.x(at)), rows.out(at));
