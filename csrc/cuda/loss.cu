@@ -126,20 +126,23 @@ cudaError_t launch(const LossArgs& args, cudaStream_t stream) {
     return cudaGetLastError();
   }
   constexpr bool both = forward && backward;
-  constexpr int most = sizeof(S) == 8 ? 2
-                       : forward      ? 8
-                                      : 4;  // words of a thread at a time, which registers have room for
+  // Words of a thread at a time, as many as registers have room for; in double precision few.
+  constexpr int most = sizeof(S) == 8 ? 2 : forward ? 8 : 4;
+  const bool plain = sizeof(S) < 8 && rows.plain();
+  constexpr int walked = both ? 4 : most, threads = kMost<S, both>;
   TeamShape shape;
-  if (const cudaError_t error = team_shape(args.rows, args.classes / RowWalk<S>::width, true, rows.plain() ? most : 2,
-                                           kMost < S, forward && backward >, shape))
-    return error;
-  const bool held = shape.held && (!both || uintptr_t(args.x) % sizeof(Word) == uintptr_t(args.out) % sizeof(Word));
-  const auto kernel = !rows.plain() ? rows_kernel<S, forward, backward, 2, false> : !held ? rows_kernel < S, forward,
-             backward, both ? std::min(4, most) : most,
-             true >
-      : shape.words == 2 ? rows_kernel<S, forward, backward, 2, true, both>
-    : shape.words == 4   ? rows_kernel<S, forward, backward, std::min(4, most), true, both>
-                         : rows_kernel<S, forward, backward, most, true, both>;
+  const int64_t words = args.classes / RowWalk<S>::width;
+  if (const cudaError_t error = team_shape(args.rows, words, true, plain ? most : 2, threads, shape)) return error;
+  auto kernel = rows_kernel<S, forward, backward, 2, false>;
+  if constexpr (sizeof(S) < 8) {
+    const bool together = !both || uintptr_t(args.x) % sizeof(Word) == uintptr_t(args.out) % sizeof(Word);
+    if (plain && !(shape.held && together))
+      kernel = rows_kernel<S, forward, backward, walked, true>;
+    else if (plain)
+      kernel = shape.words == 2   ? rows_kernel<S, forward, backward, 2, true, both>
+               : shape.words == 4 ? rows_kernel<S, forward, backward, 4, true, both>
+                                  : rows_kernel<S, forward, backward, most, true, both>;
+  }
   launch_kernel(kernel, shape.grid, shape.block, stream, rows);
   return cudaGetLastError();
 }

@@ -82,7 +82,8 @@ inline cudaError_t team_shape(int64_t rows, int64_t words, bool singles, int mos
   };
   int each = 2;
   while (each < most && threads_of(each) > kLanes) each *= 2;
-  while (each > 2 && rows * threads_of(each) < int64_t(processors) * kTeamMost && threads_of(each / 2) <= threads_most)
+  while (each > 2 && rows * threads_of(each) < int64_t(processors) * kTeamMost / 2 &&
+         threads_of(each / 2) <= threads_most)
     each /= 2;
   int64_t threads = threads_of(each);
   shape.words = each, shape.held = threads <= threads_most;
