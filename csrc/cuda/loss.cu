@@ -1,94 +1,102 @@
-// Cross entropy: a warp or a block a row where its classes are neighbours, else a thread a row.
-#include <algorithm>
-
-#include "launch.cuh"
+// Cross entropy: where a row's classes are neighbours, as many threads a row as hold it in registers, from one to a block,
+// which walk it where it is longer; else a thread a row.
 #include "loss.h"
 #include "loss_row.cuh"
+#include "team.cuh"
 
 namespace memkit::cuda {
 namespace {
 
-constexpr int kWarpClasses = 2048;  // up to here a warp does a row
-constexpr int kBlock = 512, kRowsABlock = 4;
+constexpr int kBeside = 512;  // threads of a block where a thread does a row
 
+// Beside the largest, over the threads of a row.
 template <class T>
-__device__ LossState<T> from_lane(const LossState<T>& state, int distance) {
-  constexpr unsigned all = 0xffffffffu;
-  LossState<T> other;
-  other.largest = __shfl_xor_sync(all, state.largest, distance);
-  other.sum = __shfl_xor_sync(all, state.sum, distance);
-  other.mass = __shfl_xor_sync(all, state.mass, distance);
-  other.dot = __shfl_xor_sync(all, state.dot, distance);
-  return other;
-}
+struct LossSums {
+  T sum = 0, mass = 0, dot = 0;
+  MEMKIT_FN void merge(const LossSums& other) { sum += other.sum, mass += other.mass, dot += other.dot; }
+};
 
-// The state of the whole row, in all threads; a row has blockDim.x of them, one warp or the whole block.
-template <class T>
+template <bool plain, class T>
 __device__ LossState<T> merged(LossState<T> state) {
-  for (int distance = kLanes / 2; distance > 0; distance /= 2) state.merge(from_lane(state, distance));
-  if (blockDim.x == kLanes) return state;
-  __shared__ T largest[kLanes], sum[kLanes], mass[kLanes], dot[kLanes];
-  const unsigned warp = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
-  if (lane == 0) largest[warp] = state.largest, sum[warp] = state.sum, mass[warp] = state.mass, dot[warp] = state.dot;
-  __syncthreads();
-  state = LossState<T>();
-  if (lane < blockDim.x / kLanes) state = {largest[lane], sum[lane], mass[lane], dot[lane]};
-  for (int distance = kLanes / 2; distance > 0; distance /= 2) state.merge(from_lane(state, distance));
-  __syncthreads();  // before the next row writes there
+  state.raise(team_largest(state.largest));
+  if constexpr (plain) {
+    TeamSum<T> sum;
+    sum.value = state.sum;
+    state.sum = team_merge(sum).value;
+    state.mass = state.dot = T(0);
+  } else {
+    LossSums<T> sums;
+    sums.sum = state.sum, sums.mass = state.mass, sums.dot = state.dot;
+    sums = team_merge(sums);
+    state.sum = sums.sum, state.mass = sums.mass, state.dot = sums.dot;
+  }
   return state;
 }
 
-__device__ void check_index(const LossArgs& args, int64_t row) {
-  if (args.index && args.index[row] != args.ignore_index && uint64_t(args.index[row]) >= uint64_t(args.classes))
-    __trap();
+// The target of a row, where that is an index.
+template <class S>
+__device__ int64_t checked_index(const LossRows<S>& rows, int64_t row) {
+  const int64_t index = rows.index(row);
+  if (rows.args.index && !rows.ignores(index) && uint64_t(index) >= uint64_t(rows.args.classes)) __trap();
+  return index;
 }
 
-template <class S, bool forward, bool backward>
-__global__ void __launch_bounds__(kBlock) rows_kernel(const LossRows<S> rows) {
+// Threads of a block: what registers have room for, and what is wanted. Only what reads a row for two ends needs to hold it.
+template <class S>
+constexpr int kRoom = sizeof(S) == 8 ? kTeamMost / 2 : kTeamMost;
+template <class S, bool both>
+constexpr int kMost = both ? kRoom<S> : kTeamMost / 2;
+
+template <class S, bool forward, bool backward, int W, bool plain, bool held = false>
+__global__ void __launch_bounds__(kRoom<S>) rows_kernel(const LossRows<S> rows) {
   const LossArgs& args = rows.args;
-  const int64_t step = int64_t(gridDim.x) * blockDim.y;
-  for (int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y; row < args.rows; row += step) {
-    check_index(args, row);
-    const int64_t first = row * args.classes;
-    const bool ignored = rows.ignored(row);
-    if constexpr (forward) {
-      if (ignored) {
-        if (threadIdx.x == 0) rows.finish_ignored(row);
-      } else {
-        LossForward<S> part{rows, first};
-        RowWalk<S>(rows.x(first), rows.x(first), args.classes).each(threadIdx.x, blockDim.x, part);
-        const auto state = merged(part.state);
-        if (threadIdx.x == 0) rows.finish(row, first, state);
-      }
+  const int64_t row = team_row(), first = row * args.classes;
+  const bool real = row < args.rows;
+  const int thread = int(threadIdx.x), threads = int(blockDim.x);
+  const int64_t index = real ? checked_index(rows, row) : -1;
+  const bool ignored = rows.ignores(index);
+  const RowWalk<S> walk(rows.x(first), backward ? rows.out(first) : rows.x(first), real ? args.classes : 0);
+  typename LossRows<S>::Numbers numbers{};
+  LossForward<S, W, plain> part(rows, walk, first, threads);
+  if constexpr (forward) {
+    // Asked for with the row, and before another thread writes the gradient there.
+    S target{};
+    if (real && !ignored && thread == 0) target = rows.target(first, index);
+    if (ignored) {
+    } else if constexpr (held) {
+      part.hold(thread);
+    } else {
+      walk.template each<W>(thread, threads, part);
     }
-    if constexpr (backward) {
-      if constexpr (forward) {  // thread 0 has written the row's numbers, having read its logits
-        if (blockDim.x == kLanes)
-          __syncwarp();
-        else
-          __syncthreads();
-      }
-      const RowWalk<S> walk(rows.x(first), rows.out(first), args.classes);
-      if (ignored)
-        walk.each(threadIdx.x, blockDim.x, LossZero<S>{rows.out(first)});
-      else
-        walk.each(threadIdx.x, blockDim.x, LossBackward<S>{rows, first, rows.gradient_of(row)});
-    }
+    const auto state = merged<plain>(part.state);
+    if (real && !ignored) numbers = rows.finish(state, index, target);
+    if (real && thread == 0) rows.store(row, numbers);
+    if (backward) __syncwarp();  // a block has met in merged()
+  }
+  if constexpr (backward) {
+    if (!real) return;
+    const auto g =
+        forward ? rows.gradient_of(row, index, numbers.largest, numbers.factor) : rows.gradient_of(row, index);
+    LossBackward<S, W, plain> back(part, g, ignored);
+    if constexpr (held)
+      back.finish(thread);
+    else
+      walk.template each<W>(thread, threads, back);
   }
 }
 
 // Neighbouring threads do neighbouring rows, whose elements of a class are neighbours.
 template <class S, bool forward, bool backward>
-__global__ void __launch_bounds__(kBlock) columns_kernel(const LossRows<S> rows) {
+__global__ void __launch_bounds__(kBeside) columns_kernel(const LossRows<S> rows) {
   using T = typename LossRows<S>::T;
   const LossArgs& args = rows.args;
   const int64_t step = int64_t(gridDim.x) * blockDim.x;
   for (int64_t row = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; row < args.rows; row += step) {
-    check_index(args, row);
+    const int64_t index = checked_index(rows, row);
     const int64_t first = row / args.inner * args.classes * args.inner + row % args.inner;
-    const bool ignored = rows.ignored(row);
+    const bool ignored = rows.ignores(index);
     if (forward && ignored) {
-      rows.finish_ignored(row);
+      rows.store(row, {});
     } else if (forward) {
       LossState<T> state;
       for (int64_t c = 0; c < args.classes; ++c) {
@@ -97,15 +105,13 @@ __global__ void __launch_bounds__(kBlock) columns_kernel(const LossRows<S> rows)
         state.raise(x);
         rows.add(state, x, c, at);
       }
-      rows.finish(row, first, state);
+      rows.store(row, rows.finish(state, index, rows.target(first, index)));
     }
     if (!backward) continue;
-    const auto g = rows.gradient_of(row);
+    const auto g = rows.gradient_of(row, index);
     for (int64_t c = 0; c < args.classes; ++c) {
       const int64_t at = first + c * args.inner;
-      S pair[2] = {};
-      if (!ignored) narrow(rows.gradient(g, c, at, *rows.x(at)), T(0), pair);
-      *rows.out(at) = pair[0];
+      store_value(ignored ? T(0) : rows.gradient(g, c, at, *rows.x(at)), rows.out(at));
     }
   }
 }
@@ -113,16 +119,31 @@ __global__ void __launch_bounds__(kBlock) columns_kernel(const LossRows<S> rows)
 template <class S, bool forward, bool backward>
 cudaError_t launch(const LossArgs& args, cudaStream_t stream) {
   const LossRows<S> rows(args);
-  constexpr int64_t most = (int64_t(1) << 31) - 1;
   if (args.inner > 1) {
-    const int64_t blocks = std::min((args.rows + kBlock - 1) / kBlock, most);
-    launch_kernel(columns_kernel<S, forward, backward>, unsigned(blocks), kBlock, stream, rows);
-  } else {
-    const bool warps = args.classes <= kWarpClasses;
-    const dim3 block = warps ? dim3(kLanes, kRowsABlock) : dim3(kBlock);
-    const int64_t blocks = std::min((args.rows + block.y - 1) / block.y, most);
-    launch_kernel(rows_kernel<S, forward, backward>, unsigned(blocks), block, stream, rows);
+    constexpr int64_t most = (int64_t(1) << 31) - 1;
+    const int64_t blocks = std::min((args.rows + kBeside - 1) / kBeside, most);
+    launch_kernel(columns_kernel<S, forward, backward>, unsigned(blocks), kBeside, stream, rows);
+    return cudaGetLastError();
   }
+  constexpr bool both = forward && backward;
+  // Words of a thread at a time, as many as registers have room for; in double precision few.
+  constexpr int most = sizeof(S) == 8 ? 2 : forward ? 8 : 4;
+  const bool plain = sizeof(S) < 8 && rows.plain();
+  constexpr int walked = both ? 4 : most, threads = kMost<S, both>;
+  TeamShape shape;
+  const int64_t words = args.classes / RowWalk<S>::width;
+  if (const cudaError_t error = team_shape(args.rows, words, true, plain ? most : 2, threads, shape)) return error;
+  auto kernel = rows_kernel<S, forward, backward, 2, false>;
+  if constexpr (sizeof(S) < 8) {
+    const bool together = !both || uintptr_t(args.x) % sizeof(Word) == uintptr_t(args.out) % sizeof(Word);
+    if (plain && !(shape.held && together))
+      kernel = rows_kernel<S, forward, backward, walked, true>;
+    else if (plain)
+      kernel = shape.words == 2   ? rows_kernel<S, forward, backward, 2, true, both>
+               : shape.words == 4 ? rows_kernel<S, forward, backward, 4, true, both>
+                                  : rows_kernel<S, forward, backward, most, true, both>;
+  }
+  launch_kernel(kernel, shape.grid, shape.block, stream, rows);
   return cudaGetLastError();
 }
 

@@ -1,35 +1,10 @@
-// One row of logits shared out among threads, and what a thread does with its part, without CUDA's runtime: a test plays the
-// threads on the CPU.
+// What a thread does with its part of a row of logits, without CUDA's runtime: a test plays the threads on the CPU.
 #pragma once
 
 #include "../formulas/loss.h"
-#include "tile.cuh"
+#include "row.cuh"
 
 namespace memkit::cuda {
-
-// The elements [0, n) at `first`: single ones up to the first address that 16 divides, words, single ones. Where the other
-// tensor lies at another offset from such addresses, all are single.
-template <class S>
-struct RowWalk {
-  static constexpr int width = sizeof(Word) / sizeof(S);
-  int64_t head, words, n;
-
-  MEMKIT_FN RowWalk(const void* first, const void* other, int64_t n) : n(n) {
-    const auto off = [](const void* p) { return unsigned(reinterpret_cast<uintptr_t>(p) % sizeof(Word)); };
-    const int64_t before = (sizeof(Word) - off(first)) % sizeof(Word) / sizeof(S);
-    const bool together = off(first) == off(other);
-    head = together && before < n ? before : n;
-    words = (n - head) / width;
-  }
-
-  // Calls f.one(element) and f.word(element): all of this thread's, neighbours to neighbouring threads.
-  template <class F>
-  MEMKIT_FN void each(int thread, int threads, F&& f) const {
-    for (int64_t i = thread; i < head; i += threads) f.one(i);
-    for (int64_t i = thread; i < words; i += threads) f.word(head + i * width);
-    for (int64_t i = head + words * width + thread; i < n; i += threads) f.one(i);
-  }
-};
 
 // A call in one dtype. Row and class name an element; `at` says where it lies.
 template <class S>
@@ -44,7 +19,7 @@ struct LossRows {
   MEMKIT_FN S* out(int64_t at) const { return static_cast<S*>(args.out) + at; }
   MEMKIT_FN T& number(void* numbers, int64_t row) const { return static_cast<T*>(numbers)[row]; }
   MEMKIT_FN T weight(int64_t c) const { return args.weight ? static_cast<const T*>(args.weight)[c] : T(1); }
-  MEMKIT_FN bool ignored(int64_t row) const { return args.index && args.index[row] == args.ignore_index; }
+  MEMKIT_FN int64_t index(int64_t row) const { return args.index ? args.index[row] : -1; }
   MEMKIT_FN T value(S logit) const {
     const T x = widen(logit);
     return args.cap != 0 ? op.capped(x) : x;
@@ -68,20 +43,27 @@ struct LossRows {
   }
   MEMKIT_FN T hot(int64_t index) const { return op.kept * weight(index); }
 
-  MEMKIT_FN void finish(int64_t row, int64_t first, const LossState<T>& state) const {
+  // What is known of a row in the end.
+  struct Numbers {
+    T loss, largest, factor;
+  };
+  // Whether there is nothing to say of a row; index: its target, where that is one.
+  MEMKIT_FN bool ignores(int64_t index) const { return args.index && index == args.ignore_index; }
+  // The logit of the target, where that is an index.
+  MEMKIT_FN S target(int64_t first, int64_t index) const { return args.index ? *x(first + index * args.inner) : S{}; }
+  MEMKIT_FN Numbers finish(const LossState<T>& state, int64_t index, S target) const {
     T mass = state.mass, dot = state.dot;
     const T largest = Loss<T>::pivot(state.largest), log_sum = ::log(state.sum);
     if (args.index) {
-      const int64_t t = args.index[row];
-      mass = hot(t) + op.smooth_mass(args);
-      dot += hot(t) * (value(*x(first + t * args.inner)) - largest);
+      mass = hot(index) + op.smooth_mass(args);
+      dot = std::fma(hot(index), value(target) - largest, dot);
     }
-    number(args.loss, row) = op.loss(mass, dot, largest, log_sum);
-    number(args.largest, row) = largest;
-    number(args.factor, row) = op.factor(mass, state.sum, largest, log_sum);
+    return {op.loss(mass, dot, largest, log_sum), largest, op.factor(mass, state.sum, largest, log_sum)};
   }
-  MEMKIT_FN void finish_ignored(int64_t row) const {
-    number(args.loss, row) = number(args.largest, row) = number(args.factor, row) = T(0);
+  MEMKIT_FN void store(int64_t row, const Numbers& numbers) const {
+    number(args.loss, row) = numbers.loss;
+    number(args.largest, row) = numbers.largest;
+    number(args.factor, row) = numbers.factor;
   }
 
   // The gradient of one logit.
@@ -89,80 +71,175 @@ struct LossRows {
     T largest, factor, grad;
     int64_t index;  // -1: none
   };
-  MEMKIT_FN Gradient gradient_of(int64_t row) const {
+  MEMKIT_FN Gradient gradient_of(int64_t row, int64_t index, T largest, T factor) const {
     T grad = static_cast<const T*>(args.grad)[args.grad_a_row ? row : 0];
     if (args.total) grad /= *static_cast<const T*>(args.total);
-    return {number(args.largest, row), number(args.factor, row), grad, args.index ? args.index[row] : -1};
+    return {largest, factor, grad, index};
+  }
+  MEMKIT_FN Gradient gradient_of(int64_t row, int64_t index) const {
+    return gradient_of(row, index, number(args.largest, row), number(args.factor, row));
   }
   MEMKIT_FN T gradient(const Gradient& g, int64_t c, int64_t at, S logit) const {
     const T x = value(logit);
     const T b = share(c, at) + (c == g.index ? hot(c) : T(0));
-    const T plain = (exp_falling(x - g.largest) * g.factor - b) * g.grad;
+    const T plain = std::fma(row_exp<S>(x - g.largest), g.factor, -b) * g.grad;
     return args.cap != 0 ? plain * op.cap_slope(x) : plain;
   }
+
+  // Whether b is 1 at the target and 0 elsewhere, and logits are values.
+  bool plain() const { return args.one_class() && !args.weight && args.cap == 0; }
 };
 
-// A thread's part of a row's forward; `first` is the row's first element.
-template <class S>
-struct LossForward {
+// A thread's part of a row, W words at a time; `first` is the row's first element. plain: as above.
+template <class S, int W, bool plain>
+struct LossPart {
+  using T = typename ComputeType<S>::type;
+  static constexpr int width = RowWalk<S>::width;
   const LossRows<S>& rows;
+  const RowWalk<S>& walk;
   int64_t first;
-  LossState<typename LossRows<S>::T> state = {};
+  int threads;
+  RowWords<S, W> words;
+
+  MEMKIT_FN LossPart(const LossRows<S>& rows, const RowWalk<S>& walk, int64_t first, int threads)
+      : rows(rows), walk(walk), first(first), threads(threads) {}
+
+  template <class I>
+  MEMKIT_FN void load(I i) {
+    words.load(rows.x(first), walk, i, threads, walk.words);
+  }
+  MEMKIT_FN T value(S logit) const {
+    if constexpr (plain) return widen(logit);
+    return rows.value(logit);
+  }
+  MEMKIT_FN void values(int w, T (&x)[width]) const {
+    S raw[width];
+    std::memcpy(raw, &words.word[w], sizeof(raw));
+    MEMKIT_UNROLL
+    for (int k = 0; k < width; ++k) x[k] = value(raw[k]);
+  }
+};
+
+// Of the forward.
+template <class S, int W, bool plain>
+struct LossForward : LossPart<S, W, plain> {
+  using Part = LossPart<S, W, plain>;
+  using Part::width;
+  using typename Part::T;
+  LossState<T> state = {};
+
+  using Part::Part;
 
   MEMKIT_FN void one(int64_t c) {
-    const auto x = rows.value(*rows.x(first + c));
+    const T x = this->value(*this->rows.x(this->first + c));
     state.raise(x);
-    rows.add(state, x, c, first + c);
+    this->rows.add(state, x, c, this->first + c);
   }
-  MEMKIT_FN void word(int64_t c) {
-    constexpr int width = RowWalk<S>::width;
-    const Word word = *reinterpret_cast<const Word*>(rows.x(first + c));
-    S raw[width];
-    std::memcpy(raw, &word, sizeof(word));
-    typename LossRows<S>::T x[width], most = rows.value(raw[0]);
+  MEMKIT_FN void batch(int64_t i) {
+    this->load(i);
+    look(i);
+  }
+  template <class I>
+  MEMKIT_FN void look(I i) {
+    T most = state.largest;
     MEMKIT_UNROLL
-    for (int k = 0; k < width; ++k) {
-      x[k] = rows.value(raw[k]);
-      most = select(x[k] > most, x[k], most);
+    for (int w = 0; w < W; ++w) {
+      if (I(i + w * this->threads) >= I(this->walk.words)) continue;
+      T x[width];
+      this->values(w, x);
+      most = std::fmax(most, largest_of(x));
     }
-    state.raise(most);
+    if (most > state.largest) state.raise(most);
+    this->words.stay_narrow();
+    const T pivot = Loss<T>::pivot(state.largest);
     MEMKIT_UNROLL
-    for (int k = 0; k < width; ++k) rows.add(state, x[k], c + k, first + c + k);
+    for (int w = 0; w < W; ++w) {
+      const I at = i + w * this->threads;
+      if (at >= I(this->walk.words)) continue;
+      T x[width];
+      this->values(w, x);
+      T e[width];
+      MEMKIT_UNROLL
+      for (int k = 0; k < width; ++k) e[k] = row_exp<S>(x[k] -= pivot);
+      state.sum += sum_of(e);
+      if (plain || this->rows.args.one_class()) continue;
+      const int64_t c = this->walk.element(at);
+      MEMKIT_UNROLL
+      for (int k = 0; k < width; ++k) {
+        e[k] = this->rows.share(c + k, this->first + c + k);
+        x[k] *= e[k];
+      }
+      state.mass += sum_of(e);
+      state.dot += sum_of(x);
+    }
+  }
+  // Of a row that is held: all of the thread's part at once.
+  MEMKIT_FN void hold(int thread) {
+    const int64_t single = this->walk.single(thread);
+    this->load(thread);
+    if (single >= 0) one(single);
+    look(thread);
   }
 };
 
-// A thread's part of a row's gradient.
-template <class S>
-struct LossBackward {
-  const LossRows<S>& rows;
-  int64_t first;
+// Of the gradient, of a row that is ignored too.
+template <class S, int W, bool plain>
+struct LossBackward : LossPart<S, W, plain> {
+  using Part = LossPart<S, W, plain>;
+  using Part::width;
+  using typename Part::T;
   typename LossRows<S>::Gradient g;
+  bool ignored;
 
+  MEMKIT_FN LossBackward(const Part& part, const typename LossRows<S>::Gradient& g, bool ignored)
+      : Part(part), g(g), ignored(ignored) {}
+
+  MEMKIT_FN T gradient(int64_t c, S logit) const {
+    return ignored ? T(0) : this->rows.gradient(g, c, this->first + c, logit);
+  }
   MEMKIT_FN void one(int64_t c) const {
-    S pair[2];
-    narrow(rows.gradient(g, c, first + c, *rows.x(first + c)), typename LossRows<S>::T(0), pair);
-    *rows.out(first + c) = pair[0];
+    store_value(gradient(c, *this->rows.x(this->first + c)), this->rows.out(this->first + c));
   }
-  MEMKIT_FN void word(int64_t c) const {
-    constexpr int width = RowWalk<S>::width;
-    Word word = *reinterpret_cast<const Word*>(rows.x(first + c));
-    S raw[width];
-    std::memcpy(raw, &word, sizeof(word));
+  MEMKIT_FN void batch(int64_t i) {
+    if (!ignored) this->load(i);
+    write(i);
+  }
+  // Of a row that is held.
+  MEMKIT_FN void finish(int thread) {
+    this->words.stay_narrow();
+    const int64_t single = this->walk.single(thread);
+    if (single >= 0) one(single);
+    write(thread);
+  }
+  // The gradients of the words that are loaded.
+  template <class I>
+  MEMKIT_FN void write(I i) const {
     MEMKIT_UNROLL
-    for (int k = 0; k < width; k += 2)
-      narrow(rows.gradient(g, c + k, first + c + k, raw[k]), rows.gradient(g, c + k + 1, first + c + k + 1, raw[k + 1]),
-             raw + k);
-    std::memcpy(&word, raw, sizeof(word));
-    store_word(word, rows.out(first + c));
+    for (int w = 0; w < W; ++w) {
+      const I at = i + w * this->threads;
+      if (at >= I(this->walk.words)) continue;
+      const int64_t c = this->walk.element(at);
+      T x[width] = {};
+      if (!ignored) gradients(w, c, x);
+      store_values(x, this->rows.out(this->first + c));
+    }
   }
-};
 
-// Of a row that is ignored.
-template <class S>
-struct LossZero {
-  S* out;
-  MEMKIT_FN void one(int64_t c) const { out[c] = S{}; }
-  MEMKIT_FN void word(int64_t c) const { store_word(Word{}, out + c); }
+ private:
+  MEMKIT_FN void gradients(int w, int64_t c, T (&x)[width]) const {
+    if constexpr (plain) {
+      this->values(w, x);
+      const int64_t from_here = g.index - c;
+      const int hot = from_here >= 0 && from_here < width ? int(from_here) : -1;
+      MEMKIT_UNROLL
+      for (int k = 0; k < width; ++k) x[k] = std::fma(row_exp<S>(x[k] - g.largest), g.factor, -T(k == hot)) * g.grad;
+    } else {
+      S raw[width];
+      std::memcpy(raw, &this->words.word[w], sizeof(raw));
+      MEMKIT_UNROLL
+      for (int k = 0; k < width; ++k) x[k] = gradient(c + k, raw[k]);
+    }
+  }
 };
 
 }  // namespace memkit::cuda

@@ -1,73 +1,95 @@
-// Softmax: a warp or a block a row where its elements are neighbours, else a thread a row. The second look at a row finds it in
-// the cache.
-#include <algorithm>
-
+// Softmax: where a row's elements are neighbours, as many threads a row as hold it in registers, from one to a block, and a
+// block that walks it twice where it is longer; else a thread a row.
 #include "softmax.h"
 #include "softmax_row.cuh"
-#include "vector.cuh"
+#include "team.cuh"
 
 namespace memkit::cuda {
 namespace {
 
-constexpr int kWarpColumns = 2048;  // up to here a warp does a row
-constexpr int kBlock = 512, kRowsABlock = 4;
+constexpr int kBeside = 512;  // threads of a block where a thread does a row
 
-template <class T>
-__device__ SoftmaxState<T> merged_lanes(SoftmaxState<T> state) {
-  for (int distance = kLanes / 2; distance > 0; distance /= 2) {
-    SoftmaxState<T> other;
-    other.largest = __shfl_xor_sync(0xffffffffu, state.largest, distance);
-    other.sum = __shfl_xor_sync(0xffffffffu, state.sum, distance);
-    state.merge(other);
-  }
-  return state;
+// Words of a thread, as many as 64 registers have room for beside the arithmetic: the most of a row that is held, and at a
+// time where it is not.
+template <class S, bool masked>
+constexpr int kHeldWords = sizeof(S) == 8             ? 2
+                           : masked && sizeof(S) == 2 ? 4
+                                                      : 8;
+template <class S>
+constexpr int kHeldBackWords = sizeof(S) == 8 ? 2 : 4;
+template <class S, bool masked>
+constexpr int kWalkWords = sizeof(S) == 8 ? 1
+                           : masked       ? 2
+                                          : 4;
+template <class S>
+constexpr int kWalkBackWords = sizeof(S) == 8 ? 1 : 2;
+
+template <class S, int W, bool log, bool masked>
+__global__ void __launch_bounds__(kTeamMost) forward_held(const SoftmaxArgs args) {
+  const int64_t i = team_row();
+  SoftmaxHeld<S, W, log, masked> held(args, i, i < args.rows, int(threadIdx.x), int(blockDim.x));
+  const auto largest = team_largest(held.load());
+  const auto sum = team_merge(held.sum(softmax_pivot(largest)));
+  held.write(SoftmaxEnd<S, log>(largest, sum, masked));
 }
 
-// The state of the whole row, in all threads; a row has blockDim.x of them, one warp or the whole block.
-template <class T>
-__device__ SoftmaxState<T> merged(SoftmaxState<T> state) {
-  state = merged_lanes(state);
-  if (blockDim.x == kLanes) return state;
-  __shared__ T largest[kLanes], sum[kLanes];
-  const unsigned warp = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
-  __syncthreads();  // the last row's have been read
-  if (lane == 0) largest[warp] = state.largest, sum[warp] = state.sum;
-  __syncthreads();
-  state = SoftmaxState<T>();
-  if (lane < blockDim.x / kLanes) state.largest = largest[lane], state.sum = sum[lane];
-  return merged_lanes(state);
+template <class S, bool log, bool masked>
+__global__ void __launch_bounds__(kTeamMost) forward_walk(const SoftmaxArgs args) {
+  using T = typename ComputeType<S>::type;
+  const int64_t i = team_row();
+  const bool real = i < args.rows;
+  const int thread = int(threadIdx.x), threads = int(blockDim.x);
+  const SoftmaxRow<S, masked> row(args, real ? i : 0);
+  const RowWalk<S> looking(row.x, row.y, real ? row.seen : 0), writing(row.x, row.y, real ? args.columns : 0);
+  constexpr int W = kWalkWords<S, masked>;
+  SoftmaxLook<S, W, masked> look{row, looking, threads};
+  looking.template each<W>(thread, threads, look);
+  look.state.raise(team_largest(look.state.largest));
+  RowSum<S> sum;
+  sum.high = look.state.sum;
+  sum = team_merge(sum);  // all have looked before one writes
+  const SoftmaxEnd<S, log> end(look.state.largest, sum, masked);
+  writing.template each<W>(thread, threads, SoftmaxWrite<S, W, log, masked>{row, writing, threads, end});
+}
+
+template <class S, int W, bool log>
+__global__ void __launch_bounds__(kTeamMost) backward_held(const SoftmaxArgs args) {
+  const int64_t i = team_row();
+  const bool real = i < args.rows;
+  const int thread = int(threadIdx.x), threads = int(blockDim.x);
+  const SoftmaxBack<S, log> back(args, real ? i * args.columns : 0);
+  const RowWalk<S> walk = back.walk(real ? args.columns : 0);
+  RowWords<S, W> g, y;
+  g.load(back.grad, walk, thread, threads, walk.words);
+  y.load(back.y, walk, thread, threads, walk.words);
+  const int64_t single = walk.single(thread);
+  typename SoftmaxBack<S, log>::template Sum<W> sum{back, walk, threads};
+  if (single >= 0) sum.one(single);
+  sum.words(g, y, thread);
+  const typename SoftmaxBack<S, log>::template Write<W> write{back, walk, threads, team_merge(sum.sum)};
+  if (single >= 0) write.one(single);
+  g.stay_narrow();
+  y.stay_narrow();
+  write.words(g, y, thread);
 }
 
 template <class S, bool log>
-__global__ void __launch_bounds__(kBlock) forward_rows(const SoftmaxArgs args) {
-  const int64_t step = int64_t(gridDim.x) * blockDim.y;
-  for (int64_t i = int64_t(blockIdx.x) * blockDim.y + threadIdx.y; i < args.rows; i += step) {
-    const SoftmaxRow<S> row(args, i);
-    SoftmaxLook<S> look(row);
-    RowWalk<S>(row.x, row.x, row.seen).each(threadIdx.x, blockDim.x, look);
-    const auto state = merged(look.state);  // all have looked before one writes
-    RowWalk<S>(row.x, row.y, args.columns).each(threadIdx.x, blockDim.x, SoftmaxWrite<S, log>(row, state));
-  }
-}
-
-template <class S, bool log>
-__global__ void __launch_bounds__(kBlock) backward_rows(const SoftmaxArgs args) {
-  const int64_t step = int64_t(gridDim.x) * blockDim.y;
-  for (int64_t i = int64_t(blockIdx.x) * blockDim.y + threadIdx.y; i < args.rows; i += step) {
-    SoftmaxSum<S, log> sum(args, i * args.columns);
-    RowWalk<S>(sum.grad, sum.y, args.columns).each(threadIdx.x, blockDim.x, sum);
-    using T = typename SoftmaxSum<S, log>::T;
-    const T total = block_sum(Pair<T>{sum.sum, T(0)}).a;
-    const RowWalk<S> reading(sum.grad, sum.y, args.columns), writing(sum.grad, sum.out, args.columns);
-    // Words only where all three lie alike: else one of the walks has a head alone.
-    (reading.head < writing.head ? writing : reading)
-        .each(threadIdx.x, blockDim.x, SoftmaxBackWrite<S, log>(sum, total));
-  }
+__global__ void __launch_bounds__(kTeamMost) backward_walk(const SoftmaxArgs args) {
+  constexpr int W = kWalkBackWords<S>;
+  const int64_t i = team_row();
+  const bool real = i < args.rows;
+  const int thread = int(threadIdx.x), threads = int(blockDim.x);
+  const SoftmaxBack<S, log> back(args, real ? i * args.columns : 0);
+  const RowWalk<S> walk = back.walk(real ? args.columns : 0);
+  typename SoftmaxBack<S, log>::template Sum<W> sum{back, walk, threads};
+  walk.template each<W>(thread, threads, sum);
+  walk.template each<W>(thread, threads,
+                        typename SoftmaxBack<S, log>::template Write<W>{back, walk, threads, team_merge(sum.sum)});
 }
 
 // Neighbouring threads do neighbouring rows, whose elements of a column are neighbours.
 template <class S, bool log>
-__global__ void __launch_bounds__(kBlock) forward_beside(const SoftmaxArgs args) {
+__global__ void __launch_bounds__(kBeside) forward_beside(const SoftmaxArgs args) {
   using T = typename ComputeType<S>::type;
   const int64_t step = int64_t(gridDim.x) * blockDim.x;
   for (int64_t row = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; row < args.rows; row += step) {
@@ -79,34 +101,66 @@ __global__ void __launch_bounds__(kBlock) forward_beside(const SoftmaxArgs args)
       state.raise(z);
       state.add(z);
     }
-    const SoftmaxOutput<T, log> output(state.largest, state.sum, args.masked);
+    const SoftmaxEnd<S, log> output(state.largest, RowSum<S>{state.sum}, args.masked);
     for (int64_t c = 0; c < args.columns; ++c)
-      SoftmaxElements<S, 1>::store(output.value(widen(x[c * args.inner]) * T(args.scale)),
-                                   static_cast<S*>(args.y) + first + c * args.inner);
+      store_value(output.value(widen(x[c * args.inner]) * T(args.scale)),
+                  static_cast<S*>(args.y) + first + c * args.inner);
   }
 }
 
 template <class S, bool log>
-__global__ void __launch_bounds__(kBlock) backward_beside(const SoftmaxArgs args) {
+__global__ void __launch_bounds__(kBeside) backward_beside(const SoftmaxArgs args) {
   const int64_t step = int64_t(gridDim.x) * blockDim.x;
   for (int64_t row = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; row < args.rows; row += step) {
-    SoftmaxSum<S, log> sum(args, row / args.inner * args.columns * args.inner + row % args.inner);
-    for (int64_t c = 0; c < args.columns; ++c) sum.one(c * args.inner);
-    const SoftmaxBackWrite<S, log> write(sum, sum.sum);
-    for (int64_t c = 0; c < args.columns; ++c) write.one(c * args.inner);
+    const SoftmaxBack<S, log> back(args, row / args.inner * args.columns * args.inner + row % args.inner);
+    RowSum<S> sum;
+    for (int64_t c = 0; c < args.columns; ++c)
+      back.add(sum, widen(back.grad[c * args.inner]), widen(back.y[c * args.inner]));
+    for (int64_t c = 0; c < args.columns; ++c) {
+      const int64_t at = c * args.inner;
+      store_value(back.value(widen(back.grad[at]), widen(back.y[at]), sum), back.out + at);
+    }
   }
+}
+
+using Kernel = void (*)(SoftmaxArgs);
+
+template <class S, bool log, bool masked>
+Kernel forward_kernel(const TeamShape& shape) {
+  if (!shape.held) return forward_walk<S, log, masked>;
+  constexpr int most = kHeldWords<S, masked>;
+  return shape.words == 2   ? forward_held<S, 2, log, masked>
+         : shape.words == 4 ? forward_held<S, std::min(4, most), log, masked>
+                            : forward_held<S, most, log, masked>;
+}
+template <class S, bool log>
+Kernel backward_kernel(const TeamShape& shape) {
+  if (!shape.held) return backward_walk<S, log>;
+  return shape.words == 2 ? backward_held<S, 2, log> : backward_held<S, kHeldBackWords<S>, log>;
 }
 
 template <class S, bool log>
 cudaError_t launch(const SoftmaxArgs& args, bool backward, cudaStream_t stream) {
-  constexpr int64_t most = (int64_t(1) << 31) - 1;
-  const bool beside = args.inner > 1, warps = args.columns <= kWarpColumns;
-  const dim3 block = warps && !beside ? dim3(kLanes, kRowsABlock) : dim3(kBlock);
-  const int64_t rows_a_block = beside ? kBlock : block.y;
-  const auto blocks = unsigned(std::min((args.rows + rows_a_block - 1) / rows_a_block, most));
-  const auto kernel = beside ? (backward ? backward_beside<S, log> : forward_beside<S, log>)
-                             : (backward ? backward_rows<S, log> : forward_rows<S, log>);
-  launch_kernel(kernel, blocks, block, stream, args);
+  if (args.inner > 1) {
+    constexpr int64_t most = (int64_t(1) << 31) - 1;
+    const auto blocks = unsigned(std::min((args.rows + kBeside - 1) / kBeside, most));
+    launch_kernel(backward ? backward_beside<S, log> : forward_beside<S, log>, blocks, kBeside, stream, args);
+    return cudaGetLastError();
+  }
+  constexpr int64_t width = RowWalk<S>::width;
+  const auto off = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % sizeof(Word); };
+  const uintptr_t at = off(args.y);
+  const bool alike = backward ? off(args.grad) == at && off(args.grad_input) == at : off(args.x) == at;
+  const bool singles = at != 0 || args.columns % width != 0;
+  const int most = backward ? kHeldBackWords<S> : args.masked ? kHeldWords<S, true> : kHeldWords<S, false>;
+  TeamShape shape;
+  const int64_t words = alike ? args.columns / width : args.columns;
+  if (const cudaError_t error = team_shape(args.rows, words, singles, most, kTeamMost, shape)) return error;
+  shape.held = shape.held && alike;
+  const Kernel kernel = backward      ? backward_kernel<S, log>(shape)
+                        : args.masked ? forward_kernel<S, log, true>(shape)
+                                      : forward_kernel<S, log, false>(shape);
+  launch_kernel(kernel, shape.grid, shape.block, stream, args);
   return cudaGetLastError();
 }
 

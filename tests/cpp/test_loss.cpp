@@ -38,49 +38,70 @@ struct Case {
   int64_t shift;  // elements that the logits lie off an alignment
 };
 
-// The row's kernels on CUDA, with `threads` threads.
+// As the kernels of csrc/cuda/loss.cu, with `threads` threads a row.
+template <class S, int W, bool plain>
+void play_rows(const LossArgs& args, int threads) {
+  const cuda::LossRows<S> rows(args);
+  for (int64_t row = 0; row < args.rows; ++row) {
+    const int64_t first = row * args.classes;
+    const int64_t index = rows.index(row);
+    const bool ignored = rows.ignores(index);
+    const cuda::RowWalk<S> walk(rows.x(first), rows.out(first), args.classes);
+    const bool held =
+        threads >= cuda::kMostSingles && walk.words <= W * threads && walk.n - walk.words * walk.width <= threads;
+    std::vector<cuda::LossForward<S, W, plain>> parts;
+    LossState<typename cuda::LossRows<S>::T> whole;
+    const S target = ignored ? S{} : rows.target(first, index);
+    for (int thread = 0; thread < threads; ++thread) {
+      parts.emplace_back(rows, walk, first, threads);
+      if (ignored) continue;
+      if (held)
+        parts[thread].hold(thread);
+      else
+        walk.template each<W>(thread, threads, parts[thread]);
+      whole.merge(parts[thread].state);
+    }
+    rows.store(row, {});
+    if (!ignored) rows.store(row, rows.finish(whole, index, target));
+    for (int thread = 0; thread < threads; ++thread) {
+      cuda::LossBackward<S, W, plain> back(parts[thread], rows.gradient_of(row, index), ignored);
+      if (held)
+        back.finish(thread);
+      else
+        walk.template each<W>(thread, threads, back);
+    }
+  }
+}
 template <class S>
-void play_cuda(const LossArgs& args, int threads) {
+void play_columns(const LossArgs& args) {
   const cuda::LossRows<S> rows(args);
   for (int64_t row = 0; row < args.rows; ++row) {
     const int64_t first = row / args.inner * args.classes * args.inner + row % args.inner;
-    const bool ignored = rows.ignored(row);
-    if (args.inner > 1) {  // as columns_kernel
-      LossState<typename cuda::LossRows<S>::T> state;
-      for (int64_t c = 0; c < args.classes; ++c) {
-        const auto x = rows.value(*rows.x(first + c * args.inner));
-        state.raise(x);
-        rows.add(state, x, c, first + c * args.inner);
-      }
-      ignored ? rows.finish_ignored(row) : rows.finish(row, first, state);
-      const auto g = rows.gradient_of(row);
-      for (int64_t c = 0; c < args.classes; ++c) {
-        S pair[2] = {};
-        const int64_t at = first + c * args.inner;
-        if (!ignored) cuda::narrow(rows.gradient(g, c, at, *rows.x(at)), decltype(g.grad)(0), pair);
-        *rows.out(at) = pair[0];
-      }
-      continue;
+    const int64_t index = rows.index(row);
+    const bool ignored = rows.ignores(index);
+    LossState<typename cuda::LossRows<S>::T> state;
+    for (int64_t c = 0; c < args.classes; ++c) {
+      const auto x = rows.value(*rows.x(first + c * args.inner));
+      state.raise(x);
+      rows.add(state, x, c, first + c * args.inner);
     }
-    if (ignored) {
-      rows.finish_ignored(row);
-    } else {
-      LossState<typename cuda::LossRows<S>::T> whole;
-      for (int thread = 0; thread < threads; ++thread) {
-        cuda::LossForward<S> part{rows, first};
-        cuda::RowWalk<S>(rows.x(first), rows.x(first), args.classes).each(thread, threads, part);
-        whole.merge(part.state);
-      }
-      rows.finish(row, first, whole);
-    }
-    const cuda::RowWalk<S> walk(rows.x(first), rows.out(first), args.classes);
-    for (int thread = 0; thread < threads; ++thread) {
-      if (ignored)
-        walk.each(thread, threads, cuda::LossZero<S>{rows.out(first)});
-      else
-        walk.each(thread, threads, cuda::LossBackward<S>{rows, first, rows.gradient_of(row)});
+    rows.store(row, {});
+    if (!ignored) rows.store(row, rows.finish(state, index, rows.target(first, index)));
+    const auto g = rows.gradient_of(row, index);
+    for (int64_t c = 0; c < args.classes; ++c) {
+      const int64_t at = first + c * args.inner;
+      cuda::store_value(ignored ? decltype(g.grad)(0) : rows.gradient(g, c, at, *rows.x(at)), rows.out(at));
     }
   }
+}
+template <class S>
+void play_cuda(const LossArgs& args, int threads) {
+  if (args.inner > 1)
+    play_columns<S>(args);
+  else if (cuda::LossRows<S>(args).plain())
+    play_rows<S, 4, true>(args, threads);
+  else
+    play_rows<S, 2, false>(args, threads);
 }
 
 template <class S>
@@ -116,7 +137,7 @@ void compare(const Case& c, bool on_cuda) {
   S* result = c.in_place ? logits : out.data() + margin;
   args.out = result;
   if (on_cuda) {
-    play_cuda<S>(args, 64);
+    play_cuda<S>(args, c.rows % 2 ? 64 : 16);
   } else {
     cpu::cross_entropy(c.rows % 2 ? LossPass::both : LossPass::forward, args, 0, c.rows);
     if (c.rows % 2 == 0) cpu::cross_entropy(LossPass::backward, args, 0, c.rows);
@@ -164,9 +185,12 @@ void walks() {
   alignas(16) static char memory[64];
   struct Count {
     std::vector<int>& seen;
+    const cuda::RowWalk<S>& walk;
+    int threads;
     void one(int64_t i) { ++seen[i]; }
-    void word(int64_t i) {
-      for (int k = 0; k < cuda::RowWalk<S>::width; ++k) ++seen[i + k];
+    void batch(int64_t i) {
+      for (int64_t at : {i, i + threads})
+        for (int k = 0; at < walk.words && k < cuda::RowWalk<S>::width; ++k) ++seen[walk.element(at) + k];
     }
   };
   for (int64_t n : {1, 2, 7, 8, 9, 33, 255, 1000})
@@ -178,8 +202,16 @@ void walks() {
         CHECK((reinterpret_cast<uintptr_t>(first) + walk.head * sizeof(S)) % 16 == 0 || walk.words == 0, "unaligned");
         for (int threads : {1, 32, 512}) {
           std::vector<int> seen(n);
-          for (int thread = 0; thread < threads; ++thread) walk.each(thread, threads, Count{seen});
+          for (int thread = 0; thread < threads; ++thread)
+            walk.template each<2>(thread, threads, Count{seen, walk, threads});
           for (int64_t i = 0; i < n; ++i) CHECK(seen[i] == 1, "element %lld %d times", (long long)i, seen[i]);
+          if (other || threads < cuda::kMostSingles) continue;
+          for (int thread = 0; thread < threads; ++thread)
+            if (walk.single(thread) >= 0) ++seen[walk.single(thread)];
+          for (int64_t i = 0; i < n; ++i) {
+            const bool word = i >= walk.head && i < walk.element(walk.words);
+            CHECK(seen[i] == 2 - word, "element %lld held %d times", (long long)i, seen[i] - 1);
+          }
         }
       }
 }

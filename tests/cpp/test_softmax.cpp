@@ -19,36 +19,58 @@ struct Case {
   int64_t shift;  // elements that the rows lie off an alignment
 };
 
-template <class S, bool log>
+// As the kernels of csrc/cuda/softmax.cu; threads 0: as many as hold a row.
+template <class S, bool log, bool masked>
 void play_forward(const SoftmaxArgs& args, int threads) {
   using T = typename cpu::ComputeType<S>::type;
+  constexpr int W = 2;
   for (int64_t i = 0; i < args.rows; ++i) {
-    const cuda::SoftmaxRow<S> row(args, i);
+    if (threads == 0) {
+      const int team = std::max(cuda::kMostSingles, int(args.columns / (W * cuda::RowWalk<S>::width)) + 1);
+      std::vector<cuda::SoftmaxHeld<S, W, log, masked>> held;
+      T largest = -std::numeric_limits<T>::infinity();
+      cuda::RowSum<S> sum;
+      for (int t = 0; t < team; ++t) {
+        held.emplace_back(args, i, true, t, team);
+        largest = std::fmax(largest, held[t].load());
+      }
+      for (auto& each : held) sum.merge(each.sum(softmax_pivot(largest)));
+      for (auto& each : held) each.write(cuda::SoftmaxEnd<S, log>(largest, sum, masked));
+      continue;
+    }
+    const cuda::SoftmaxRow<S, masked> row(args, i);
+    const cuda::RowWalk<S> looking(row.x, row.y, row.seen), writing(row.x, row.y, args.columns);
     SoftmaxState<T> state;
     for (int t = 0; t < threads; ++t) {
-      cuda::SoftmaxLook<S> look(row);
-      cuda::RowWalk<S>(row.x, row.x, row.seen).each(t, threads, look);
+      cuda::SoftmaxLook<S, W, masked> look{row, looking, threads};
+      looking.template each<W>(t, threads, look);
       state.merge(look.state);
     }
+    const cuda::SoftmaxEnd<S, log> end(state.largest, {state.sum}, masked);
     for (int t = 0; t < threads; ++t)
-      cuda::RowWalk<S>(row.x, row.y, args.columns).each(t, threads, cuda::SoftmaxWrite<S, log>(row, state));
+      writing.template each<W>(t, threads, cuda::SoftmaxWrite<S, W, log, masked>{row, writing, threads, end});
   }
+}
+template <class S, bool log>
+void play_forward(const SoftmaxArgs& args, int threads) {
+  args.masked ? play_forward<S, log, true>(args, threads) : play_forward<S, log, false>(args, threads);
 }
 
 template <class S, bool log>
 void play_backward(const SoftmaxArgs& args, int threads) {
-  using T = typename cpu::ComputeType<S>::type;
+  constexpr int W = 2;
+  using Back = cuda::SoftmaxBack<S, log>;
   for (int64_t i = 0; i < args.rows; ++i) {
-    T total = 0;
-    const cuda::SoftmaxSum<S, log> all(args, i * args.columns);
+    const Back back(args, i * args.columns);
+    const cuda::RowWalk<S> walk = back.walk(args.columns);
+    cuda::RowSum<S> sum;
     for (int t = 0; t < threads; ++t) {
-      cuda::SoftmaxSum<S, log> sum(args, i * args.columns);
-      cuda::RowWalk<S>(sum.grad, sum.y, args.columns).each(t, threads, sum);
-      total += sum.sum;
+      typename Back::template Sum<W> part{back, walk, threads};
+      walk.template each<W>(t, threads, part);
+      sum.merge(part.sum);
     }
-    const cuda::RowWalk<S> reading(all.grad, all.y, args.columns), writing(all.grad, all.out, args.columns);
     for (int t = 0; t < threads; ++t)
-      (reading.head < writing.head ? writing : reading).each(t, threads, cuda::SoftmaxBackWrite<S, log>(all, total));
+      walk.template each<W>(t, threads, typename Back::template Write<W>{back, walk, threads, sum});
   }
 }
 
@@ -82,13 +104,14 @@ void test(const Case& c, Dtype dtype, double tolerance) {
   args.mask.sizes[1] = heads, args.mask.sizes[2] = queries, args.mask.strides[2] = c.columns;
 
   const Wide nothing = -std::numeric_limits<Wide>::infinity();
-  for (int engine = 0; engine < (c.inner == 1 ? 3 : 1); ++engine) {
+  for (int engine = 0; engine < (c.inner == 1 ? 4 : 1); ++engine) {
     std::vector<S> in = x, out(numel + 8), grad = g, grad_input(numel + 8);
     args.x = in.data() + c.shift;
     args.y = (c.in_place ? in : out).data() + c.shift;
     args.grad = grad.data() + c.shift;
     args.grad_input = (c.in_place ? grad : grad_input).data() + c.shift;
-    const int threads = engine == 1 ? 32 : 7;
+    const bool together = (cuda::RowWalk<S>(args.x, args.y, c.columns).head < c.columns);
+    const int threads = engine == 1 ? 32 : engine == 2 || !together ? 7 : 0;
     if (engine == 0) {
       for (int64_t row = 0; row < c.rows; row += 3) cpu::softmax_forward(args, row, std::min(row + 3, c.rows));
     } else {
@@ -98,7 +121,7 @@ void test(const Case& c, Dtype dtype, double tolerance) {
     if (engine == 0) {
       for (int64_t row = 0; row < c.rows; row += 3) cpu::softmax_backward(args, row, std::min(row + 3, c.rows));
     } else {
-      c.log ? play_backward<S, true>(args, threads) : play_backward<S, false>(args, threads);
+      c.log ? play_backward<S, true>(args, threads + 1) : play_backward<S, false>(args, threads + 1);
     }
     const std::vector<S>& dx = c.in_place ? grad : grad_input;
 
