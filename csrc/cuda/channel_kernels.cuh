@@ -260,9 +260,8 @@ struct ColumnSums {
 };
 
 template <class T>
-__global__ void __launch_bounds__(kColumnThreads)
+__global__ void __launch_bounds__(kColumnThreads, sizeof(T) == 8 ? 1 : 2)
     column_sums_kernel(const ChannelArgs args, const bool wide, double* dz, double* dz_distance) {
-  constexpr int kRows = 2;
   const ColumnShare share(args);
   const int64_t c = share.c, channels = share.channels;
   const TermArrays<const T> arrays{static_cast<const T*>(args.terms), args.sets};
@@ -273,28 +272,16 @@ __global__ void __launch_bounds__(kColumnThreads)
     if (c + k < channels)
       center.x[k] = arrays.center()[c + k], scale.x[k] = arrays.scale()[c + k], shift.x[k] = arrays.shift()[c + k];
   if (c < channels) {
-    for (int64_t row = share.begin + threadIdx.y; row < share.end; row += int64_t(blockDim.y) * kRows) {
-      Vector<T> x[kRows], g[kRows], own = {}, own_distance = {};
+    for (int64_t row = share.begin + threadIdx.y; row < share.end; row += blockDim.y) {
+      const int64_t at = row * channels + c, row_end = (row + 1) * channels;
+      const Vector<T> x = load_eight<T>(args.x, args.dtype, at, row_end, wide);
+      Vector<T> g = load_eight<T>(args.grad, args.out_dtype, at, row_end, wide), z;
       MEMKIT_UNROLL
-      for (int r = 0; r < kRows; ++r) {
-        const int64_t at = row + r * int64_t(blockDim.y);
-        if (at >= share.end) continue;
-        x[r] = load_eight<T>(args.x, args.dtype, at * channels + c, (at + 1) * channels, wide);
-        g[r] = load_eight<T>(args.grad, args.out_dtype, at * channels + c, (at + 1) * channels, wide);
-      }
+      for (int k = 0; k < kWidth; ++k) z.x[k] = (x.x[k] - center.x[k]) * scale.x[k] + shift.x[k];
+      visit(act_of(args), ActGradient<T>{}, args.params, z, g);
       MEMKIT_UNROLL
-      for (int r = 0; r < kRows; ++r) {
-        if (row + r * int64_t(blockDim.y) >= share.end) continue;
-        Vector<T> z;
-        MEMKIT_UNROLL
-        for (int k = 0; k < kWidth; ++k) z.x[k] = (x[r].x[k] - center.x[k]) * scale.x[k] + shift.x[k];
-        visit(act_of(args), ActGradient<T>{}, args.params, z, g[r]);
-        MEMKIT_UNROLL
-        for (int k = 0; k < kWidth; ++k)
-          own.x[k] += g[r].x[k], own_distance.x[k] += g[r].x[k] * (x[r].x[k] - center.x[k]);
-      }
-      MEMKIT_UNROLL
-      for (int k = 0; k < kWidth; ++k) sum.x[k] += double(own.x[k]), sum_distance.x[k] += double(own_distance.x[k]);
+      for (int k = 0; k < kWidth; ++k)
+        sum.x[k] += double(g.x[k]), sum_distance.x[k] += double(g.x[k] * (x.x[k] - center.x[k]));
     }
   }
   __shared__ ColumnSums sums;

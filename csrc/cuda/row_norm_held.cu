@@ -9,9 +9,9 @@
 namespace memkit::cuda {
 namespace {
 
-constexpr int kHeldThreads = 256;  // of a row at most
-constexpr int kShortColumns = kLanes * kWidth, kForwardRows = 4, kBackwardRows = 2;
-constexpr int kForwardSlots = 4, kBackwardSlots = 2;  // vectors of a long row
+constexpr int kHeldForward = 256, kHeldBackward = 512;  // of a row at most
+constexpr int kShortColumns = kLanes * kWidth, kHeldForwardRows = 4, kHeldBackwardRows = 2;
+constexpr int kHeldForwardSlots = 4, kHeldBackwardSlots = 2;  // vectors of a long row
 
 // Where a thread's slots lie: of `rows` rows a vector each, or of one row several.
 template <int rows>
@@ -43,8 +43,8 @@ __device__ Vector<float> held_parameter(const void* array, Dtype dtype, int colu
 }
 
 template <class X, class Y, int rows, bool centered, bool adds>
-__global__ void __launch_bounds__(kHeldThreads) forward_held_kernel(const RowNormArgs args) {
-  constexpr int slots = rows == 1 ? kForwardSlots : rows;
+__global__ void __launch_bounds__(kHeldForward) forward_held_kernel(const RowNormArgs args) {
+  constexpr int slots = rows == 1 ? kHeldForwardSlots : rows;
   const float count = float(args.columns);
   Vector<float> weight, bias;  // of the one column that all slots of short rows have
   const auto load_parameters = [&](int column) {
@@ -131,8 +131,8 @@ __global__ void __launch_bounds__(kHeldThreads) forward_held_kernel(const RowNor
 }
 
 template <class X, class Y, int rows, bool parameters>
-__global__ void __launch_bounds__(kHeldThreads) backward_held_kernel(const RowNormArgs args) {
-  constexpr int slots = rows == 1 ? kBackwardSlots : rows, vectors = rows == 1 ? slots : 1;
+__global__ void __launch_bounds__(kHeldBackward) backward_held_kernel(const RowNormArgs args) {
+  constexpr int slots = rows == 1 ? kHeldBackwardSlots : rows, vectors = rows == 1 ? slots : 1;
   const bool from_output = std::is_same_v<X, Y> && args.from_output;
   const float count = float(args.columns);
   Vector<float> weight, bias, grad_weight[vectors] = {}, grad_bias[vectors] = {};
@@ -243,17 +243,18 @@ std::optional<int> with_dtypes(const RowNormArgs& args, const F& f) {
 
 template <class X, class Y, bool centered>
 int forward(const RowNormArgs& args, cudaStream_t stream) {
-  const bool few = args.columns <= kShortColumns && !args.residual;
-  const int threads = args.columns <= kShortColumns && args.residual ? kLanes : threads_of(args, kForwardSlots);
-  const dim3 block(threads, std::max(1, kHeldThreads / 2 / threads));
-  const int64_t rows = int64_t(block.y) * (few ? kForwardRows : 1);
+  const bool few = args.columns <= kShortColumns, adds = args.residual;
+  const int threads = threads_of(args, kHeldForwardSlots);
+  const dim3 block(threads, std::max(1, kHeldForward / 2 / threads));
+  const int64_t rows = int64_t(block.y) * (few ? kHeldForwardRows : 1);
   int count = 0;
   if (const cudaError_t error = processor_count(count)) return error;
   // More than fit at a time: the hardware's scheduler evens out the end.
   const int64_t blocks = std::min<int64_t>((args.rows + rows - 1) / rows, int64_t(count) * 64);
-  const auto kernel = few             ? forward_held_kernel<X, Y, kForwardRows, centered, false>
-                      : args.residual ? forward_held_kernel<X, Y, 1, centered, true>
-                                      : forward_held_kernel<X, Y, 1, centered, false>;
+  const auto kernel =
+      few ? (adds ? forward_held_kernel<X, Y, kHeldForwardRows, centered, true>
+                  : forward_held_kernel<X, Y, kHeldForwardRows, centered, false>)
+          : (adds ? forward_held_kernel<X, Y, 1, centered, true> : forward_held_kernel<X, Y, 1, centered, false>);
   launch_kernel(kernel, unsigned(blocks), block, stream, args);
   return cudaGetLastError();
 }
@@ -261,7 +262,7 @@ int forward(const RowNormArgs& args, cudaStream_t stream) {
 }  // namespace
 
 std::optional<int> row_norm_forward_held(const RowNormArgs& args, cudaStream_t stream) {
-  if (args.columns > int64_t(kHeldThreads) * kForwardSlots * kWidth) return std::nullopt;
+  if (args.columns > int64_t(kHeldForward) * kHeldForwardSlots * kWidth) return std::nullopt;
   return with_dtypes(args, [&](auto x, auto y) {
     using X = decltype(x);
     using Y = decltype(y);
@@ -270,17 +271,17 @@ std::optional<int> row_norm_forward_held(const RowNormArgs& args, cudaStream_t s
 }
 
 std::optional<int> row_norm_backward_held(const RowNormArgs& args, int64_t parts, cudaStream_t stream) {
-  if (args.columns > int64_t(kHeldThreads) * kBackwardSlots * kWidth) return std::nullopt;
+  if (args.columns > int64_t(kHeldBackward) * kHeldBackwardSlots * kWidth) return std::nullopt;
   if (args.from_output && args.dtype != args.out_dtype) return std::nullopt;
   return with_dtypes(args, [&](auto x, auto y) {
     using X = decltype(x);
     using Y = decltype(y);
     const bool few = args.columns <= kShortColumns;
-    const int threads = threads_of(args, kBackwardSlots);
+    const int threads = threads_of(args, kHeldBackwardSlots);
     const dim3 block(threads, std::max(1, kLanes / threads));
     const auto kernel =
-        few ? (args.partial ? backward_held_kernel<X, Y, kBackwardRows, true>
-                            : backward_held_kernel<X, Y, kBackwardRows, false>)
+        few ? (args.partial ? backward_held_kernel<X, Y, kHeldBackwardRows, true>
+                            : backward_held_kernel<X, Y, kHeldBackwardRows, false>)
             : (args.partial ? backward_held_kernel<X, Y, 1, true> : backward_held_kernel<X, Y, 1, false>);
     launch_kernel(kernel, unsigned(parts), block, stream, args);
     return int(cudaGetLastError());
