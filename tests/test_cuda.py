@@ -163,7 +163,6 @@ def test_layouts(case: str, dtype: torch.dtype, mode: str, layout: str) -> None:
     check(case, x, mode, sample(24, dtype=dtype, seed=2), 1, LAYOUTS[layout])
 
 
-@pytest.mark.sanitize
 @dtypes
 @modes
 def test_each_path_of_the_kernels(dtype: torch.dtype, mode: str) -> None:

@@ -22,7 +22,6 @@ def on_gpu(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {k: v.cuda() if isinstance(v, Tensor) else v for k, v in kwargs.items()}
 
 
-@pytest.mark.sanitize
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -38,7 +38,6 @@ def close(a: list[nn.Parameter], b: list[nn.Parameter], tolerance: float) -> boo
     )
 
 
-@pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("amsgrad", [False, True])
 def test_adamw(dtype: torch.dtype, amsgrad: bool) -> None:
@@ -48,7 +47,6 @@ def test_adamw(dtype: torch.dtype, amsgrad: bool) -> None:
     assert close(a, b, 64 * torch.finfo(dtype).eps)
 
 
-@pytest.mark.sanitize
 @pytest.mark.parametrize(
     "options", [{}, {"momentum": 0.9, "dampening": 0.5}, {"momentum": 0.9, "nesterov": True}]
 )
@@ -59,7 +57,6 @@ def test_sgd(options: dict[str, Any]) -> None:
     assert close(a, b, 64 * torch.finfo(torch.float32).eps)
 
 
-@pytest.mark.sanitize
 @pytest.mark.parametrize("block", [64, 128, 256])
 def test_codes_are_those_of_the_cpu(block: int) -> None:
     made = {}

@@ -13,7 +13,6 @@ from memkit.memory import measure
 pytestmark = pytest.mark.cuda
 
 
-@pytest.mark.sanitize
 @logs
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ["normal", "far", "sharp"])
@@ -24,7 +23,6 @@ def test_rows(kind: str, dtype: torch.dtype, log: bool) -> None:
     compare(inputs(kind, (3, 40, 50)).to(dtype).cuda(), 1, log=log)
 
 
-@pytest.mark.sanitize
 @logs
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_masks(dtype: torch.dtype, log: bool) -> None:

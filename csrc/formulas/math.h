@@ -138,7 +138,7 @@ MEMKIT_FN T divide(T a, T b) {
 
 // a / b of float, b a normal number below 2^126, and 2^x down to 2^-126: two instructions on the device (2 ulp).
 MEMKIT_FN float near_quotient(float a, float b) {
-#if defined(MEMKIT_DEVICE)
+#if defined(__CUDA_ARCH__)
   float inverse;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(b));
   return a * inverse;
@@ -146,13 +146,15 @@ MEMKIT_FN float near_quotient(float a, float b) {
   return a / b;
 #endif
 }
-#if defined(MEMKIT_DEVICE)
 MEMKIT_FN float near_exp2(float x) {
+#if defined(__CUDA_ARCH__)
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
-}
+#else
+  return std::exp2(x);
 #endif
+}
 
 }  // namespace detail
 
@@ -163,7 +165,7 @@ MEMKIT_FN T sqrt(T x) {
 // 1 ulp.
 template <class T>
 MEMKIT_FN T near_sqrt(T x) {
-#if defined(MEMKIT_DEVICE)
+#if defined(__CUDA_ARCH__)
   if constexpr (std::is_same<T, float>::value) {
     float root;
     asm("sqrt.approx.f32 %0, %1;" : "=f"(root) : "f"(x));
