@@ -126,12 +126,13 @@ if stage build 240 "$OUT/build.log" "$PYTHON" setup.py -q build_ext --inplace; t
     stage tests_cuda 10 "$OUT/tests.log" sh -c \
       'echo "pytest is missing: put its wheels (pytest, pluggy, iniconfig, packaging) into .whl/"; exit 127'
   fi
-  stage kernels 90 "$SCRATCH/kernels.log" "$PYTHON" benchmarks/bench_activation.py --device cuda --sizes 128Ki,32Mi \
+  stage kernels 90 "$SCRATCH/kernels.log" "$PYTHON" benchmarks/bench_activation.py --device cuda --sizes 1Mi,32Mi \
     --no-compile $QUICK --json "$OUT/kernels.json"
-  stage steps 120 "$SCRATCH/steps.log" "$PYTHON" -m memkit.cli bench --device cuda ${QUICK:+--steps 6} --json "$OUT/steps.json"
+  stage steps 120 "$SCRATCH/steps.log" "$PYTHON" -m memkit.cli bench --device cuda \
+    ${QUICK:+--steps 8 --variants eager,memkit} --json "$OUT/steps.json"
   stage pool 40 "$SCRATCH/pool.log" "$PYTHON" benchmarks/bench_pool.py --device cuda --rounds 5 --json "$OUT/pool.json"
-  stage ops 75 "$SCRATCH/ops.log" "$PYTHON" benchmarks/bench_ops.py --device cuda --sizes 128Ki,32Mi \
-    --dtypes "$([ -n "$QUICK" ] && echo bfloat16 || echo float32,bfloat16)" --no-compile --quick --json "$SCRATCH/ops.json"
+  stage ops 100 "$SCRATCH/ops.log" "$PYTHON" benchmarks/bench_ops.py --device cuda --sizes 1Mi,32Mi \
+    --dtypes float32,bfloat16 --no-compile --quick --json "$SCRATCH/ops.json"
   # 350 million parameters
   stage large 90 "$SCRATCH/large.log" "$PYTHON" -m memkit.cli bench --device cuda --model gpt --variants eager,memkit \
     --dtype bfloat16 --layers 24 --d-model 1024 --heads 16 --seq-len 2048 --batch 4 --vocab 32768 --steps 10 \

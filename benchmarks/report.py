@@ -37,7 +37,8 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 BENCH, ACTIVATION, OPS = report.KIND, "memkit-activation", "memkit-ops"
 POOL, OPTIM, LOSS = "memkit-pool", "memkit-optim", "memkit-loss"
-ABLATION, NO_DROPOUT = f"{BENCH}, ablation", f"{BENCH}, no dropout"
+ABLATION, NO_DROPOUT, LARGE = f"{BENCH}, ablation", f"{BENCH}, no dropout", f"{BENCH}, large"
+LARGE_LAYERS = 24
 
 Result = dict[str, Any]
 Results = dict[tuple[str, str], Result]  # (kind, device) -> the newest
@@ -95,6 +96,8 @@ def load(folder: Path) -> Results:
                 kind = ABLATION
             elif kind == BENCH and result["options"].get("dropout") == 0:
                 kind = NO_DROPOUT
+            elif kind == BENCH and result["options"].get("layers", 0) >= LARGE_LAYERS:
+                kind = LARGE
             key = (kind, result["hardware"]["device"])
             if key not in found or result["date"] > found[key]["date"]:
                 found[key] = result
@@ -109,9 +112,9 @@ def of_kind(results: Results, kind: str) -> list[Result]:
     return found
 
 
-def bench_table(results: Results) -> str:
+def bench_table(results: Results, kind: str = BENCH) -> str:
     parts = []
-    for result in of_kind(results, BENCH):
+    for result in of_kind(results, kind):
         table = report.markdown_table(report.COLUMNS, report.rows(result))
         parts += [table, report.conditions(result), report.origin(result)]
     return "\n\n".join(parts)
@@ -352,6 +355,7 @@ def matrix_table(results: Results) -> str:
 
 TABLES: dict[str, Callable[[Results], str]] = {
     "bench": bench_table,
+    "large": lambda results: bench_table(results, LARGE),
     "losses": losses_text,
     "ablation": ablation_table,
     "activation": activation_table,

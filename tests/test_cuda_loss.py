@@ -69,9 +69,9 @@ def test_linear_cross_entropy(variant: str, dtype: torch.dtype, reduction: str) 
 
 
 def test_peak() -> None:
-    x = torch.randn(4096, 512, device="cuda", requires_grad=True)
+    x = torch.randn(8192, 512, device="cuda", requires_grad=True)
     w = torch.randn(32768, 512, device="cuda", requires_grad=True)
-    target = target_of((4096, 32768)).cuda()
+    target = target_of((8192, 32768)).cuda()
 
     def peak(function: Any) -> int:
         torch.autograd.grad(function(), (x, w))

@@ -24,6 +24,7 @@ def pool() -> Iterator[Pool]:
         yield pool
         gc.collect()
         torch.cuda.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()  # made on the streams of a test, and kept for them
         pool.trim()
         pool.check()
         assert pool.stats().allocated == 0

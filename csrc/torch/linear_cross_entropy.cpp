@@ -36,12 +36,14 @@ constexpr double kHalfScale = 32;
 double scale_of(at::ScalarType compute) { return compute == at::kHalf ? kHalfScale : 1; }
 
 // Rows a chunk: an eighth of all, so that the scratch is a 24th of what logits, softmax and gradient take together; more
-// where the products would be too thin to be efficient, less where the scratch would be large and remains efficient.
-int64_t rows_a_chunk(int64_t asked, int64_t rows, int64_t classes, int64_t element) {
-  constexpr int64_t kLeast = 64, kMany = 1024, kScratch = int64_t(512) << 20;
+// where the products would be too thin to be efficient, on a GPU's many processors before all, less where the scratch would be
+// large and remains efficient.
+int64_t rows_a_chunk(int64_t asked, int64_t rows, int64_t classes, int64_t element, c10::Device device) {
+  constexpr int64_t kMany = 1024, kScratch = int64_t(512) << 20;
+  const int64_t least = device.is_cuda() ? kMany : 64;
   if (asked > 0) return std::min(asked, std::max<int64_t>(rows, 1));
   const int64_t fitting = std::max(kMany, kScratch / std::max<int64_t>(1, classes * element));
-  return std::clamp<int64_t>(std::min((rows + 7) / 8, fitting), std::min(kLeast, std::max<int64_t>(rows, 1)),
+  return std::clamp<int64_t>(std::min((rows + 7) / 8, fitting), std::min(least, std::max<int64_t>(rows, 1)),
                              std::max<int64_t>(rows, 1));
 }
 
@@ -101,7 +103,7 @@ struct Chunks {
         bias(linear_bias ? OptionalTensor(linear_bias->to(compute)) : std::nullopt),
         rows(x.size(0)),
         classes(weight.size(0)),
-        step(rows_a_chunk(asked, rows, classes, int64_t(x.element_size()))) {}
+        step(rows_a_chunk(asked, rows, classes, int64_t(x.element_size()), x.device())) {}
 
   LossCall call(const Tensor& target, const OptionalTensor& weights, const LossOptions& options) const {
     return LossCall(kOp, target, weights, options, x.scalar_type(), rows, classes, 1, false);

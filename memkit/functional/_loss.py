@@ -119,12 +119,12 @@ def linear_cross_entropy(
     Shapes: input [..., d], linear_weight [C, d], linear_bias [C], target [...] of class indices or [..., C] of
     probabilities; a weight [C, d1, ..., d] as in torch.nn.functional makes the logits whole.
 
-    Rows are taken ``chunk`` at a time, by default an eighth of them (at least 64; at most what fits 512 MiB, if that is
-    1,024 or more): the logits of a chunk are made, turned into their gradient where they lie, and multiplied into the
-    gradients of input and weight. So reduced losses have their gradients made in the forward, which therefore takes the
-    backward's time too wherever grad is enabled and something requires it, and keeps the gradients alone. With
-    ``reduction="none"`` backward makes the logits once more. Under autocast the products are in its dtype and the
-    weight's gradient adds up in float32; else, in float16 and bfloat16, it does so from 17 chunks on. In float16 the
+    Rows are taken ``chunk`` at a time, by default an eighth of them (at least 64, or 1,024 on a GPU; at most what fits
+    512 MiB, if that is 1,024 or more): the logits of a chunk are made, turned into their gradient where they lie, and
+    multiplied into the gradients of input and weight. So reduced losses have their gradients made in the forward, which
+    therefore takes the backward's time too wherever grad is enabled and something requires it, and keeps the gradients
+    alone. With ``reduction="none"`` backward makes the logits once more. Under autocast the products are in its dtype and
+    the weight's gradient adds up in float32; else, in float16 and bfloat16, it does so from 17 chunks on. In float16 the
     gradients of reduced losses are made 32 times as large and scaled in backward, where a loss scale arrives.
 
     A second derivative raises ``NotImplementedError``.
