@@ -58,7 +58,10 @@ def stamp(device: str) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The checkout's commit, `-dirty` when tracked files differ; None for an installed package."""
+    """The checkout's commit, `-dirty` when tracked files differ; None for an installed package. COMMIT in the environment
+    says it of a copy that has no history."""
+    if given := os.environ.get("COMMIT"):
+        return given
     here = Path(__file__).resolve().parent
     # An installed memkit may lie inside somebody else's repository: ask whether git tracks this very file.
     if _git(here, "ls-files", "--error-unmatch", Path(__file__).name) is None:
