@@ -5,14 +5,13 @@
 #   build.log tests.log memcheck.log racecheck.log
 #   kernels.json steps.json large.json pool.json families.json (a list of results)
 # A stage that fails does not stop the next; the exit status is 1 if any failed. BUDGET seconds in all.
-# STAGES="NAME..." leaves out the others but the build; QUICK=1 shortens the benchmarks: fewer ops, sizes and steps.
+# STAGES="NAME..." leaves out the others but the build; QUICK=1 takes fewer steps, and no compiled ones.
 set -uo pipefail
 
 OUT=$(mkdir -p "${1:?usage: benchmarks/gpu.sh OUT}" && cd "$1" && pwd)
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PYTHON=${PYTHON:-python3}
 BUDGET=${BUDGET:-530}
-QUICK=${QUICK:+--quick}
 SECONDS=0
 SCRATCH=$(mktemp -d)
 trap 'rm -rf "$SCRATCH"' EXIT
@@ -127,7 +126,7 @@ if stage build 240 "$OUT/build.log" "$PYTHON" setup.py -q build_ext --inplace; t
       'echo "pytest is missing: put its wheels (pytest, pluggy, iniconfig, packaging) into .whl/"; exit 127'
   fi
   stage kernels 90 "$SCRATCH/kernels.log" "$PYTHON" benchmarks/bench_activation.py --device cuda --sizes 1Mi,32Mi \
-    --no-compile $QUICK --json "$OUT/kernels.json"
+    --no-compile --json "$OUT/kernels.json"
   stage steps 120 "$SCRATCH/steps.log" "$PYTHON" -m memkit.cli bench --device cuda \
     ${QUICK:+--steps 8 --variants eager,memkit} --json "$OUT/steps.json"
   stage pool 40 "$SCRATCH/pool.log" "$PYTHON" benchmarks/bench_pool.py --device cuda --rounds 5 --json "$OUT/pool.json"
