@@ -127,18 +127,18 @@ if stage build 240 "$OUT/build.log" "$PYTHON" setup.py -q build_ext --inplace; t
   fi
   stage kernels 90 "$SCRATCH/kernels.log" "$PYTHON" benchmarks/bench_activation.py --device cuda --sizes 1Mi,32Mi \
     --no-compile --json "$OUT/kernels.json"
+  stage pool 40 "$SCRATCH/pool.log" "$PYTHON" benchmarks/bench_pool.py --device cuda --rounds 5 --json "$OUT/pool.json"
+  for each in loss optim; do
+    stage $each 25 "$SCRATCH/$each.log" "$PYTHON" benchmarks/bench_$each.py --device cuda --quick --json "$SCRATCH/$each.json"
+  done
   stage steps 120 "$SCRATCH/steps.log" "$PYTHON" -m memkit.cli bench --device cuda \
     ${QUICK:+--steps 8 --variants eager,memkit} --json "$OUT/steps.json"
-  stage pool 40 "$SCRATCH/pool.log" "$PYTHON" benchmarks/bench_pool.py --device cuda --rounds 5 --json "$OUT/pool.json"
-  stage ops 100 "$SCRATCH/ops.log" "$PYTHON" benchmarks/bench_ops.py --device cuda --sizes 1Mi,32Mi \
-    --dtypes float32,bfloat16 --no-compile --quick --json "$SCRATCH/ops.json"
   # 350 million parameters
   stage large 90 "$SCRATCH/large.log" "$PYTHON" -m memkit.cli bench --device cuda --model gpt --variants eager,memkit \
     --dtype bfloat16 --layers 24 --d-model 1024 --heads 16 --seq-len 2048 --batch 4 --vocab 32768 --steps 10 \
     --json "$OUT/large.json"
-  for each in loss optim; do
-    stage $each 25 "$SCRATCH/$each.log" "$PYTHON" benchmarks/bench_$each.py --device cuda --quick --json "$SCRATCH/$each.json"
-  done
+  stage ops 100 "$SCRATCH/ops.log" "$PYTHON" benchmarks/bench_ops.py --device cuda --sizes 1Mi,32Mi \
+    --dtypes float32,bfloat16 --no-compile --quick --json "$SCRATCH/ops.json"
   "$PYTHON" - "$OUT/families.json" "$SCRATCH"/{ops,loss,optim}.json <<'PY'
 import json, pathlib, sys
 out, *parts = map(pathlib.Path, sys.argv[1:])
