@@ -20,16 +20,18 @@ def test_rows(kind: str, dtype: torch.dtype, log: bool) -> None:
     """A warp a row, a block a row, rows that lie off 16 bytes, a thread a row."""
     for shape in ((33, 1), (70, 64), (9, 1003), (5, 5003), (3, 70000)):
         compare(inputs(kind, shape).to(dtype).cuda(), log=log)
-    compare(inputs(kind, (3, 40, 50)).to(dtype).cuda(), 1, log=log)
+    compare(inputs(kind, (3, 40, 50)).to(dtype).cuda(), dim=1, log=log)
 
 
 @logs
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_masks(dtype: torch.dtype, log: bool) -> None:
     for shape in ((2, 3, 9, 33), (2, 2, 40, 2050)):
-        x = inputs("normal", shape).to(dtype).cuda()
+        draws = [inputs("normal", shape).to(dtype).cuda() for _ in range(4)]
         for options in masks(shape, dtype).values():
-            compare(x, log=log, **{k: v.cuda() if isinstance(v, Tensor) else v for k, v in options.items()})
+            compare(
+                *draws, log=log, **{k: v.cuda() if isinstance(v, Tensor) else v for k, v in options.items()}
+            )
 
 
 def test_in_place_takes_no_memory() -> None:

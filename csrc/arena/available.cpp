@@ -2,35 +2,44 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <fstream>
+#include <cstdio>
+#include <cstdlib>
 #include <initializer_list>
-#include <sstream>
+#include <memory>
 
 namespace memkit::arena {
 namespace {
 
+// Without the standard library's streams. With them, in a build by g++ 13.3 beside PyTorch 2.11, which exports parts of a
+// standard library of its own, there were 0 bytes available; the same code in a library by itself read the files right.
 std::string contents(const std::string& path) {
-  std::ifstream file(path);
-  std::ostringstream text;
-  text << file.rdbuf();
-  return text.str();
+  const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::fopen(path.c_str(), "r"),
+                                                             [](std::FILE* f) { return f ? std::fclose(f) : 0; });
+  std::string text;
+  char part[4096];
+  while (file) {
+    const std::size_t got = std::fread(part, 1, sizeof part, file.get());
+    text.append(part, got);
+    if (got < sizeof part) break;
+  }
+  return text;
+}
+
+// The number that a text begins with, behind spaces; `missing` where it begins with none.
+std::size_t number_at(const char* text, std::size_t missing) {
+  char* end = nullptr;
+  const unsigned long long number = std::strtoull(text, &end, 10);
+  return end == text ? missing : number;
 }
 
 // The number behind a name that starts a line, or 0.
 std::size_t number_after(const std::string& text, const std::string& name) {
   const std::size_t at = ("\n" + text).find("\n" + name);
-  if (at == std::string::npos) return 0;
-  std::size_t number = 0;
-  std::istringstream(text.substr(at + name.size())) >> number;
-  return number;
+  return at == std::string::npos ? 0 : number_at(text.c_str() + at + name.size(), 0);
 }
 
 // SIZE_MAX: there is no such file, or no number in it ("max").
-std::size_t number_in(const std::string& path) {
-  std::size_t number = 0;
-  std::ifstream file(path);
-  return file >> number ? number : SIZE_MAX;
-}
+std::size_t number_in(const std::string& path) { return number_at(contents(path).c_str(), SIZE_MAX); }
 
 struct GroupFiles {
   const char *limit, *used;
@@ -54,8 +63,10 @@ std::size_t left_in(const std::string& group, const GroupFiles& files) {
 // Of the process's groups and all above them.
 std::size_t left_in_groups(const std::string& root) {
   std::size_t left = SIZE_MAX;
-  std::istringstream lines(contents(root + "/proc/self/cgroup"));
-  for (std::string line; std::getline(lines, line);) {
+  const std::string lines = contents(root + "/proc/self/cgroup");
+  for (std::size_t begin = 0, end; begin < lines.size(); begin = end + 1) {
+    end = std::min(lines.find('\n', begin), lines.size());
+    const std::string line = lines.substr(begin, end - begin);
     // "0::/path" of version 2, "4:memory:/path" of version 1
     const std::size_t first = line.find(':'), second = line.find(':', first + 1);
     if (first == std::string::npos || second == std::string::npos) continue;
