@@ -33,7 +33,7 @@ def of(function: Callable[..., Any], op: str, columns: int, **keep: Any) -> Call
     return lambda x, *p: function(x, (columns,), *p, eps, **keep)
 
 
-@pytest.mark.parametrize("columns", [1, 7, 24, 1000, 1024, 5120, 8192, 9000, 20_000])
+@pytest.mark.parametrize("columns", [1, 7, 24, 513, 1000, 1024, 2048, 3001, 5120, 8192, 9000, 20_000])
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("save", ["input", "output"])
 @pytest.mark.parametrize("op", OPS)

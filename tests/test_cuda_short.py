@@ -78,10 +78,13 @@ def test_row_norms(op: str, dtype: torch.dtype) -> None:
     def of(function: Function, columns: int) -> Function:
         return lambda *t: function(*t[:inputs], (columns,), *t[inputs:], 1e-5)
 
-    for columns in (7, 24, 64, 1000, 1024, 9000):
-        tensors = [normal((37, columns), dtype, i) for i in range(inputs)]
-        tensors += [1 + 0.1 * normal((columns,), dtype, 5 + i) for i in range(2 if "layer" in op else 1)]
-        check(of(getattr(M, op), columns), of(STOCK[op], columns), *tensors)
+    for columns in (7, 24, 64, 513, 1000, 1024, 2048, 3001, 9000):
+        for of_columns in (dtype, torch.float64) if columns == 1000 else (dtype,):
+            tensors = [normal((37, columns), of_columns, i) for i in range(inputs)]
+            tensors += [
+                1 + 0.1 * normal((columns,), of_columns, 5 + i) for i in range(2 if "layer" in op else 1)
+            ]
+            check(of(getattr(M, op), columns), of(STOCK[op], columns), *tensors)
 
 
 @dtypes

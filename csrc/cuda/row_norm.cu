@@ -40,8 +40,8 @@ bool fits(const RowNormArgs& args) {
   return args.columns <= int64_t(backward_vectors(args)) * kWidth * kBackwardThreads;
 }
 
-// A block of a warp at least.
-dim3 block_of(int threads, int least) { return dim3(threads, std::max(1, least / threads)); }
+// Several rows of up to a warp each, of `least` threads together; longer rows have a block to themselves, as its sums want it.
+dim3 block_of(int threads, int least) { return dim3(threads, threads > kLanes ? 1 : std::max(1, least / threads)); }
 
 // The rows [begin, end) in the order that the threads of a block meet them: f(row, whether it exists). All threads come to
 // every sum; where rows are left for some of them only, the others take the last row again and write nothing.

@@ -10,6 +10,7 @@ namespace memkit::cuda {
 namespace {
 
 constexpr int kHeldForward = 256, kHeldBackward = 512;  // of a row at most
+constexpr int kShortRowsThreads = 128;                  // of a block of several rows, each of up to a warp
 constexpr int kShortColumns = kLanes * kWidth, kHeldForwardRows = 4, kHeldBackwardRows = 2;
 constexpr int kHeldForwardSlots = 4, kHeldBackwardSlots = 2;  // vectors of a long row
 
@@ -245,7 +246,7 @@ template <class X, class Y, bool centered>
 int forward(const RowNormArgs& args, cudaStream_t stream) {
   const bool few = args.columns <= kShortColumns, adds = args.residual;
   const int threads = threads_of(args, kHeldForwardSlots);
-  const dim3 block(threads, std::max(1, kHeldForward / 2 / threads));
+  const dim3 block(threads, threads > kLanes ? 1 : kShortRowsThreads / threads);
   const int64_t rows = int64_t(block.y) * (few ? kHeldForwardRows : 1);
   int count = 0;
   if (const cudaError_t error = processor_count(count)) return error;
