@@ -3,6 +3,7 @@
 # installs nothing (wheels in .whl/ are unpacked to a throw-away folder), and writes to the folder named by $1, as it goes:
 #   summary.json  hardware, versions, and one entry a stage: ok, failed, out of time, absent; seconds; the last lines
 #   build.log tests.log memcheck.log racecheck.log
+#   checks.json     what tests and sanitizers said in the end
 #   kernels.json steps.json large.json pool.json families.json (a list of results)
 # A stage that fails does not stop the next; the exit status is 1 if any failed. BUDGET seconds in all.
 # STAGES="NAME..." leaves out the others but the build; QUICK=1 takes fewer steps, and no compiled ones.
@@ -65,7 +66,7 @@ stage() {
   return "$status"
 }
 
-rm -f "$OUT"/{summary,kernels,steps,large,pool,families}.json "$OUT"/{build,tests,memcheck,racecheck}.log
+rm -f "$OUT"/{summary,checks,kernels,steps,large,pool,families}.json "$OUT"/{build,tests,memcheck,racecheck}.log
 
 "$PYTHON" - >"$SCRATCH/machine.json" 2>"$SCRATCH/machine.log" <<'PY'
 import json, platform, subprocess, torch
@@ -149,6 +150,28 @@ PY
     stage tests_cpu 120 "$OUT/tests.log" "${pytest[@]}" -m "not cuda and not slow"
   fi
 fi
+"$PYTHON" - "$OUT" <<'PY'
+import json, pathlib, re, sys
+out = pathlib.Path(sys.argv[1])
+whole = json.loads((out / "summary.json").read_text())
+machine = whole["machine"]
+said = {}
+for stage, entry in whole.get("stages", {}).items():
+    if not stage.startswith(("tests", "memcheck", "racecheck")):
+        continue
+    lines = [re.sub("=", "", line).strip() for line in entry.get("tail", [])]
+    found = [line for line in lines if re.match(r"\d+ (passed|failed)|ERROR SUMMARY|RACECHECK SUMMARY", line)]
+    said[stage] = found or [entry["result"]]
+checks = {
+    "kind": "memkit-checks",
+    "hardware": {"device": "cuda", **{k: machine[k] for k in ("gpu", "driver")}},
+    "versions": {k: machine[k] for k in ("torch", "nvcc", "python")},
+    "date": whole["date"],
+    "commit": whole["commit"],
+    "said": said,
+}
+(out / "checks.json").write_text(json.dumps(checks, indent=1) + "\n")
+PY
 grep -q '"result": "\(failed\|out of time\)"' "$OUT/summary.json" && failed=1
 summary . seconds "$SECONDS" ok "$([ "$failed" = 0 ] && echo true || echo false)"
 exit "$failed"

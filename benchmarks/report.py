@@ -37,6 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 BENCH, ACTIVATION, OPS = report.KIND, "memkit-activation", "memkit-ops"
 POOL, OPTIM, LOSS = "memkit-pool", "memkit-optim", "memkit-loss"
+CHECKS = "memkit-checks"  # what tests and sanitizers said on a GPU
 ABLATION, NO_DROPOUT, LARGE = f"{BENCH}, ablation", f"{BENCH}, no dropout", f"{BENCH}, large"
 LARGE_LAYERS = 24
 
@@ -70,9 +71,9 @@ FEATURES = (
     ("softmax", "tests/test_softmax.py", "csrc/cuda/softmax.cu", OPS),
     ("norms", "tests/test_norm.py", "csrc/cuda/row_norm.cu", OPS),
     ("losses", "tests/test_loss.py", "csrc/cuda/loss.cu", LOSS),
-    ("an operator and its layer as one (`act_linear`, `nn.MLP`)", "tests/test_consumer.py", None, None),
+    ("an operator and its layer as one (`act_linear`, `nn.MLP`)", "tests/test_consumer.py", None, CHECKS),
     ("`memkit.optim`", "tests/test_optim.py", "csrc/cuda/optimizer.cu", OPTIM),
-    ("`memkit.lean`", "tests/test_glu.py", None, None),
+    ("`memkit.lean`", "tests/test_glu.py", None, BENCH),
     ("`memkit.nn`, `memkit.swap`", "tests/test_swap.py", None, BENCH),
     ("`memkit.Pool`", "tests/test_pool.py", "csrc/torch/pool_cuda.cpp", POOL),
     ("`memkit.memory`", "tests/test_memory.py", None, BENCH),
@@ -319,6 +320,16 @@ def support_table(results: Results) -> str:
     return report.markdown_table(["", "CPU", "CUDA"], body)
 
 
+def checks_text(results: Results) -> str:
+    lines = []
+    for result in of_kind(results, CHECKS):
+        hardware, versions = result["hardware"], result["versions"]
+        said = "; ".join(f"{stage}: {', '.join(each)}" for stage, each in result["said"].items())
+        where = f"{hardware['gpu']}, driver {hardware['driver']}, PyTorch {versions['torch']}, nvcc {versions['nvcc']}"
+        lines.append(f"{said}. {where}; {result['date'][:10]}, commit {result['commit'][:10]}.")
+    return "\n\n".join(lines)
+
+
 def models_table(results: Results) -> str:
     """A row for each model."""
     parts = []
@@ -369,6 +380,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "models": models_table,
     "matrix": matrix_table,
     "support": support_table,
+    "checks": checks_text,
 }
 
 

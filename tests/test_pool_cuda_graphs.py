@@ -339,6 +339,8 @@ def test_growth_and_trim_in_a_capture() -> None:
 
 @pytest.mark.alone
 def test_a_pool_that_goes_in_a_capture_does_not_end_it() -> None:
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):  # what the first capture and kernels take stays
+        torch.zeros(3, device="cuda").add_(1)
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()

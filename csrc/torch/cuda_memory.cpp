@@ -11,6 +11,7 @@
 
 #include <map>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 namespace memkit {
@@ -132,9 +133,10 @@ class MappedMemory final : public CudaMemory {
  private:
   std::size_t whole_pages(std::size_t bytes) const { return (bytes + page_ - 1) / page_ * page_; }
 
-  // All of those that are not mapped, or none.
+  // All of those that are not mapped, or none. Memory for all of them comes first: where it ends nothing has been mapped yet.
   bool map_pages(CUdeviceptr first, CUdeviceptr last) {
     const std::lock_guard<std::mutex> lock(mutex_);
+    std::vector<std::pair<CUdeviceptr, CUmemGenericAllocationHandle>> made;
     std::vector<CUdeviceptr> done;
     CUmemAccessDesc access = {kind_.location, CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
     bool well = true;
@@ -142,11 +144,13 @@ class MappedMemory final : public CudaMemory {
       if (handles_.count(at)) continue;
       CUmemGenericAllocationHandle handle = 0;
       well = driver_->create(&handle, page_, &kind_, 0) == CUDA_SUCCESS;
-      if (!well) break;
-      if (driver_->map(at, page_, 0, handle, 0) != CUDA_SUCCESS) {
+      if (well) made.emplace_back(at, handle);
+    }
+    for (const auto& [at, handle] : made) {
+      well = well && driver_->map(at, page_, 0, handle, 0) == CUDA_SUCCESS;
+      if (!well) {
         driver_->destroy(handle);
-        well = false;
-        break;
+        continue;
       }
       handles_[at] = handle;
       done.push_back(at);
