@@ -71,16 +71,18 @@ class StepInBackward:
                 torch.nn.utils.clip_grad_value_([param], self._clip_value)
             if self._max_norm is not None:
                 torch.nn.utils.clip_grad_norm_([param], self._max_norm)
-            if param.is_cuda:
-                self._wait(param)
+            # FSDP2 hands gradients over in its own time, on its own streams.
+            task = -1 if is_dtensor(param) else torch._C._current_graph_task_id()
+            if param.is_cuda and task >= 0:
+                self._wait(param, task)
             else:
                 self._optimizer._step_these([param])
         finally:
             param.grad = None
 
-    def _wait(self, param: Tensor) -> None:
+    def _wait(self, param: Tensor, task: int) -> None:
         """A step with those that arrive next, at the end of backward at the latest."""
-        device, task = param.device, torch._C._current_graph_task_id()
+        device = param.device
         stream = torch.cuda.current_stream(device)
         waiting = self._waiting.get(device)
         if waiting is None or (waiting.task, waiting.stream) != (task, stream):
