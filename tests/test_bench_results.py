@@ -232,8 +232,8 @@ def test_readme_tables(
     shutil.copy(ops, results)
     shutil.copy(pool, results)
     shutil.copy(families, results)
-    for name in ("optim", "loss", "models", "matrix"):
-        shutil.copy(ROOT / "benchmarks" / "results" / f"{name}-cpu.json", results)
+    for name in ("optim-cpu", "loss-cpu", "models-cpu", "matrix-cpu", "large-cuda", "checks-cuda"):
+        shutil.copy(ROOT / "benchmarks" / "results" / f"{name}.json", results)
     file = tmp_path / "README.md"
     file.write_text(
         "".join(f"# {n}\n\n<!-- table:{n} -->\n<!-- /table:{n} -->\n\nend\n" for n in readme.TABLES)
@@ -254,6 +254,7 @@ def test_readme_tables(
     assert "| 4,096 holes | 51 ns |  | 6,000 ns |" in once
     assert "| step of cnn |" in once
     assert "not yet run on a GPU" in once
+    assert "ERROR SUMMARY: 0 errors" in once
     assert once.count("\nend\n") == len(readme.TABLES)
     assert (results / "bench-cpu.png").exists()
 
