@@ -12,7 +12,9 @@ constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kLanes;
 // On a multiprocessor at least: 64, 80 or 96 registers a thread, with which nothing spills.
 template <class Tile>
-constexpr int kResidentBlocks = Tile::values > 16 ? 5 : Tile::values > 8 ? 6 : 8;
+constexpr int kResidentBlocks = Tile::values > 16  ? 5
+                                : Tile::values > 8 ? 6
+                                                   : 8;
 // Many more blocks than fit at a time: the hardware's scheduler evens out the end.
 constexpr int kBlocksPerProcessor = 128;
 
