@@ -31,7 +31,8 @@ VISITS = 3
 CPU_ELEMENTS = 1 << 20
 CPU_BUFFERS = 64
 
-# Of a GPU's clock, a tenth of a millisecond or more: longer than any call takes the host.
+# Of a GPU's clock, a tenth of a millisecond: longer than most calls take the host. A sample of the others says what the
+# host takes.
 AHEAD_CYCLES = 200_000
 
 

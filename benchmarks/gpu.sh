@@ -91,7 +91,7 @@ print(json.dumps({
 }))
 PY
 machine=$(cat "$SCRATCH/machine.json")
-commit=${COMMIT:-$(git rev-parse HEAD 2>/dev/null || echo unknown)} # of a copy without its history: COMMIT, as given
+commit=${MEMKIT_COMMIT:-$(git rev-parse HEAD 2>/dev/null || echo unknown)} # of a copy without its history: as given
 summary . machine "${machine:-null}" commit "\"$commit\"" date "\"$(date -u +%Y-%m-%dT%H:%M:%SZ)\""
 capability=$("$PYTHON" -c 'import json, sys; print(json.load(sys.stdin)["capability"] or "")' <<<"$machine" 2>/dev/null)
 if [ -z "$capability" ]; then

@@ -58,9 +58,11 @@ def stamp(device: str) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The checkout's commit, `-dirty` when tracked files differ; None for an installed package. COMMIT in the environment
-    says it of a copy that has no history."""
-    if given := os.environ.get("COMMIT"):
+    """The checkout's commit, `-dirty` when tracked files differ; None for an installed package.
+
+    MEMKIT_COMMIT in the environment says it of a copy that has no history.
+    """
+    if given := os.environ.get("MEMKIT_COMMIT"):
         return given
     here = Path(__file__).resolve().parent
     # An installed memkit may lie inside somebody else's repository: ask whether git tracks this very file.
