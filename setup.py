@@ -125,6 +125,8 @@ def build_arguments() -> dict[str, Any]:
     simt, emulated = (os.environ.get("MEMKIT_CUDA") == wish for wish in ("simt", "emulated"))
     macros = [("MEMKIT_TORCH_VERSION", f'"{torch.__version__}"'), ("MEMKIT_CUDA_VERSION", '""')]
     include_dirs, libraries, link = [str(ROOT / "csrc")], [], ["-fopenmp"]
+    cxx = os.environ.get("CXX", "c++")
+    link += checks.standard_library(cxx, Path("/proc/self/maps").read_text())
     if toolkit:
         macros[-1] = ("MEMKIT_CUDA_VERSION", f'"{toolkit.version}"')
         macros.append(("MEMKIT_WITH_CUDA", "1"))

@@ -113,6 +113,22 @@ def check_compiler(cxx: str, run: Run = run) -> str:
     return f"{name} {match[0].split()[-1]}"
 
 
+def standard_library(cxx: str, maps: str, run: Run = run) -> list[str]:
+    """What to link so that the process has one C++ standard library: nothing, if the compiler has a shared one.
+
+    One that only has the archive would link a copy into memkit beside the library that torch has loaded, and the
+    two would share some of their objects: a stream that prints a number then crashes. maps: /proc/self/maps, after
+    torch's import. A copy of what the loaded library does not have is kept to itself.
+    """
+    name = "libstdc++.so"
+    try:
+        shared = run([*cxx.split(), f"-print-file-name={name}"]).strip() != name
+    except (OSError, subprocess.CalledProcessError):
+        shared = True  # a compiler that does not say
+    loaded = re.search(rf"/\S*{re.escape(name)}\S*$", maps, re.MULTILINE)
+    return [] if shared or not loaded else [loaded[0], "-Wl,--exclude-libs,libstdc++.a"]
+
+
 def check_python_headers(include: str) -> None:
     if not (Path(include) / "Python.h").exists():
         raise BuildError(

@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -238,6 +239,31 @@ def test_old_compilers_are_named(cxx, banner, message):
 def test_a_missing_compiler_is_named():
     with pytest.raises(checks.BuildError, match=r"needs a C\+\+ compiler, and '/no/such/g\+\+' does not run"):
         checks.check_compiler("/no/such/g++")
+
+
+MAPS = "7f00-7f01 r-xp 00000000 00:2f 4203   /lib/x86_64-linux-gnu/libstdc++.so.6.0.33\n7f02-7f03 rw-p 00 0:0 0 [heap]\n"
+
+
+def test_a_compiler_without_a_shared_standard_library_links_torchs():
+    def without(command):
+        assert command == ["ccache", "g++", "-print-file-name=libstdc++.so"]
+        return "libstdc++.so\n"
+
+    linked = checks.standard_library("ccache g++", MAPS, without)
+    assert linked == ["/lib/x86_64-linux-gnu/libstdc++.so.6.0.33", "-Wl,--exclude-libs,libstdc++.a"]
+    assert checks.standard_library("ccache g++", "", without) == []
+    assert checks.standard_library("g++", MAPS, lambda _: "/usr/lib/gcc/12/libstdc++.so\n") == []
+    assert checks.standard_library("/no/such/g++", MAPS) == []
+
+
+@pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm")
+def test_the_binary_brings_no_standard_library_of_its_own():
+    """With one of its own an error message that holds a number ends the process."""
+    names = subprocess.run(
+        ["nm", "-D", "--defined-only", memkit._C.__file__], capture_output=True, text=True, check=True
+    ).stdout
+    assert " PyInit__C" in names
+    assert not re.search(r" [TuW] _ZNSo9_M_insert", names)
 
 
 def test_missing_python_headers(tmp_path):

@@ -10,8 +10,6 @@
 namespace memkit::arena {
 namespace {
 
-// Without the standard library's streams. With them, in a build by g++ 13.3 beside PyTorch 2.11, which exports parts of a
-// standard library of its own, there were 0 bytes available; the same code in a library by itself read the files right.
 std::string contents(const std::string& path) {
   const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::fopen(path.c_str(), "r"),
                                                              [](std::FILE* f) { return f ? std::fclose(f) : 0; });
