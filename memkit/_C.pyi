@@ -49,6 +49,7 @@ def bias_dropout_add(
     generator: Generator | None,
     dim: int,
 ) -> Tensor | None: ...
+def draw_seed(input: Tensor, generator: Generator | None) -> Tensor | None: ...
 def act_dropout(
     input: Tensor,
     act: str,

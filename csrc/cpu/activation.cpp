@@ -56,7 +56,7 @@ struct Engine {
   uint8_t* bits(int64_t first) const { return args.bits ? args.bits + first / 8 : nullptr; }
 
   void forward(int64_t first, int64_t n) const {
-    if (!args.bias.data && !args.drop.seed && !args.residual) {
+    if (!args.bias.data && !args.drop.on && !args.residual) {
       if constexpr (direct) {
         if (args.bits) loops.mark(args.params, x(first), bits(first), n);
         return loops.value(args.params, x(first), out(first), n);
@@ -67,8 +67,8 @@ struct Engine {
     T* const last = place(first, block);
     const T* at = read(first, block, n);
     if (args.bits) loops.mark(args.params, at, bits(first), n);
-    if (args.act != Act::identity) at = value(at, args.drop.seed || args.residual ? block : last, n);
-    if (args.drop.seed) {
+    if (args.act != Act::identity) at = value(at, args.drop.on || args.residual ? block : last, n);
+    if (args.drop.on) {
       T* const to = args.residual ? block : last;
       engine.drop(args.drop, first, at, to, n);
       at = to;
@@ -81,7 +81,7 @@ struct Engine {
   }
 
   void backward_from_input(int64_t first, int64_t n) const {
-    if (!args.bias.data && !args.drop.seed) {
+    if (!args.bias.data && !args.drop.on) {
       if constexpr (direct) return loops.slope(args.params, x(first), grad(first), out(first), n);
       if (tiles) return tiles->slope(args.params, x(first), grad(first), out(first), n);
     }
@@ -93,7 +93,7 @@ struct Engine {
   }
 
   void backward_from_output(int64_t first, int64_t n) const {
-    if (!args.drop.seed) {
+    if (!args.drop.on) {
       if constexpr (direct)
         return loops.slope_from_output(args.params, x(first), bits(first), grad(first), out(first), n);
       if (tiles) return tiles->slope_from_output(args.params, x(first), bits(first), grad(first), out(first), n);
@@ -101,7 +101,7 @@ struct Engine {
     alignas(64) T block[kBlock], grads[kBlock];
     const T* arrived = arrived_at(first, grads, n);
     engine.widen(x(first), block, n);
-    if (args.drop.seed) {
+    if (args.drop.on) {
       const T unscale = T(1 / args.drop.scale);  // what dropout kept is the activation's output times `scale`
       for (int64_t i = 0; i < n; ++i) block[i] *= unscale;
     }
@@ -112,7 +112,7 @@ struct Engine {
 
   void backward_from_bits(int64_t first, int64_t n) const {
     if constexpr (direct)
-      if (!args.drop.seed) return loops.slope_from_bits(args.params, bits(first), grad(first), out(first), n);
+      if (!args.drop.on) return loops.slope_from_bits(args.params, bits(first), grad(first), out(first), n);
     alignas(64) T grads[kBlock];
     const T* arrived = arrived_at(first, grads, n);
     T* const to = place(first, grads);
@@ -130,7 +130,7 @@ struct Engine {
   // The gradient of the activation's output.
   const T* arrived_at(int64_t first, T* grads, int64_t n) const {
     const T* arrived = widened(grad(first), grads, n);
-    if (!args.drop.seed) return arrived;
+    if (!args.drop.on) return arrived;
     engine.drop_gradient(args.drop, first, arrived, grads, n);
     return grads;
   }

@@ -207,7 +207,7 @@ struct Blocks {
 
 // The words of elements first to first + n; first is a multiple of 4.
 MEMKIT_FN void draw(const Drop& drop, int64_t first, uint32_t* words, int64_t n) {
-  const uint64_t key = uint64_t(*drop.seed), counter = uint64_t(first) / 4;
+  const uint64_t key = drop.key(), counter = uint64_t(first) / 4;
   MEMKIT_LOOP
   for (int64_t i = 0; i < (n + 3) / 4; ++i) {
     const Words drawn = philox(counter + uint64_t(i), key);

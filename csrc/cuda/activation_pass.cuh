@@ -133,7 +133,7 @@ struct Forward {
     if (call.bias.data) add_bias(tile, call.bias, x);
     if (call.bits) tile.store_bits(visit(call.act, typename Lane::Mark{}, call.params, x), call.bits, peer);
     visit(call.act, typename Lane::Value{}, call.params, x);
-    if (call.drop.seed) drop_values(tile, call.drop, x);
+    if (call.drop.on) drop_values(tile, call.drop, x);
     if (call.residual) {
       T other[Tile::values];
       tile.load(call.residual, other);
@@ -154,7 +154,7 @@ struct BackwardFromInput {
     T x[Tile::values], grad[Tile::values];
     tile.load(call.x, x);
     tile.load(call.grad, grad);
-    if (call.drop.seed) drop_gradients(tile, call.drop, grad);
+    if (call.drop.on) drop_gradients(tile, call.drop, grad);
     if (call.bias.data) add_bias(tile, call.bias, x);
     visit(call.act, typename Lane<S, Tile::values>::GradientAtInput{}, call.params, x, grad);
     tile.store(grad, call.out);
@@ -171,7 +171,7 @@ struct BackwardFromOutput {
     T y[Tile::values], grad[Tile::values];
     tile.load(call.x, y);
     tile.load(call.grad, grad);
-    if (call.drop.seed) {
+    if (call.drop.on) {
       drop_gradients(tile, call.drop, grad);
       const T unscale = T(1 / call.drop.scale);  // what dropout kept is the activation's output times `scale`
       MEMKIT_UNROLL
@@ -192,7 +192,7 @@ struct BackwardFromBits {
   MEMKIT_FN static void run(const Call& call, const Tile& tile, Peer&&) {
     T grad[Tile::values];
     tile.load(call.grad, grad);
-    if (call.drop.seed) drop_gradients(tile, call.drop, grad);
+    if (call.drop.on) drop_gradients(tile, call.drop, grad);
     visit(call.act, typename Lane<S, Tile::values>::GradientWhere{}, call.params, tile.load_bits(call.bits), grad);
     tile.store(grad, call.out);
   }

@@ -10,7 +10,7 @@ template <class S, int Rows, class F>
 MEMKIT_FN void with_words(const Tile<S, Rows>& tile, const Drop& drop,
                           typename Tile<S, Rows>::T (&x)[Tile<S, Rows>::values], const F& f) {
   constexpr int width = Tile<S, Rows>::width, values = Tile<S, Rows>::values;
-  const uint64_t key = uint64_t(*drop.seed);
+  const uint64_t key = drop.key();
   if (tile.wide) {
     constexpr int share = width < 4 ? width : 4;
     MEMKIT_UNROLL

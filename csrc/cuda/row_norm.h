@@ -15,7 +15,7 @@ int row_norm_parts(const RowNormArgs& args, int64_t& parts);
 int row_norm_backward(const RowNormArgs& args, int64_t parts, CUstream_st* stream);
 int row_norm_reduce(const RowNormArgs& args, int64_t parts, void* grad_weight, void* grad_bias, CUstream_st* stream);
 
-// Sets the bits of kIllConditioned and kNotInvertible in *flaws where they apply to any of the weights.
+// Writes the bits of kIllConditioned and kNotInvertible that apply to any of the weights; into the host's memory, too.
 int row_norm_flaws(const RowNormArgs& args, int* flaws, CUstream_st* stream);
 
 }  // namespace memkit::cuda

@@ -29,10 +29,14 @@ MEMKIT_FN Words philox(uint64_t counter, uint64_t key) {
 // Dropout as an affine map: a kept element becomes x * scale + kept, a dropped one x * 0 + dropped. Element i draws word
 // i % 4 of counter i / 4 and is dropped where that is below threshold, which is the probability in units of 2^-32.
 struct Drop {
-  const int64_t* seed = nullptr;  // where the key is, in the engine's memory; no dropout where null
+  bool on = false;                // else there is none
+  int64_t known = 0;              // the key,
+  const int64_t* seed = nullptr;  // or where it is, in the engine's memory
   uint32_t threshold = 0;
   bool all = false;  // probability 1, which is no 32-bit threshold
   double scale = 1, kept = 0, dropped = 0;
+
+  MEMKIT_FN uint64_t key() const { return uint64_t(seed ? *seed : known); }
 };
 
 template <class T>

@@ -241,7 +241,7 @@ Tensor by_stock(const Tensor& x, const Request& r) {
   if (r.seed) {
     TORCH_CHECK_NOT_IMPLEMENTED(!r.seed->key_set().has(c10::DispatchKey::FuncTorchBatched), r.spec.name,
                                 ": expected one seed for a whole batch, got one each; vmap with randomness='same'");
-    const Tensor mask = ops::dropout_mask(x.sym_sizes(), *r.seed, r.drop, x.scalar_type());
+    const Tensor mask = ops::dropout_mask(x.sym_sizes(), r.seed->to(x.device()), r.drop, x.scalar_type());
     y = y * mask;
     if (r.drop[2] != 0 || r.drop[3] != 0) y = y + at::where(mask == 0, r.drop[3], r.drop[2]).to(y.scalar_type());
   }

@@ -44,12 +44,15 @@ Drop drop_of(const ActivationSpec& spec, const Tensor& x, const OptionalTensor& 
   TORCH_CHECK_VALUE(drop.size() == 4, spec.name, ": expected [p, scale, kept, dropped] beside a seed, got ",
                     drop.size(), " numbers");
   TORCH_CHECK_VALUE(drop[0] >= 0 && drop[0] <= 1, "dropout: expected a probability in [0, 1], got ", drop[0]);
-  TORCH_CHECK(seed->scalar_type() == at::kLong && seed->device() == x.device() && seed->sym_numel() == 1,
-              "dropout: expected as seed one int64 on ", x.device(), ", got ", describe(*seed), " on ", seed->device());
+  TORCH_CHECK(seed->scalar_type() == at::kLong && (seed->is_cpu() || seed->device() == x.device()) &&
+                  seed->sym_numel() == 1,
+              "dropout: expected as seed one int64 on ", x.device(), " or the CPU, got ", describe(*seed), " on ",
+              seed->device());
   const double threshold = std::nearbyint(drop[0] * 0x1p32);
   const bool all = threshold >= 0x1p32;
-  const int64_t* key = x.is_meta() ? nullptr : seed->const_data_ptr<int64_t>();
-  return {key, all ? 0 : uint32_t(threshold), all, drop[1], drop[2], drop[3]};
+  const int64_t* at = x.is_meta() ? nullptr : seed->const_data_ptr<int64_t>();
+  const bool known = at && seed->is_cpu();
+  return {true, known ? *at : 0, known ? nullptr : at, all ? 0 : uint32_t(threshold), all, drop[1], drop[2], drop[3]};
 }
 
 void check_residual(const Tensor& x, const OptionalTensor& residual) {
@@ -74,7 +77,7 @@ bool is_quicker_in_torch(const Tensor& x, Act act) {
 void forward_into(const Tensor& x, const OptionalTensor& bias, int64_t dim, const ActivationSpec& spec,
                   const OptionalTensor& residual, const Drop& drop, const Tensor& out, const Tensor* bits) {
   if (x.is_meta()) return;
-  if (!bias && !residual && !drop.seed && is_quicker_in_torch(x, spec.act)) {
+  if (!bias && !residual && !drop.on && is_quicker_in_torch(x, spec.act)) {
     Tensor result = out;
     at::cpu::tanh_out(result, x);
     return;

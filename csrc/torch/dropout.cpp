@@ -4,13 +4,13 @@
 #include <torch/library.h>
 
 #include <cmath>
-#include <limits>
 
 #include "activation_ops.h"
 #include "checks.h"
 #include "eager.h"
 #include "named_ops.h"
 #include "optional.h"
+#include "seed.h"
 #include "spec.h"
 
 namespace memkit {
@@ -19,21 +19,6 @@ namespace {
 using at::Tensor;
 using Text = c10::string_view;
 using OptionalGenerator = std::optional<at::Generator>;
-
-// One random int64 on the input's device: from the device's generator, so that torch.manual_seed, checkpoints and
-// captured graphs govern it, or from the one given. A CPU generator draws the same for every device.
-Tensor draw_seed(const Tensor& input, const OptionalGenerator& generator) {
-  using Limits = std::numeric_limits<int64_t>;
-  const bool given = generator && generator->defined();
-  const auto owner = given ? generator->device() : input.device();
-  const bool fits = owner.type() == input.device().type() && (!owner.has_index() || owner == input.device());
-  TORCH_CHECK(fits || owner.is_cpu(), "dropout: expected a generator on ", input.device(), " or the CPU, got one on ",
-              owner);
-  const auto device = fits ? input.device() : owner;
-  const Tensor seed =
-      at::randint(Limits::min(), Limits::max(), {}, generator, input.options().dtype(at::kLong).device(device));
-  return device == input.device() ? seed : seed.to(input.device(), /*non_blocking=*/true);
-}
 
 struct Dropout {
   Text name;
@@ -202,8 +187,13 @@ Tensor act_dropout_entry(const Tensor& x, Text act, double p, bool training, Inp
   return act_dropout(act, p, training, g, bias, dim, given, save, x).run(x, inplace);
 }
 
+Tensor draw_seed_entry(const Tensor& x, const OptionalGenerator& g) {
+  const pybind11::gil_scoped_release no_gil;
+  return draw_seed(x, g);
+}
+
 constexpr char kDropout[] = "dropout", kDropoutAdd[] = "dropout_add", kBiasDropoutAdd[] = "bias_dropout_add",
-               kActDropout[] = "act_dropout";
+               kActDropout[] = "act_dropout", kDrawSeed[] = "draw_seed";
 
 }  // namespace
 
@@ -212,6 +202,7 @@ void bind_dropout(pybind11::module_& m) {
   eager::bind<dropout_add_entry, kDropoutAdd>(m);
   eager::bind<bias_dropout_add_entry, kBiasDropoutAdd>(m);
   eager::bind<act_dropout_entry, kActDropout>(m);
+  eager::bind<draw_seed_entry, kDrawSeed>(m);
 }
 
 TORCH_LIBRARY_IMPL(memkit, CompositeImplicitAutograd, m) { register_dropout(m); }

@@ -12,8 +12,11 @@
 #include "stream.h"
 
 #ifdef MEMKIT_WITH_CUDA
-#include <c10/core/Event.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
+
+#include <deque>
+#include <mutex>
+#include <vector>
 #endif
 
 namespace memkit {
@@ -88,16 +91,56 @@ void run_row_norm_backward(RowNormArgs args, const Tensor& grad, Tensor& grad_we
 
 #ifdef MEMKIT_WITH_CUDA
 
-struct WeightMeasurement::Pending {
-  Tensor host, device;
-  c10::Event event{c10::DeviceType::CUDA};
-  bool running = false;
-};
-
 namespace {
+
 // While a graph is captured nothing else may be asked of the device.
 bool capturing() { return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None; }
+
+constexpr int kRunning = -1;
+
+// Words of the host's memory for kernels to write a result into. A kernel may outlive who has asked for its result, so none
+// is given back to the system, and none to the next while it is awaited.
+class HostWords {
+ public:
+  volatile int* take() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (size_t tries = idle_.size(); tries > 0; --tries) {
+      volatile int* const word = idle_.front();
+      idle_.pop_front();
+      if (*word != kRunning) return word;
+      idle_.push_back(word);
+    }
+    constexpr int64_t kPage = 256;
+    pages_.push_back(at::zeros({kPage}, at::TensorOptions(at::kInt).pinned_memory(true)));
+    int* const page = pages_.back().mutable_data_ptr<int>();
+    for (int64_t i = 1; i < kPage; ++i) idle_.push_back(page + i);
+    return page;
+  }
+  void give(volatile int* word) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    idle_.push_back(word);
+  }
+  static HostWords& get() {
+    static HostWords& one = *new HostWords;
+    return one;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<Tensor> pages_;
+  std::deque<volatile int*> idle_;
+};
+
 }  // namespace
+
+struct WeightMeasurement::Pending {
+  volatile int* const word = HostWords::get().take();
+  std::optional<c10::cuda::CUDAStream> stream;  // while it runs
+
+  Pending() = default;
+  Pending(const Pending&) = delete;
+  ~Pending() { HostWords::get().give(word); }
+};
 
 #else
 struct WeightMeasurement::Pending {};
@@ -120,19 +163,14 @@ void WeightMeasurement::start(const RowNorm& norm, const Tensor& weight, const O
   }
 #ifdef MEMKIT_WITH_CUDA
   if (capturing()) return;
-  if (!pending_) {
-    pending_ = std::make_shared<Pending>();
-    pending_->host = at::zeros({1}, at::TensorOptions(at::kInt).pinned_memory(true));
-    pending_->device = at::empty({1}, weight.options().dtype(at::kInt).requires_grad(false));
-  }
+  if (!pending_) pending_ = std::make_shared<Pending>();
+  *pending_->word = kRunning;
   on_stream(weight.device(), [&](auto stream) {
-    pending_->device.zero_();
-    const int error = cuda::row_norm_flaws(args, pending_->device.mutable_data_ptr<int>(), stream);
-    pending_->host.copy_(pending_->device, /*non_blocking=*/true);
-    pending_->event.record(c10::cuda::getCurrentCUDAStream().unwrap());
+    pending_->stream = c10::cuda::getCurrentCUDAStream();
+    const int error = cuda::row_norm_flaws(args, const_cast<int*>(pending_->word), stream);
+    if (error) *pending_->word = 0, pending_->stream.reset();
     return error;
   });
-  pending_->running = true;
 #else
   flaws_ = 0;
   on_stream(weight.device(), [&](auto stream) { return cuda::row_norm_flaws(args, &*flaws_, stream); });
@@ -141,10 +179,11 @@ void WeightMeasurement::start(const RowNorm& norm, const Tensor& weight, const O
 
 bool WeightMeasurement::done() {
 #ifdef MEMKIT_WITH_CUDA
-  if (pending_ && pending_->running) {
-    if (capturing() || !pending_->event.query()) return false;
-    flaws_ = *pending_->host.const_data_ptr<int>();
-    pending_->running = false;
+  if (pending_ && pending_->stream) {
+    const int found = *pending_->word;
+    if (found == kRunning) return false;
+    flaws_ = found;
+    pending_->stream.reset();
   }
 #endif
   return true;
@@ -152,7 +191,7 @@ bool WeightMeasurement::done() {
 
 void WeightMeasurement::wait() {
 #ifdef MEMKIT_WITH_CUDA
-  if (pending_ && pending_->running && !capturing()) pending_->event.synchronize();
+  if (pending_ && pending_->stream && !capturing()) pending_->stream->synchronize();
 #endif
 }
 

@@ -7,7 +7,8 @@
 //   save    "auto" | "input" | "output" | "bit": what backward computes the slope from
 //   bits    one bit an element, packed: the element lies right of the function's minimum; for "bit", where the slope has two
 //           values, where the function is active
-//   seed    int64, one element on the input's device: which elements dropout drops; element i is drawn by its place in memory
+//   seed    int64, one element on the input's device or the CPU: which elements dropout drops; element i is drawn by its
+//           place in memory
 //   drop    [p, scale, kept, dropped]: a kept element becomes x * scale + kept, a dropped one x * 0 + dropped
 #include <torch/library.h>
 

@@ -64,10 +64,13 @@ def drop_numbers(p: float, alpha: bool = False) -> list[float]:
 
 
 def draw_seed(op: str, input: Tensor, generator: Generator | None) -> Tensor:
-    """One random int64 on the input's device."""
+    """One random int64 on the input's device or the CPU."""
     device = input.device if generator is None else generator.device
     if device != input.device and device.type != "cpu":
         raise RuntimeError(f"{op}: expected a generator on {input.device} or the CPU, got one on {device}")
+    drawn = None if is_dynamo_compiling() else _C.draw_seed(input, generator)
+    if drawn is not None:
+        return drawn
     seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device, generator=generator)
     return seed.to(input.device, non_blocking=True)
 
