@@ -44,10 +44,10 @@ template <class T>
 struct Logistic {
   T s, r, sr;
 };
-template <class T>
+template <bool coarse, class T>
 MEMKIT_FN Logistic<T> logistic(T z) {
-  T e = memkit::exp_falling(-memkit::absolute(z));
-  T small = divide(e, T(1) + e), large = T(1) - small;
+  T e = memkit::exp_falling<coarse>(-memkit::absolute(z));
+  T small = divide<coarse>(e, T(1) + e), large = T(1) - small;
   bool negative = z < T(0);
   return {select(negative, small, large), select(negative, large, small), small * large};
 }
@@ -104,7 +104,7 @@ template <class T, bool coarse = false>
 struct Sigmoid {
   static constexpr bool branch = false;
   MEMKIT_FN explicit Sigmoid(const ActParams&) {}
-  MEMKIT_FN T value(T x) const { return memkit::sigmoid(x); }
+  MEMKIT_FN T value(T x) const { return memkit::times_sigmoid<coarse>(T(1), x); }
   MEMKIT_FN T slope(T x) const { return slope_from_output(value(x)); }
   MEMKIT_FN T slope_from_output(T y) const { return (T(1) - y) * y; }
 };
@@ -113,7 +113,7 @@ template <class T, bool coarse = false>
 struct Tanh {
   static constexpr bool branch = false;
   MEMKIT_FN explicit Tanh(const ActParams&) {}
-  MEMKIT_FN T value(T x) const { return memkit::tanh(x); }
+  MEMKIT_FN T value(T x) const { return memkit::tanh<coarse>(x); }
   MEMKIT_FN T slope(T x) const { return slope_from_output(value(x)); }
   MEMKIT_FN T slope_from_output(T y) const { return T(1) - y * y; }
 };
@@ -125,12 +125,12 @@ struct Softplus {
   MEMKIT_FN explicit Softplus(const ActParams& p) : beta(T(p.a)), inverse_beta(T(1 / p.a)), threshold(T(p.b)) {}
   MEMKIT_FN T value(T x) const {
     T z = x * beta;
-    T soft = at_least(z, T(0)) + memkit::log1p_unit(memkit::exp_falling(-memkit::absolute(z)));
+    T soft = at_least(z, T(0)) + memkit::log1p_unit(memkit::exp_falling<coarse>(-memkit::absolute(z)));
     return select(z > threshold, x, soft * inverse_beta);
   }
   MEMKIT_FN T slope(T x) const {
     T z = x * beta;
-    return select(z > threshold, T(1), detail::logistic(z).s);
+    return select(z > threshold, T(1), detail::logistic<coarse>(z).s);
   }
   MEMKIT_FN T slope_from_output(T y) const {
     T z = y * beta;
@@ -219,7 +219,7 @@ struct GeluTanh : detail::GeluTanhInverse {
   static constexpr bool branch = true;
   static constexpr T k = T(1.59576912160573071176), kc = T(1.59576912160573071176 * 0.044715);
   MEMKIT_FN explicit GeluTanh(const ActParams&) {}
-  MEMKIT_FN T value(T x) const { return detail::divide(x, T(2) * memkit::half_exp(-x * (k + kc * x * x)) + T(1)); }
+  MEMKIT_FN T value(T x) const { return memkit::times_sigmoid<coarse>(x, x * (k + kc * x * x)); }
   MEMKIT_FN T slope(T x) const { return jet(x).d1; }
   MEMKIT_FN bool right(T x) const { return x >= T(x0); }
   MEMKIT_FN T slope_from_output(T y, bool right) const {
@@ -229,7 +229,7 @@ struct GeluTanh : detail::GeluTanhInverse {
   MEMKIT_FN static detail::Jet<T> jet(T x) {
     x = at_least(at_most(x, T(22)), T(-22));  // sigmoid is 0 or 1 outside
     T xx = x * x, z1 = k + T(3) * kc * xx, z2 = T(6) * kc * x;
-    detail::Logistic<T> v = detail::logistic(x * (k + kc * xx));
+    detail::Logistic<T> v = detail::logistic<coarse>(x * (k + kc * xx));
     return {x * v.s, v.s + x * z1 * v.sr, v.sr * (T(2) * z1 + x * (z1 * z1 * (v.r - v.s) + z2))};
   }
 };
@@ -238,7 +238,7 @@ template <class T, bool coarse = false>
 struct Silu : detail::SiluInverse {
   static constexpr bool branch = true;
   MEMKIT_FN explicit Silu(const ActParams&) {}
-  MEMKIT_FN T value(T x) const { return detail::divide(x, T(2) * memkit::half_exp(-x) + T(1)); }
+  MEMKIT_FN T value(T x) const { return memkit::times_sigmoid<coarse>(x, x); }
   MEMKIT_FN T slope(T x) const { return jet(x).d1; }
   MEMKIT_FN bool right(T x) const { return x >= T(x0); }
   MEMKIT_FN T slope_from_output(T y, bool right) const {
@@ -246,7 +246,7 @@ struct Silu : detail::SiluInverse {
   }
 
   MEMKIT_FN static detail::Jet<T> jet(T x) {
-    detail::Logistic<T> v = detail::logistic(x);
+    detail::Logistic<T> v = detail::logistic<coarse>(x);
     return {x * v.s, v.s + x * v.sr, v.sr * (T(2) + x * (v.r - v.s))};
   }
 };
@@ -258,9 +258,9 @@ struct QuickGelu {  // silu(g x) / g
   static constexpr double x0 = Silu<T>::x0 / gain, y0 = Silu<T>::y0 / gain, y0_rest = 0;
   static constexpr double reach = Silu<T>::reach / 1.30460724;  // sqrt(gain)
   MEMKIT_FN explicit QuickGelu(const ActParams&) {}
-  MEMKIT_FN T value(T x) const { return detail::divide(x, T(2) * memkit::half_exp(T(-gain) * x) + T(1)); }
+  MEMKIT_FN T value(T x) const { return memkit::times_sigmoid<coarse>(x, T(gain) * x); }
   MEMKIT_FN T slope(T x) const {  // gain * x must not overflow: infinity times 0
-    return Silu<T>::jet(T(gain) * at_least(at_most(x, T(1e30)), T(-1e30))).d1;
+    return Silu<T, coarse>::jet(T(gain) * at_least(at_most(x, T(1e30)), T(-1e30))).d1;
   }
   MEMKIT_FN bool right(T x) const { return x >= T(x0); }
   MEMKIT_FN T slope_from_output(T y, bool right) const {
@@ -276,8 +276,8 @@ struct Mish : detail::MishInverse {  // x tanh(log(1 + e)) = x n / (n + 2), e = 
   static constexpr T flat = std::is_same<T, float>::value ? T(20) : T(40);  // tanh(log(1 + e^x)) is 1 from here on
   MEMKIT_FN explicit Mish(const ActParams&) {}
   MEMKIT_FN T value(T x) const {
-    T e = memkit::exp_falling(at_most(x, flat)), n = e * (e + T(2));
-    return x * detail::divide(n, n + T(2));
+    T e = memkit::exp_falling<coarse>(at_most(x, flat)), n = e * (e + T(2));
+    return x * detail::divide<coarse>(n, n + T(2));
   }
   MEMKIT_FN T slope(T x) const { return jet(x).d1; }
   MEMKIT_FN bool right(T x) const { return x >= T(x0); }
@@ -286,8 +286,8 @@ struct Mish : detail::MishInverse {  // x tanh(log(1 + e)) = x n / (n + 2), e = 
   }
 
   MEMKIT_FN static detail::Jet<T> jet(T x) {
-    T z = at_most(x, flat), e = memkit::exp_falling(z);
-    T n = e * (e + T(2)), a = e * (e + T(1)), u = detail::divide(T(1), n + T(2));
+    T z = at_most(x, flat), e = memkit::exp_falling<coarse>(z);
+    T n = e * (e + T(2)), a = e * (e + T(1)), u = detail::divide<coarse>(T(1), n + T(2));
     T w = n * u, w1 = T(4) * a * u * u, w2 = T(4) * u * u * (a + e * e - T(4) * a * u * a);
     return {x * w, w + z * w1, T(2) * w1 + z * w2};
   }
@@ -303,7 +303,7 @@ struct Hardswish {
     return select(x >= T(3), x, bent);  // exact there, whatever 1/6 rounds to
   }
   MEMKIT_FN T slope(T x) const {
-    T inner = x / T(3) + T(0.5);
+    T inner = (coarse ? x * (T(1) / T(3)) : x / T(3)) + T(0.5);
     return select(flat(x), T(0), select(x < T(3), inner, T(1)));
   }
   MEMKIT_FN bool right(T x) const { return x >= T(x0); }

@@ -105,9 +105,10 @@ struct GeluInverse {
   }
   // Fit: fit.py; error of the slope 1.3e-4.
   MEMKIT_FN static float coarse_fit(float s, float factor) {
-    return divide(factor * polynomial(s, 0.81506691f, -0.88953703f, -0.017443327f, 0.95304077f, -0.23274523f,
-                                      -0.16028845f, 0.077235628f),
-                  polynomial(s, 1.f, 0.15128128f, -0.24599283f, 0.811111f, 0.61989968f, 0.13640976f, 0.034810999f));
+    return divide<true>(
+        factor * polynomial(s, 0.81506691f, -0.88953703f, -0.017443327f, 0.95304077f, -0.23274523f, -0.16028845f,
+                            0.077235628f),
+        polynomial(s, 1.f, 0.15128128f, -0.24599283f, 0.811111f, 0.61989968f, 0.13640976f, 0.034810999f));
   }
 };
 
@@ -136,7 +137,7 @@ struct GeluTanhInverse {
   }
   // Fit: fit.py; error of the slope 1.4e-4.
   MEMKIT_FN static float coarse_fit(float s, float factor) {
-    return divide(
+    return divide<true>(
         factor *
             polynomial(s, 0.83517328f, -0.90368975f, -0.15370408f, 1.0113011f, -0.24513831f, -0.2150501f, 0.093940703f),
         polynomial(s, 1.f, 0.14647329f, -0.40947812f, 0.66704095f, 0.49877312f, 0.009691829f, -0.0046561611f));
@@ -168,9 +169,10 @@ struct SiluInverse {
   }
   // Fit: fit.py; error of the slope 2.3e-5.
   MEMKIT_FN static float coarse_fit(float s, float factor) {
-    return divide(factor * polynomial(s, 0.30215358f, -0.089948564f, 0.18499903f, 0.039888674f, -0.015565342f,
-                                      0.008616415f, -0.0010863554f),
-                  polynomial(s, 1.f, 0.81327364f, 0.86962893f, 0.61382355f, 0.24685685f, 0.065115678f, 0.0062617883f));
+    return divide<true>(
+        factor * polynomial(s, 0.30215358f, -0.089948564f, 0.18499903f, 0.039888674f, -0.015565342f, 0.008616415f,
+                            -0.0010863554f),
+        polynomial(s, 1.f, 0.81327364f, 0.86962893f, 0.61382355f, 0.24685685f, 0.065115678f, 0.0062617883f));
   }
 };
 
@@ -199,9 +201,10 @@ struct MishInverse {
   }
   // Fit: fit.py; error of the slope 3.6e-5.
   MEMKIT_FN static float coarse_fit(float s, float factor) {
-    return divide(factor * polynomial(s, 0.53890034f, -0.56819895f, 0.62836181f, 0.1253242f, -0.1146954f, 0.077345004f,
-                                      -0.012223031f),
-                  polynomial(s, 1.f, 0.17236211f, 0.97381008f, 0.94890314f, 0.54005532f, 0.27995981f, 0.03380055f));
+    return divide<true>(
+        factor *
+            polynomial(s, 0.53890034f, -0.56819895f, 0.62836181f, 0.1253242f, -0.1146954f, 0.077345004f, -0.012223031f),
+        polynomial(s, 1.f, 0.17236211f, 0.97381008f, 0.94890314f, 0.54005532f, 0.27995981f, 0.03380055f));
   }
 };
 

@@ -60,7 +60,7 @@ struct Loss {
         cap(T(args.cap)),
         inverse_cap(T(args.cap != 0 ? 1 / args.cap : 0)) {}
 
-  MEMKIT_FN T capped(T logit) const { return cap * memkit::tanh(logit * inverse_cap); }
+  MEMKIT_FN T capped(T logit) const { return cap * memkit::tanh<false>(logit * inverse_cap); }
   // d x / d logit, from x.
   MEMKIT_FN T cap_slope(T x) const {
     T u = x * inverse_cap;

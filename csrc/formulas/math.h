@@ -156,6 +156,13 @@ MEMKIT_FN float near_exp2(float x) {
 #endif
 }
 
+// Either.
+template <bool near, class T>
+MEMKIT_FN T divide(T a, T b) {
+  if constexpr (near && std::is_same<T, float>::value) return near_quotient(a, b);
+  return divide(a, b);
+}
+
 }  // namespace detail
 
 template <class T>
@@ -198,6 +205,15 @@ MEMKIT_FN T exp_falling(T x) {
   T scale = detail::power_of_two(v.shifted, lift);
   return (scale + scale * detail::expm1_reduced(v.r)) * drop;
 #endif
+}
+
+// The same. Coarse, for results of 2 bytes: two instructions on the device, (1 + |x|) epsilon, 0 below the normal numbers.
+template <bool coarse, class T>
+MEMKIT_FN T exp_falling(T x) {
+#if defined(MEMKIT_DEVICE)
+  if constexpr (coarse && std::is_same<T, float>::value) return detail::near_exp2(x * 1.44269504088896340736f);
+#endif
+  return exp_falling(x);
 }
 
 // e^x / 2 for every x: 1 ulp, infinite only where e^x is after doubling, and 0 below the normal numbers.
@@ -300,16 +316,28 @@ MEMKIT_FN T log_near_one(T x, T x_minus_1) {
 #endif
 }
 
-// 1 / (1 + e^-x): 2 ulp while normal, 0 below.
-template <class T>
-MEMKIT_FN T sigmoid(T x) {
-  return detail::divide(T(1), T(2) * half_exp(-x) + T(1));
+// a / (1 + e^-x): 2 ulp while normal, 0 below; coarse: (1 + |x|) epsilon.
+template <bool coarse, class T>
+MEMKIT_FN T times_sigmoid(T a, T x) {
+#if defined(MEMKIT_DEVICE)
+  if constexpr (coarse && std::is_same<T, float>::value)
+    return detail::near_quotient(a, detail::near_exp2(x * -1.44269504088896340736f) + 1.0f);
+#endif
+  return detail::divide(a, T(2) * half_exp(-x) + T(1));
 }
 
-// tanh(x): 1 ulp. 1 - 2 e / (1 + e), e = e^(-2|x|), with what rounding took from e and from 1 + e given back.
-template <class T>
+// tanh(x): 1 ulp. 1 - 2 e / (1 + e), e = e^(-2|x|), with what rounding took from e and from 1 + e given back. Coarse: on the
+// device 7e-6, from 1 - 2 / (1 + e^(2|x|)).
+template <bool coarse, class T>
 MEMKIT_FN T tanh(T x) {
   T t = absolute(x), z = t * t;
+#if defined(MEMKIT_DEVICE)
+  if constexpr (coarse && std::is_same<T, float>::value) {
+    const float e = detail::near_exp2(t * 2.88539008177792681472f),
+                large = 1.0f - detail::near_quotient(2.0f, e + 1.0f);
+    return copy_sign(select(t < 0.05f, t - t * z * (1.0f / 3), large), x);
+  }
+#endif
   T small = t + t * z * detail::tanh_series(z);
   detail::Reduced<T> v = detail::reduce(at_least(T(-2) * t, T(-79)));
   T scale = detail::power_of_two(v.shifted, 0), p = scale * detail::expm1_reduced(v.r);
@@ -362,8 +390,8 @@ MEMKIT_FN T bell(T t) {
 template <bool coarse>
 MEMKIT_FN float normal_tail_ratio(float t) {
   if constexpr (coarse)
-    return detail::near_quotient(detail::polynomial(t, 0.5000023362f, 0.2487388103f, 0.05107400481f),
-                                 detail::polynomial(t, 1.0f, 1.295541464f, 0.6347340799f, 0.1273822666f));
+    return detail::divide<true>(detail::polynomial(t, 0.5000023362f, 0.2487388103f, 0.05107400481f),
+                                detail::polynomial(t, 1.0f, 1.295541464f, 0.6347340799f, 0.1273822666f));
   else
     return detail::divide(
         detail::polynomial(t, 0.4999999938f, 0.3079739902f, 0.09183833492f, 0.01104039342f, 1.335774867e-6f),

@@ -44,10 +44,10 @@ Drop drop_of(const ActivationSpec& spec, const Tensor& x, const OptionalTensor& 
   TORCH_CHECK_VALUE(drop.size() == 4, spec.name, ": expected [p, scale, kept, dropped] beside a seed, got ",
                     drop.size(), " numbers");
   TORCH_CHECK_VALUE(drop[0] >= 0 && drop[0] <= 1, "dropout: expected a probability in [0, 1], got ", drop[0]);
-  TORCH_CHECK(seed->scalar_type() == at::kLong && (seed->is_cpu() || seed->device() == x.device()) &&
-                  seed->sym_numel() == 1,
-              "dropout: expected as seed one int64 on ", x.device(), " or the CPU, got ", describe(*seed), " on ",
-              seed->device());
+  TORCH_CHECK(
+      seed->scalar_type() == at::kLong && (seed->is_cpu() || seed->device() == x.device()) && seed->sym_numel() == 1,
+      "dropout: expected as seed one int64 on ", x.device(), " or the CPU, got ", describe(*seed), " on ",
+      seed->device());
   const double threshold = std::nearbyint(drop[0] * 0x1p32);
   const bool all = threshold >= 0x1p32;
   const int64_t* at = x.is_meta() ? nullptr : seed->const_data_ptr<int64_t>();
