@@ -44,7 +44,7 @@ struct Reader {
 
   // What of the gradient lies on an index target alone.
   MEMKIT_FN T hot(int64_t index) const { return op.kept * weight(index); }
-  MEMKIT_FN bool ignored(int64_t row) const { return args.index && args.index[row] == args.ignore_index; }
+  MEMKIT_FN bool ignored(int64_t row) const { return args.ignores(args.index_of(row)); }
 
   MEMKIT_FN void probabilities(int64_t i, T* block, int64_t n) const {
     const Dtype dtype = args.wide_probabilities ? Dtype::float32 : args.dtype;
@@ -53,7 +53,7 @@ struct Reader {
   }
 
   MEMKIT_FN T grad(int64_t row) const {
-    const T grad = static_cast<const T*>(args.grad)[args.grad_a_row ? row : 0];
+    const T grad = args.grad ? static_cast<const T*>(args.grad)[args.grad_a_row ? row : 0] : T(args.constant_grad);
     return args.total ? grad / *static_cast<const T*>(args.total) : grad;
   }
   MEMKIT_FN T slope(T x) const { return args.cap != 0 ? op.cap_slope(x) : T(1); }

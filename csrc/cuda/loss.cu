@@ -1,5 +1,5 @@
 // Cross entropy: where a row's classes are neighbours, as many threads a row as hold it in registers, from one to a block,
-// which walk it where it is longer; else a thread a row.
+// which walk it where it is longer; else a thread a row. Then the sums over rows, in an order that is always the same.
 #include "loss.h"
 #include "loss_row.cuh"
 #include "team.cuh"
@@ -33,11 +33,9 @@ __device__ LossState<T> merged(LossState<T> state) {
   return state;
 }
 
-// The target of a row, where that is an index.
-template <class S>
-__device__ int64_t checked_index(const LossRows<S>& rows, int64_t row) {
-  const int64_t index = rows.index(row);
-  if (rows.args.index && !rows.ignores(index) && uint64_t(index) >= uint64_t(rows.args.classes)) __trap();
+__device__ int64_t checked_index(const LossArgs& args, int64_t row) {
+  const int64_t index = args.index_of(row);
+  if (args.index && !args.ignores(index) && uint64_t(index) >= uint64_t(args.classes)) __trap();
   return index;
 }
 
@@ -53,8 +51,8 @@ __global__ void __launch_bounds__(kRoom<S>) rows_kernel(const LossRows<S> rows) 
   const int64_t row = team_row(), first = row * args.classes;
   const bool real = row < args.rows;
   const int thread = int(threadIdx.x), threads = int(blockDim.x);
-  const int64_t index = real ? checked_index(rows, row) : -1;
-  const bool ignored = rows.ignores(index);
+  const int64_t index = real ? checked_index(args, row) : -1;
+  const bool ignored = args.ignores(index);
   const RowWalk<S> walk(rows.x(first), backward ? rows.out(first) : rows.x(first), real ? args.classes : 0);
   typename LossRows<S>::Numbers numbers{};
   LossForward<S, W, plain> part(rows, walk, first, threads);
@@ -92,9 +90,9 @@ __global__ void __launch_bounds__(kBeside) columns_kernel(const LossRows<S> rows
   const LossArgs& args = rows.args;
   const int64_t step = int64_t(gridDim.x) * blockDim.x;
   for (int64_t row = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; row < args.rows; row += step) {
-    const int64_t index = checked_index(rows, row);
+    const int64_t index = checked_index(args, row);
     const int64_t first = row / args.inner * args.classes * args.inner + row % args.inner;
-    const bool ignored = rows.ignores(index);
+    const bool ignored = args.ignores(index);
     if (forward && ignored) {
       rows.store(row, {});
     } else if (forward) {
@@ -114,6 +112,72 @@ __global__ void __launch_bounds__(kBeside) columns_kernel(const LossRows<S> rows
       store_value(ignored ? T(0) : rows.gradient(g, c, at, *rows.x(at)), rows.out(at));
     }
   }
+}
+
+constexpr int kTogether = 4;  // rows of a thread, asked for before the first is used
+
+template <class T>
+__device__ void store_result(const LossSum& sum, const LossResult& to) {
+  const T total = T(sum.total);
+  if (to.total) *static_cast<T*>(to.total) = total;
+  if (!to.loss) return;
+  const double loss = to.total ? sum.loss / double(total) : sum.loss;
+  switch (to.dtype) {
+    case Dtype::float32: *static_cast<float*>(to.loss) = float(loss); break;
+    case Dtype::float64: *static_cast<double*>(to.loss) = loss; break;
+    case Dtype::float16: narrow(float(loss), static_cast<Half*>(to.loss)); break;
+    case Dtype::bfloat16: narrow(float(loss), static_cast<Bfloat*>(to.loss)); break;
+  }
+}
+
+template <class T>
+__global__ void __launch_bounds__(kTeamMost) reduce_kernel(const LossArgs args, const LossResult to) {
+  const int64_t step = int64_t(gridDim.x) * blockDim.x;
+  LossSum sum;
+  for (int64_t first = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; first < args.rows; first += kTogether * step) {
+    int64_t index[kTogether];
+    T loss[kTogether] = {};
+    MEMKIT_UNROLL
+    for (int k = 0; k < kTogether; ++k) {
+      const int64_t row = first + k * step;
+      if (row >= args.rows) continue;
+      if (to.total) index[k] = checked_index(args, row);
+      if (to.loss) loss[k] = static_cast<const T*>(args.loss)[row];
+    }
+    MEMKIT_UNROLL
+    for (int k = 0; k < kTogether; ++k) {
+      sum.loss += double(loss[k]);
+      if (to.total && first + k * step < args.rows) sum.total += args.row_weight<T>(index[k]);
+    }
+  }
+  sum = team_merge(sum);
+  if (threadIdx.x != 0) return;
+  if (gridDim.x > 1)
+    to.parts[blockIdx.x] = sum;
+  else
+    store_result<T>(sum, to);
+}
+
+template <class T>
+__global__ void __launch_bounds__(kTeamMost) reduce_parts_kernel(const LossResult to, int parts) {
+  LossSum sum;
+  if (int(threadIdx.x) < parts) sum = to.parts[threadIdx.x];
+  sum = team_merge(sum);
+  if (threadIdx.x == 0) store_result<T>(sum, to);
+}
+
+// Whole warps, at least one.
+unsigned reducing_threads(int64_t wanted) {
+  return unsigned(std::clamp<int64_t>((wanted + kLanes - 1) / kLanes * kLanes, kLanes, kTeamMost));
+}
+
+template <class T>
+cudaError_t reduce(const LossArgs& args, const LossResult& to, cudaStream_t stream) {
+  const int blocks = reducing_blocks(args.rows);
+  const unsigned threads = reducing_threads((args.rows + kTogether - 1) / kTogether);
+  launch_kernel(reduce_kernel<T>, unsigned(blocks), threads, stream, args, to);
+  if (blocks > 1) launch_kernel(reduce_parts_kernel<T>, 1, reducing_threads(blocks), stream, to, blocks);
+  return cudaGetLastError();
 }
 
 template <class S, bool forward, bool backward>
@@ -158,6 +222,10 @@ cudaError_t launch(LossPass pass, const LossArgs& args, cudaStream_t stream) {
 }
 
 }  // namespace
+
+int reduce_losses(const LossArgs& args, const LossResult& result, cudaStream_t stream) {
+  return args.dtype == Dtype::float64 ? reduce<double>(args, result, stream) : reduce<float>(args, result, stream);
+}
 
 int cross_entropy(LossPass pass, const LossArgs& args, cudaStream_t stream) {
   switch (args.dtype) {

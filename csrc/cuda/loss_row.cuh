@@ -19,7 +19,6 @@ struct LossRows {
   MEMKIT_FN S* out(int64_t at) const { return static_cast<S*>(args.out) + at; }
   MEMKIT_FN T& number(void* numbers, int64_t row) const { return static_cast<T*>(numbers)[row]; }
   MEMKIT_FN T weight(int64_t c) const { return args.weight ? static_cast<const T*>(args.weight)[c] : T(1); }
-  MEMKIT_FN int64_t index(int64_t row) const { return args.index ? args.index[row] : -1; }
   MEMKIT_FN T value(S logit) const {
     const T x = widen(logit);
     return args.cap != 0 ? op.capped(x) : x;
@@ -47,8 +46,6 @@ struct LossRows {
   struct Numbers {
     T loss, largest, factor;
   };
-  // Whether there is nothing to say of a row; index: its target, where that is one.
-  MEMKIT_FN bool ignores(int64_t index) const { return args.index && index == args.ignore_index; }
   // The logit of the target, where that is an index.
   MEMKIT_FN S target(int64_t first, int64_t index) const { return args.index ? *x(first + index * args.inner) : S{}; }
   MEMKIT_FN Numbers finish(const LossState<T>& state, int64_t index, S target) const {
@@ -61,7 +58,10 @@ struct LossRows {
     return {op.loss(mass, dot, largest, log_sum), largest, op.factor(mass, state.sum, largest, log_sum)};
   }
   MEMKIT_FN void store(int64_t row, const Numbers& numbers) const {
-    number(args.loss, row) = numbers.loss;
+    if (args.narrow_loss)
+      store_value(numbers.loss, static_cast<S*>(args.loss) + row);
+    else
+      number(args.loss, row) = numbers.loss;
     number(args.largest, row) = numbers.largest;
     number(args.factor, row) = numbers.factor;
   }
@@ -72,7 +72,10 @@ struct LossRows {
     int64_t index;  // -1: none
   };
   MEMKIT_FN Gradient gradient_of(int64_t row, int64_t index, T largest, T factor) const {
-    T grad = static_cast<const T*>(args.grad)[args.grad_a_row ? row : 0];
+    const int64_t at = args.grad_a_row ? row : 0;
+    T grad = !args.grad         ? T(args.constant_grad)
+             : args.narrow_grad ? widen(static_cast<const S*>(args.grad)[at])
+                                : static_cast<const T*>(args.grad)[at];
     if (args.total) grad /= *static_cast<const T*>(args.total);
     return {largest, factor, grad, index};
   }

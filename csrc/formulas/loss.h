@@ -37,13 +37,32 @@ struct LossArgs {
   void* largest = nullptr;
   void* factor = nullptr;
   // The backward: wide; the gradient of the loss, one a row or one for all, over what the losses' sum was divided by.
-  const void* grad = nullptr;
+  const void* grad = nullptr;  // null: constant_grad
+  double constant_grad = 1;
   bool grad_a_row = false;
   const void* total = nullptr;  // null: 1
   void* out = nullptr;          // the logits' gradient; may be x
+  // On CUDA, of `dtype` instead of wide.
+  bool narrow_loss = false, narrow_grad = false;
 
   // All of b lies on the target's class: -infinity elsewhere has no part in the loss.
   MEMKIT_FN bool one_class() const { return index && smoothing == 0; }
+  // The target of a row where that is an index, else -1; whether there is nothing to say of a row with this one; and what
+  // such a row adds to what a mean is divided by.
+  MEMKIT_FN int64_t index_of(int64_t row) const { return index ? index[row] : -1; }
+  MEMKIT_FN bool ignores(int64_t target) const { return index && target == ignore_index; }
+  template <class T>
+  MEMKIT_FN double row_weight(int64_t target) const {
+    if (ignores(target)) return 0;
+    return index && weight ? double(static_cast<const T*>(weight)[target]) : 1;
+  }
+};
+
+// Sums over rows, in double, or the losses' sum would be rounded more than they are.
+struct LossSum {
+  double loss = 0, total = 0;
+
+  MEMKIT_FN void merge(const LossSum& other) { loss += other.loss, total += other.total; }
 };
 
 enum class LossPass { forward, backward, both };

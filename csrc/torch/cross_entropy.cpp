@@ -71,15 +71,15 @@ Results forward(const Tensor& input, const Tensor& target, const OptionalTensor&
   TORCH_CHECK_VALUE(input.size(input.dim() > 1) > 0, kOp, ": expected at least 1 class, got input ", input.sizes());
   const Layout layout(input);
   LossCall call = layout.call(target, weight, options);
-  const Tensor total = call.total();
   const c10::SymDimVector shape = rows_shape(input.sym_sizes());
-  const Tensor losses = at::empty(C10_AS_INTARRAYREF_SLOW(shape), wide_options(input)),
-               stats = at::empty({2, layout.rows}, losses.options());
+  const Tensor losses = at::empty(C10_AS_INTARRAYREF_SLOW(shape), input.options().dtype(call.losses_dtype(dtype))),
+               stats = at::empty({2, layout.rows}, wide_options(input));
   call.set_results(losses, stats);
   LossArgs args = call.all();
   args.x = layout.x.const_data_ptr();
   run_loss(LossPass::forward, args, input.device());
-  return {reduce_loss(losses, total, reduction, dtype), stats, total};
+  auto [loss, total] = call.reduce(dtype);
+  return {std::move(loss), stats, std::move(total)};
 }
 
 Results forward_meta(const Tensor& input, const Tensor& target, const OptionalTensor& weight, int64_t reduction,

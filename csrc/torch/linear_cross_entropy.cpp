@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <array>
+#include <vector>
 
 #include "autocast.h"
 #include "checks.h"
@@ -98,9 +99,9 @@ struct Chunks {
 
   Chunks(const Tensor& input, const Tensor& linear_weight, const OptionalTensor& linear_bias, at::ScalarType compute,
          int64_t asked)
-      : x(input.to(compute)),
-        weight(linear_weight.to(compute)),
-        bias(linear_bias ? OptionalTensor(linear_bias->to(compute)) : std::nullopt),
+      : x(in_dtype(input, compute)),
+        weight(in_dtype(linear_weight, compute)),
+        bias(linear_bias ? OptionalTensor(in_dtype(*linear_bias, compute)) : std::nullopt),
         rows(x.size(0)),
         classes(weight.size(0)),
         step(rows_a_chunk(asked, rows, classes, int64_t(x.element_size()), x.device())) {}
@@ -114,19 +115,20 @@ struct Chunks {
     const Tensor scratch = at::empty({std::min(step, rows), classes}, x.options()), transposed = weight.t();
     std::optional<WeightGradient> grad_weight;
     if (wanted[1]) grad_weight.emplace(linear_weight, x.scalar_type(), (rows + step - 1) / step);
-    Tensor grad_input = at::empty({0}, input.options()), grad_bias = at::empty({0}, input.options());
-    if (wanted[0]) grad_input = at::empty_like(input, at::MemoryFormat::Contiguous);
-    if (wanted[2]) grad_bias = at::zeros({classes}, x.options().dtype(wide_dtype(x.scalar_type())));
+    const at::ScalarType wide = wide_dtype(x.scalar_type());
+    const Tensor grad_input =
+        wanted[0] ? at::empty_like(input, at::MemoryFormat::Contiguous) : at::empty({0}, input.options());
+    Tensor grad_bias = wanted[2] && rows == 0 ? at::zeros({classes}, x.options()) : at::empty({0}, input.options());
     for (int64_t first = 0; first < rows; first += step) {
       const int64_t n = std::min(step, rows - first);
-      Tensor logits = scratch.narrow(0, 0, n);
-      const Tensor part = x.narrow(0, first, n);
+      Tensor logits = part_of(scratch, 0, n);
+      const Tensor part = part_of(x, first, n);
       bias ? at::addmm_out(logits, *bias, part, transposed) : at::mm_out(logits, part, transposed);
       LossArgs args = call.rows(first, n);
       args.x = args.out = logits.mutable_data_ptr();
       run_loss(pass, args, x.device());
       if (wanted[0]) {
-        Tensor into = grad_input.narrow(0, first, n);
+        Tensor into = part_of(grad_input, first, n);
         if (input.scalar_type() == x.scalar_type()) {
           at::mm_out(into, logits, weight);
         } else {
@@ -135,10 +137,18 @@ struct Chunks {
         }
       }
       if (wanted[1]) grad_weight->add(logits, part);
-      if (wanted[2]) grad_bias.add_(logits.sum({0}, false, grad_bias.scalar_type()));
+      if (!wanted[2]) continue;
+      const Tensor sum = logits.sum({0}, false, wide);
+      first == 0 ? grad_bias = sum : grad_bias.add_(sum);
     }
     return {grad_input, wanted[1] ? grad_weight->result() : at::empty({0}, linear_weight.options()),
-            wanted[2] ? grad_bias.to(linear_bias->scalar_type()) : grad_bias};
+            wanted[2] ? in_dtype(grad_bias, linear_bias->scalar_type()) : grad_bias};
+  }
+
+ private:
+  // n of x's rows; all of them without a call.
+  static Tensor part_of(const Tensor& x, int64_t first, int64_t n) {
+    return n == x.size(0) ? x : x.narrow(0, first, n);
   }
 };
 
@@ -175,16 +185,16 @@ Results forward(const Tensor& input, const Tensor& linear_weight, const Optional
   TORCH_CHECK_VALUE(linear_weight.size(0) > 0, kOp, ": expected at least 1 class, got weight ", linear_weight.sizes());
   const Chunks chunks(input, linear_weight, linear_bias, compute, chunk);
   LossCall call = chunks.call(target, weight, options);
-  const Tensor total = call.total();
-  const auto wide = chunks.x.options().dtype(wide_dtype(compute));
-  const Tensor losses = at::empty({chunks.rows}, wide), stats = at::empty({2, chunks.rows}, wide);
+  const Tensor losses = at::empty({chunks.rows}, chunks.x.options().dtype(call.losses_dtype(dtype))),
+               stats = at::empty({2, chunks.rows}, chunks.x.options().dtype(wide_dtype(compute)));
   call.set_results(losses, stats);
   const bool any = grads[0] || grads[1] || grads[2];
   const double scale = scale_of(compute);
-  if (any) call.set_grad(at::full({}, scale, wide), scale == 1 ? total : at::empty({0}, wide));
+  if (any) call.set_grad(scale, scale == 1 ? call.total() : Tensor());
   const auto [grad_input, grad_weight, grad_bias] =
       chunks.run(any ? LossPass::both : LossPass::forward, call, input, linear_weight, linear_bias, grads);
-  return {reduce_loss(losses, total, reduction, dtype), stats, total, grad_input, grad_weight, grad_bias};
+  auto [loss, total] = call.reduce(dtype);
+  return {std::move(loss), stats, std::move(total), grad_input, grad_weight, grad_bias};
 }
 
 Grads empty_grads(const Tensor& input, const Tensor& linear_weight, const OptionalTensor& linear_bias,
@@ -219,7 +229,7 @@ Grads backward(const Tensor& grad, const Tensor& input, const Tensor& linear_wei
   const Chunks chunks(input, linear_weight, linear_bias, compute, chunk);
   LossCall call = chunks.call(target, weight, {reduction, ignore_index, smoothing, z, cap});
   call.set_results(Tensor(), stats.contiguous());
-  call.set_grad(grad, at::empty({0}, stats.options()));
+  call.set_grad(grad, Tensor());
   return chunks.run(LossPass::backward, call, input, linear_weight, linear_bias, grads);
 }
 
@@ -270,8 +280,19 @@ struct LinearCrossEntropyBackward : SavedNode {
       return result;
     }
     const Tensor factor = factor_of(grad);
-    for (int i = 0; i < 3; ++i)
-      if (wanted[i]) result[i] = times(take(i), factor);
+    std::vector<Tensor> own;
+    for (int i = 0; i < 3; ++i) {
+      if (!wanted[i]) continue;
+      result[i] = take(i);
+      // Never the node's own tensor while the graph is kept: whoever gets it may write to it.
+      if (!factor.defined())
+        result[i] = autograd::get_current_graph_task_keep_graph() ? result[i].clone() : result[i];
+      else if (is_sole_owner(result[i]))
+        own.push_back(result[i]);
+      else
+        result[i] = result[i] * factor;
+    }
+    if (!own.empty()) at::_foreach_mul_(own, factor);
     return result;
   }
 
@@ -291,17 +312,10 @@ struct LinearCrossEntropyBackward : SavedNode {
   Tensor factor_of(const Tensor& grad) {
     const double scale = scale_of(compute);
     if (scale != 1) {
-      Tensor factor = grad.to(at::kFloat) / scale;
-      return options.reduction == at::Reduction::Mean ? factor / unpack(3) : factor;
+      return (options.reduction == at::Reduction::Mean ? grad / unpack(3) : grad.to(at::kFloat)) / scale;
     }
     const bool readable = is_plain(grad) && grad.is_cpu();  // without waiting for a device
     return readable && grad.item<double>() == 1 ? Tensor() : grad;
-  }
-
-  // Never the node's own tensor while the graph is kept: whoever gets it may write to it.
-  static Tensor times(Tensor kept, const Tensor& factor) {
-    if (!factor.defined()) return autograd::get_current_graph_task_keep_graph() ? kept.clone() : kept;
-    return is_sole_owner(kept) ? kept.mul_(factor) : kept * factor;
   }
 };
 

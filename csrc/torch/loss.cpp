@@ -35,6 +35,8 @@ char* shift(void* p, int64_t bytes) { return p ? static_cast<char*>(p) + bytes :
 
 }  // namespace
 
+Tensor in_dtype(const Tensor& x, at::ScalarType dtype) { return x.scalar_type() == dtype ? x : x.to(dtype); }
+
 int64_t reduction_of(std::string_view op, std::string_view name) {
   if (name == "none") return at::Reduction::None;
   if (name == "mean") return at::Reduction::Mean;
@@ -89,7 +91,7 @@ void check_loss(std::string_view op, c10::SymIntArrayRef logits, c10::Device dev
 
 LossCall::LossCall(std::string_view op, const Tensor& target, const OptionalTensor& weight, const LossOptions& options,
                    at::ScalarType dtype, int64_t rows, int64_t classes, int64_t inner, bool channels_last)
-    : wide_(wide_dtype(dtype)), reduction_(options.reduction) {
+    : dtype_(dtype), wide_(wide_dtype(dtype)), reduction_(options.reduction) {
   args_.dtype = dtype_of(dtype);
   args_.rows = rows;
   args_.classes = classes;
@@ -100,12 +102,12 @@ LossCall::LossCall(std::string_view op, const Tensor& target, const OptionalTens
   args_.cap = options.cap;
   if (target.is_floating_point()) {
     target_ = channels_last ? target.movedim(1, -1) : target;
-    if (target_.scalar_type() != dtype) target_ = target_.to(wide_);
+    if (target_.scalar_type() != dtype) target_ = in_dtype(target_, wide_);
     target_ = target_.contiguous();
     args_.wide_probabilities = target_.scalar_type() == wide_;
     args_.probabilities = target_.const_data_ptr();
   } else {
-    target_ = target.to(at::kLong).contiguous();
+    target_ = in_dtype(target, at::kLong).contiguous();
     args_.index = target_.const_data_ptr<int64_t>();
     if (target_.is_cpu()) {
       const std::optional<int64_t> stray = stray_index(target_, classes, options.ignore_index);
@@ -114,37 +116,13 @@ LossCall::LossCall(std::string_view op, const Tensor& target, const OptionalTens
     }
   }
   if (weight) {
-    weight_ = weight->detach().to(wide_).contiguous();
+    weight_ = in_dtype(*weight, wide_).contiguous();
     args_.weight = weight_.const_data_ptr();
     if (options.smoothing != 0) {
       weight_sum_ = weight_.sum();
       args_.weight_sum = weight_sum_.const_data_ptr();
     }
   }
-}
-
-Tensor LossCall::total() const {
-  const at::TensorOptions options = target_.options().dtype(wide_);
-  if (reduction_ != at::Reduction::Mean) return at::empty({0}, options);
-  return args_.index ? count_weights() : at::scalar_tensor(double(args_.rows), options);
-}
-
-// The sum of the class weights of the rows that are not ignored.
-Tensor LossCall::count_weights() const {
-  if (!runs_on_threads(target_.device())) {
-    const Tensor counted = target_.ne(args_.ignore_index);
-    if (!weight_.defined()) return counted.sum(wide_);
-    return weight_.take(target_.masked_fill(counted.logical_not(), 0)).mul_(counted).sum();
-  }
-  double sum = 0;
-  for (int64_t i = 0; i < target_.numel(); ++i) {
-    const int64_t t = args_.index[i];
-    if (t == args_.ignore_index) continue;
-    sum += !weight_.defined()    ? 1
-           : wide_ == at::kFloat ? double(weight_.const_data_ptr<float>()[t])
-                                 : weight_.const_data_ptr<double>()[t];
-  }
-  return at::scalar_tensor(sum, target_.options().dtype(wide_));
 }
 
 LossArgs LossCall::rows(int64_t first, int64_t count) const {
@@ -154,15 +132,23 @@ LossArgs LossCall::rows(int64_t first, int64_t count) const {
   if (args.index) args.index += first;
   if (args.probabilities)
     args.probabilities = shift(args.probabilities, first * args.classes * int64_t(target_.element_size()));
-  args.loss = shift(args.loss, first * wide);
+  args.loss = shift(args.loss, first * (args.narrow_loss ? int64_t(c10::elementSize(dtype_)) : wide));
   args.largest = shift(args.largest, first * wide);
   args.factor = shift(args.factor, first * wide);
-  if (args.grad_a_row) args.grad = shift(args.grad, first * wide);
+  if (args.grad_a_row)
+    args.grad = shift(args.grad, first * (args.narrow_grad ? int64_t(c10::elementSize(dtype_)) : wide));
   return args;
 }
 
-void LossCall::set_results(const Tensor& loss, const Tensor& stats) {
-  if (loss.defined()) args_.loss = loss.mutable_data_ptr();
+at::ScalarType LossCall::losses_dtype(at::ScalarType dtype) const {
+  const bool as_wanted = reduction_ == at::Reduction::None && dtype == dtype_ && !runs_on_threads(target_.device());
+  return as_wanted ? dtype : wide_;
+}
+
+void LossCall::set_results(const Tensor& losses, const Tensor& stats) {
+  losses_ = losses;
+  args_.loss = losses.defined() ? losses.mutable_data_ptr() : nullptr;
+  args_.narrow_loss = losses.defined() && losses.scalar_type() != wide_;
   args_.largest = stats.mutable_data_ptr();
   args_.factor = shift(args_.largest, int64_t(stats.nbytes()) / 2);
 }
@@ -170,11 +156,72 @@ void LossCall::set_results(const Tensor& loss, const Tensor& stats) {
 void LossCall::set_grad(const Tensor& grad, const Tensor& total) {
   TORCH_CHECK_VALUE(grad.dim() == 0 || grad.numel() == args_.rows,
                     "cross_entropy: expected a gradient of shape [] or of ", args_.rows, " rows, got ", grad.sizes());
-  grad_ = grad.to(wide_).contiguous();
+  const bool readable = grad.scalar_type() == dtype_ && !runs_on_threads(grad.device());
+  grad_ = readable ? grad : in_dtype(grad, wide_);
+  // One number for all also as the gradient of a sum of losses comes: expanded.
+  args_.grad_a_row =
+      std::any_of(grad_.strides().begin(), grad_.strides().end(), [](int64_t each) { return each != 0; });
+  if (args_.grad_a_row) grad_ = grad_.contiguous();
+  set_grad(1, total);
   args_.grad = grad_.const_data_ptr();
-  args_.grad_a_row = grad.dim() > 0;
+  args_.narrow_grad = grad_.scalar_type() != wide_;
+}
+
+void LossCall::set_grad(double grad, const Tensor& total) {
+  args_.constant_grad = grad;
   total_ = total;
-  args_.total = total.numel() > 0 ? total.const_data_ptr() : nullptr;
+  args_.total = total.defined() && total.numel() > 0 ? total.const_data_ptr() : nullptr;
+}
+
+Tensor LossCall::empty_total() const {
+  const at::TensorOptions options = target_.options().dtype(wide_);
+  return reduction_ == at::Reduction::Mean ? at::empty({}, options) : at::empty({0}, options);
+}
+
+Tensor LossCall::total() const {
+  if (reduction_ != at::Reduction::Mean) return empty_total();
+  if (!runs_on_threads(target_.device())) {
+    Tensor total = empty_total();
+    reduce_into(total, Tensor());
+    return total;
+  }
+  double sum = args_.index ? 0 : double(args_.rows);
+  for (int64_t row = 0; args_.index && row < args_.rows; ++row) {
+    const int64_t index = args_.index[row];
+    sum += wide_ == at::kFloat ? args_.row_weight<float>(index) : args_.row_weight<double>(index);
+  }
+  return at::scalar_tensor(sum, target_.options().dtype(wide_));
+}
+
+std::pair<Tensor, Tensor> LossCall::reduce(at::ScalarType dtype) const {
+  if (reduction_ == at::Reduction::None) return {in_dtype(losses_, dtype), empty_total()};
+  if (!runs_on_threads(losses_.device())) {
+    Tensor total = empty_total(), loss = at::empty({}, losses_.options().dtype(dtype));
+    reduce_into(total, loss);
+    return {loss, total};
+  }
+  const Tensor total = this->total();
+  // In double, or the sum's rounding would outweigh that of the rows.
+  if (wide_ == at::kFloat && losses_.numel() < kLossGrain) {  // few: a loop is the cheapest
+    const float* each = losses_.const_data_ptr<float>();
+    double sum = std::accumulate(each, each + losses_.numel(), 0.0);
+    if (reduction_ == at::Reduction::Mean) sum /= double(*total.const_data_ptr<float>());
+    return {at::scalar_tensor(sum, losses_.options().dtype(dtype)), total};
+  }
+  const Tensor sum = losses_.sum(at::kDouble);
+  return {(reduction_ == at::Reduction::Mean ? sum.div(total) : sum).to(dtype), total};
+}
+
+void LossCall::reduce_into(const Tensor& total, const Tensor& loss) const {
+  cuda::LossResult to;
+  if (total.numel() > 0) to.total = total.mutable_data_ptr();
+  if (loss.defined()) to.loss = loss.mutable_data_ptr(), to.dtype = dtype_of(loss);
+  Tensor parts;
+  if (const int64_t blocks = cuda::reducing_blocks(args_.rows); blocks > 1) {
+    parts = at::empty({blocks, int64_t(sizeof(LossSum) / sizeof(double))}, total.options().dtype(at::kDouble));
+    to.parts = static_cast<LossSum*>(parts.mutable_data_ptr());
+  }
+  on_stream(total.device(), [&](auto stream) { return cuda::reduce_losses(args_, to, stream); });
 }
 
 void run_loss(LossPass pass, const LossArgs& args, c10::Device device) {
@@ -186,20 +233,6 @@ void run_loss(LossPass pass, const LossArgs& args, c10::Device device) {
     return;
   }
   on_stream(device, [&](auto stream) { return cuda::cross_entropy(pass, args, stream); });
-}
-
-Tensor reduce_loss(const Tensor& losses, const Tensor& total, int64_t reduction, at::ScalarType dtype) {
-  if (reduction == at::Reduction::None) return losses.to(dtype);
-  // In double, or the sum's rounding would outweigh that of the rows.
-  if (losses.is_cpu() && losses.scalar_type() == at::kFloat &&
-      losses.numel() < kLossGrain) {  // few: a loop is the cheapest
-    const float* each = losses.const_data_ptr<float>();
-    double sum = std::accumulate(each, each + losses.numel(), 0.0);
-    if (reduction == at::Reduction::Mean) sum /= double(*total.const_data_ptr<float>());
-    return at::scalar_tensor(sum, losses.options().dtype(dtype));
-  }
-  const Tensor sum = losses.sum(at::kDouble);
-  return (reduction == at::Reduction::Mean ? sum.div(total) : sum).to(dtype);
 }
 
 Tensor stock_cross_entropy(const Tensor& logits, const Tensor& target, const OptionalTensor& weight,

@@ -7,6 +7,7 @@
 
 #include <optional>
 #include <string_view>
+#include <utility>
 
 #include "../formulas/loss.h"
 #include "optional.h"
@@ -19,6 +20,9 @@ struct LossOptions {
   int64_t ignore_index = -100;
   double smoothing = 0, z = 0, cap = 0;
 };
+
+// As Tensor::to, without a call where nothing changes.
+at::Tensor in_dtype(const at::Tensor& x, at::ScalarType dtype);
 
 int64_t reduction_of(std::string_view op, std::string_view name);
 double softcap_of(std::string_view op, std::optional<double> softcap);
@@ -41,31 +45,35 @@ class LossCall {
   LossCall(std::string_view op, const at::Tensor& target, const OptionalTensor& weight, const LossOptions& options,
            at::ScalarType dtype, int64_t rows, int64_t classes, int64_t inner, bool channels_last);
 
-  // What the losses' sum is divided by, [] in wide dtype; [0] where by nothing.
-  at::Tensor total() const;
-
   // The kernel's arguments for rows [first, first + count) of rows whose classes are neighbours, or for all.
   LossArgs rows(int64_t first, int64_t count) const;
   LossArgs all() const { return args_; }
 
-  // Where the numbers a row go: loss [rows] (may be undefined), stats [2, rows].
-  void set_results(const at::Tensor& loss, const at::Tensor& stats);
-  // The incoming gradient: one number or one a row; total as above.
+  // The dtype that the kernels write losses in which are wanted in `dtype`.
+  at::ScalarType losses_dtype(at::ScalarType dtype) const;
+  // Where the numbers a row go: losses of that dtype (may be undefined), stats [2, rows].
+  void set_results(const at::Tensor& losses, const at::Tensor& stats);
+  // The incoming gradient: one number or one a row; total as below.
   void set_grad(const at::Tensor& grad, const at::Tensor& total);
+  void set_grad(double grad, const at::Tensor& total);
+
+  // What the losses' sum is divided by, [] in wide dtype; [0] where by nothing.
+  at::Tensor total() const;
+  // The losses as they are wanted, in `dtype`, and the total.
+  std::pair<at::Tensor, at::Tensor> reduce(at::ScalarType dtype) const;
 
  private:
-  at::Tensor count_weights() const;
+  at::Tensor empty_total() const;
+  // On CUDA: into the total, unless it is empty, and the loss, unless it is undefined.
+  void reduce_into(const at::Tensor& total, const at::Tensor& loss) const;
 
   LossArgs args_;
-  at::ScalarType wide_;
+  at::ScalarType dtype_, wide_;
   int64_t reduction_;
-  at::Tensor target_, weight_, weight_sum_, grad_, total_;
+  at::Tensor target_, weight_, weight_sum_, losses_, grad_, total_;
 };
 
 void run_loss(LossPass pass, const LossArgs& args, c10::Device device);
-
-// The losses of all rows, reduced, in `dtype`.
-at::Tensor reduce_loss(const at::Tensor& losses, const at::Tensor& total, int64_t reduction, at::ScalarType dtype);
 
 // The same loss in ATen's own differentiable operators, for logits of a wide dtype: where memkit's kernels do not apply.
 at::Tensor stock_cross_entropy(const at::Tensor& logits, const at::Tensor& target, const OptionalTensor& weight,

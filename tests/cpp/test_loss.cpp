@@ -44,8 +44,8 @@ void play_rows(const LossArgs& args, int threads) {
   const cuda::LossRows<S> rows(args);
   for (int64_t row = 0; row < args.rows; ++row) {
     const int64_t first = row * args.classes;
-    const int64_t index = rows.index(row);
-    const bool ignored = rows.ignores(index);
+    const int64_t index = args.index_of(row);
+    const bool ignored = args.ignores(index);
     const cuda::RowWalk<S> walk(rows.x(first), rows.out(first), args.classes);
     const bool held =
         threads >= cuda::kMostSingles && walk.words <= W * threads && walk.n - walk.words * walk.width <= threads;
@@ -77,8 +77,8 @@ void play_columns(const LossArgs& args) {
   const cuda::LossRows<S> rows(args);
   for (int64_t row = 0; row < args.rows; ++row) {
     const int64_t first = row / args.inner * args.classes * args.inner + row % args.inner;
-    const int64_t index = rows.index(row);
-    const bool ignored = rows.ignores(index);
+    const int64_t index = args.index_of(row);
+    const bool ignored = args.ignores(index);
     LossState<typename cuda::LossRows<S>::T> state;
     for (int64_t c = 0; c < args.classes; ++c) {
       const auto x = rows.value(*rows.x(first + c * args.inner));
