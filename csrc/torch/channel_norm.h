@@ -7,6 +7,7 @@
 #include <string_view>
 #include <tuple>
 
+#include "channel_running.h"
 #include "optional.h"
 #include "spec.h"
 
@@ -33,12 +34,12 @@ at::Tensor channel_norm_forward(const ChannelNorm& norm, const at::Tensor& input
                                 const at::Tensor& variance, const OptionalTensor& weight, const OptionalTensor& bias,
                                 at::ScalarType dtype);
 
-// With the input's own statistics, in one go.
+// With the input's own statistics, in one go, towards which running ones are moved.
 struct ChannelNormed {
   at::Tensor out, mean, variance;
 };
 ChannelNormed channel_norm(const ChannelNorm& norm, const at::Tensor& input, const OptionalTensor& weight,
-                           const OptionalTensor& bias, at::ScalarType dtype);
+                           const OptionalTensor& bias, at::ScalarType dtype, const RunningStatistics* running = nullptr);
 
 struct ChannelSums {
   at::Tensor dz, dz_x_hat;  // a channel each: the gradients of bias and weight

@@ -168,6 +168,9 @@ TORCH_LIBRARY(memkit, m) {
   m.def(
       "_batch_norm_act(Tensor input, Tensor? weight, Tensor? bias, Tensor? mean, Tensor? variance, float eps, str act, "
       "float[] params, ScalarType dtype) -> (Tensor out, Tensor mean, Tensor variance)");
+  m.def(
+      "_batch_norm(Tensor input, Tensor? weight, Tensor? bias, Tensor(a!) running_mean, Tensor(b!) running_var, bool "
+      "training, float momentum, float eps, str act, float[] params, ScalarType dtype) -> Tensor");
   m.def("_group_norm(Tensor input, int groups, Tensor? weight, Tensor? bias, float eps, ScalarType dtype) -> Tensor");
   m.def("_channel_moments(Tensor input, int groups) -> (Tensor mean, Tensor variance)");
   m.def(
