@@ -284,8 +284,8 @@ int channel_finish_sums(const Statistics<T>& s, int64_t parts, const double* dz,
 
 template <class T>
 int channel_terms(const Statistics<T>& s, const Numbers& c1, const Numbers& c2, T* terms, CUstream_st* stream) {
-  launch_kernel(terms_kernel<T>, unsigned((s.sets() + kPartThreads - 1) / kPartThreads), kPartThreads, stream, s, c1, c2,
-                TermArrays<T>{terms, s.sets()});
+  launch_kernel(terms_kernel<T>, unsigned((s.sets() + kPartThreads - 1) / kPartThreads), kPartThreads, stream, s, c1,
+                c2, TermArrays<T>{terms, s.sets()});
   return cudaGetLastError();
 }
 

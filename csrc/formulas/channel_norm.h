@@ -181,8 +181,6 @@ struct ChannelStatistics {
 };
 
 // A running statistic after a step that found another.
-MEMKIT_FN double moved(double running, double found, double momentum) {
-  return running + momentum * (found - running);
-}
+MEMKIT_FN double moved(double running, double found, double momentum) { return running + momentum * (found - running); }
 
 }  // namespace memkit

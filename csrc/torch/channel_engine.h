@@ -17,7 +17,7 @@ struct ChannelCall {
   double eps = 0;
   cuda::Numbers weight, bias, mean, variance;
   cuda::Running running;  // moved by run_channel_norm where they are given; CUDA
-  void* dz = nullptr;  // where sums leave what the activation's slope made of grad, in grad's type; CPU
+  void* dz = nullptr;     // where sums leave what the activation's slope made of grad, in grad's type; CPU
   c10::Device device = c10::kCPU;
 };
 

@@ -185,10 +185,12 @@ std::tuple<Tensor, Tensor, Tensor> run(const ChannelNorm& norm, const Tensor& in
     return {made.out, made.mean.to(at::kDouble), made.variance.to(at::kDouble)};
   }
   Tensor out, own_mean, own_variance;
+  bool moved = false;
   if (!mean && all_plain(input, weight, bias)) {
     const at::AutoDispatchBelowADInplaceOrView below;
     ChannelNormed made = channel_norm(norm, input, weight, bias, dtype, running);
     out = std::move(made.out), own_mean = std::move(made.mean), own_variance = std::move(made.variance);
+    moved = made.moved;
   } else {
     if (mean) {
       own_mean = *mean, own_variance = *variance;
@@ -199,6 +201,7 @@ std::tuple<Tensor, Tensor, Tensor> run(const ChannelNorm& norm, const Tensor& in
     }
     out = normalise(norm, input, own_mean, own_variance, weight, bias, dtype);
   }
+  if (running && !moved) running->move(own_mean, own_variance, input.numel() / input.size(1));
   if (autograd::compute_requires_grad(input, weight, bias)) {
     auto node = make_node<ChannelNormBackward>();
     node->set_next_edges(autograd::collect_next_edges(input, weight, bias));

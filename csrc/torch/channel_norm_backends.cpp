@@ -105,10 +105,9 @@ c10::SymDimVector statistics_shape(const ChannelNorm& norm, const Tensor& x) {
   return {x.sym_size(1)};
 }
 
-// On the CPU past the dispatcher, which takes as long as a small pass.
 Tensor doubles(c10::SymIntArrayRef shape, const Tensor& x) {
-  if (x.is_cpu()) return Tensor(at::detail::empty_cpu(C10_AS_INTARRAYREF_SLOW(shape), at::kDouble));
-  return at::empty_symint(shape, x.options().dtype(at::kDouble));
+  if (x.is_meta()) return at::empty_symint(shape, x.options().dtype(at::kDouble));
+  return fresh(C10_AS_INTARRAYREF_SLOW(shape), at::kDouble, x.device());
 }
 
 Tensor empty_statistics(const ChannelNorm& norm, const Tensor& x) { return doubles(statistics_shape(norm, x), x); }
@@ -181,19 +180,17 @@ ChannelNormed channel_norm(const ChannelNorm& norm, const Tensor& input, const O
   ChannelCall call = call_of(norm, x, dtype);
   const Operands operands(call, norm, x, mean, variance, weight, bias);
   call.args.y = out.mutable_data_ptr();
-  const int64_t count = x.numel() / x.size(1);
-  const bool by_kernel = running && !runs_on_threads(call.device) && has_kernels(running->mean) &&
-                         has_kernels(running->variance);
+  const bool by_kernel =
+      running && !runs_on_threads(call.device) && has_kernels(running->mean) && has_kernels(running->variance);
   if (by_kernel)
-    call.running = {numbers_to(running->mean), numbers_to(running->variance), running->momentum, unbiased(count)};
+    call.running = {numbers_to(running->mean), numbers_to(running->variance), running->momentum,
+                    unbiased(x.numel() / x.size(1))};
   run_channel_norm(call);
   if (by_kernel) {
     torch::autograd::impl::bump_version(running->mean);
     torch::autograd::impl::bump_version(running->variance);
-  } else if (running) {
-    running->move(mean, variance, count);
   }
-  return {out, mean, variance};
+  return {out, mean, variance, by_kernel};
 }
 
 Tensor gradient_of(const OptionalTensor& parameter, const Tensor& sums) {
@@ -258,9 +255,7 @@ ChannelGradients channel_norm_gradients(const ChannelNorm& norm, const Tensor& g
   call.args.grad = g.const_data_ptr();
   call.args.grad_input = grad_input.mutable_data_ptr();
   if (!runs_on_threads(call.device)) {
-    const auto empty = [](const OptionalTensor& parameter) {
-      return parameter ? at::empty_like(*parameter, at::MemoryFormat::Contiguous) : Tensor();
-    };
+    const auto empty = [](const OptionalTensor& parameter) { return parameter ? fresh_like(*parameter) : Tensor(); };
     const Tensor grad_weight = empty(weight), grad_bias = empty(bias);
     gradients_on_stream(call, numbers_to(grad_weight), numbers_to(grad_bias));
     return {grad_input, grad_weight, grad_bias};
@@ -316,7 +311,9 @@ Tensor batch_norm_op(const Tensor& input, const OptionalTensor& weight, const Op
   const ChannelNorm norm{0, eps, act, params};
   if (!training) return channel_norm_forward(norm, input, running_mean, running_var, weight, bias, dtype);
   const RunningStatistics running{running_mean, running_var, momentum};
-  return channel_norm(norm, input, weight, bias, dtype, &running).out;
+  const ChannelNormed made = channel_norm(norm, input, weight, bias, dtype, &running);
+  if (!made.moved) running.move(made.mean, made.variance, input.numel() / input.size(1));
+  return made.out;
 }
 
 Tensor group_norm_op(const Tensor& input, int64_t groups, const OptionalTensor& weight, const OptionalTensor& bias,

@@ -74,8 +74,7 @@ std::optional<Tensor> batch_norm_act_entry(const Tensor& input, OptionalTensor w
                   std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const OptionalTensor&, const OptionalTensor&,
                                                      const OptionalTensor&, const OptionalTensor&, double,
                                                      c10::string_view, c10::ArrayRef<double>, at::ScalarType))(
-          input, weight, bias, training ? none : running_mean, training ? none : running_var, eps, act, params,
-          dtype);
+          input, weight, bias, training ? none : running_mean, training ? none : running_var, eps, act, params, dtype);
   if (training && keeps) RunningStatistics{*running_mean, *running_var, momentum}.move(mean, variance, count);
   return out;
 }

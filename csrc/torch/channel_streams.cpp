@@ -65,8 +65,8 @@ void launch_gradients(ChannelCall call, const Numbers& weight, const Numbers& bi
     const Workspace<T> space(call, parts, backward);
     call.args.terms = space.terms;
     if (const int error = cuda::channel_sums<T>(call.args, s, parts, space.first, space.second, stream)) return error;
-    const int error = cuda::channel_finish_sums<T>(s, parts, space.first, space.second,
-                                                   {weight, bias, c1, c2, space.terms}, stream);
+    const int error =
+        cuda::channel_finish_sums<T>(s, parts, space.first, space.second, {weight, bias, c1, c2, space.terms}, stream);
     return error || !backward ? error : cuda::channel_backward(call.args, stream);
   });
 }
@@ -90,7 +90,8 @@ void moments_on_stream(const ChannelCall& call) { launch_norm(call, false); }
 void norm_on_stream(const ChannelCall& call) { launch_norm(call, true); }
 
 void forward_on_stream(const ChannelCall& call) {
-  launch_given(call, nullptr, nullptr, [](const ChannelArgs& args, auto stream) { return cuda::channel_forward(args, stream); });
+  launch_given(call, nullptr, nullptr,
+               [](const ChannelArgs& args, auto stream) { return cuda::channel_forward(args, stream); });
 }
 
 void sums_on_stream(const ChannelCall& call, double* dz, double* dz_x_hat, double* c1, double* c2) {
