@@ -269,6 +269,49 @@ def test_state_that_training_changed_has_another_version() -> None:
     assert all(each._version > before[name] for name, each in norm.named_buffers())
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float64, *LOW], ids=str)
+def test_running_statistics_move_in_their_own_dtype(
+    dtype: torch.dtype, momentum: float, device: torch.device
+) -> None:
+    """Of few parts, of many and of columns, those that a kernel takes in different ways; with a gradient and without."""
+    for shape, grad in (((3, 5, 40), True), ((40, 3, 7), False), ((700, 6), True)):
+        x = (normal(shape, torch.float32, 0) + 3).to(device).requires_grad_(grad)
+        mean = normal(shape[1:2], dtype, 1).to(device)
+        variance = uniform(shape[1:2], dtype, 2, 0.5, 2).to(device)
+        others = [each.clone() for each in (mean, variance)]
+        y = M.batch_norm_act(x, mean, variance, training=True, momentum=momentum, act="relu")
+        assert mean._version == variance._version == 1
+        assert y.requires_grad == grad
+        dims = [d for d in range(x.dim()) if d != 1]
+        found = torch.var_mean(x.detach().double(), dims)
+        for running, before, new in zip((mean, variance), others, found[::-1], strict=True):
+            want = before.double() + momentum * (new - before.double())
+            torch.testing.assert_close(running, want.to(dtype))
+            assert momentum != 0 or torch.equal(running, before)
+        y = M.batch_norm_act(x, mean, variance, act="relu")
+        assert mean._version == variance._version == 1
+        torch.testing.assert_close(y, F.batch_norm(x, mean.float(), variance.float()).relu())
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
+def test_parameters_of_another_dtype(dtype: torch.dtype, kind: torch.dtype, device: torch.device) -> None:
+    """Their gradients are of their own, rounded once."""
+    shape = (5, 24, 6, 7)
+    x, grad = (normal(shape, kind, seed).to(device) for seed in (0, 5))
+    own = [each.to(device) for each in parameters(24, dtype)]
+    for groups in (0, 2, 12):
+
+        def call(x: Tensor, *p: Tensor, groups: int = groups) -> Tensor:
+            return M.group_norm(x, groups, *p) if groups else M.batch_norm_act(x, None, None, *p, True)
+
+        mine, wide = run(call, [x, *own], [grad]), run(call, [x, *(p.float() for p in own)], [grad])
+        for a, b in zip(mine, wide, strict=True):
+            torch.testing.assert_close(a.float(), b.to(a.dtype).float())
+        assert [each.dtype for each in mine] == [kind, kind, dtype, dtype]
+
+
 def test_modules_are_their_twins() -> None:
     pairs = [
         (memkit.nn.LayerNorm((3, 4), 1e-6, bias=False), nn.LayerNorm((3, 4), 1e-6, bias=False)),

@@ -188,6 +188,18 @@ def test_channels(dtype: torch.dtype, last: bool, shape: tuple[int, ...]) -> Non
         assert_as_good_as_stock("y input weight bias", mine, theirs, want, units=2)
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_a_batch_norm_is_one_operator(training: bool) -> None:
+    """Nothing of PyTorch's beside it: a small tensor would take longer for that than for the norm."""
+    norm = memkit.nn.BatchNorm2d(8, act="silu").to(CUDA).train(training)
+    norm.num_batches_tracked = None  # which PyTorch counts on a GPU
+    x = normal((4, 8, 5, 5), torch.float32, 0).to(CUDA).requires_grad_()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        norm(x)
+    called = {event.name for event in profile.events() if "::" in event.name}
+    assert called == {"memkit::_batch_norm"}
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_what_the_caller_insists_on_is_judged_by_the_weights_as_they_are(op: str) -> None:
     """Whatever is known of them so far: nothing in the first call, and of those before where they have changed since."""

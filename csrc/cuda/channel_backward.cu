@@ -1,5 +1,4 @@
 #include "channel_kernels.cuh"
-#include "channel_norm.h"
 
 namespace memkit::cuda {
 

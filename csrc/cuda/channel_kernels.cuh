@@ -6,6 +6,8 @@
 
 #include "../formulas/channel_norm.h"
 #include "bias.cuh"
+#include "channel_norm.h"
+#include "numbers.cuh"
 #include "vector.cuh"
 
 namespace memkit::cuda {
@@ -160,13 +162,28 @@ __device__ void for_plane_slots(const ChannelArgs& args, F&& f) {
     f(PlaneSlots<planes>{first, args.planes(), args.inner});
 }
 
+constexpr int kChannelThreads = 256;
 constexpr int kPlanesOfMoments = 4, kPlanesOfSums = 2;
 constexpr int kShortPlane = kLanes * kWidth;
 
+// What the sums need of a set's terms: the center alone where there is no activation. A warp makes them for a block, as most
+// devices are slow in double precision.
 template <class T>
-__device__ ChannelTerms<T> set_terms(const ChannelArgs& args, int64_t set) {
-  const TermArrays<const T> arrays{static_cast<const T*>(args.terms), args.sets};
-  return {arrays.center()[set], arrays.scale()[set], arrays.shift()[set], T(0), T(0)};
+__device__ ChannelTerms<T> sum_terms(const ChannelArgs& args, const Statistics<T>& s, int64_t set) {
+  const int64_t i = s.statistic_of(set);
+  if (!args.has_act) return {T(s.mean[i])};
+  return s.terms_from(s.mean[i], s.rstd(i), set % s.channels);
+}
+
+// Those of a plane that a warp or a whole block has.
+template <class T>
+__device__ ChannelTerms<T> plane_terms(const ChannelArgs& args, const Statistics<T>& s, int64_t plane) {
+  if (blockDim.x <= kLanes) return sum_terms(args, s, plane % args.sets);
+  __shared__ ChannelTerms<T> shared;
+  __syncthreads();  // the last ones have been read
+  if (threadIdx.x == 0) shared = sum_terms(args, s, plane % args.sets);
+  __syncthreads();
+  return shared;
 }
 
 // dz and dz (x - center) of eight elements, added up.
@@ -184,32 +201,39 @@ __device__ void add_sums(const ChannelArgs& args, const ChannelTerms<T>& t, cons
 
 // Aligned.
 template <class T>
-__global__ void short_plane_sums_kernel(const ChannelArgs args, double* dz, double* dz_distance) {
+__global__ void short_plane_sums_kernel(const ChannelArgs args, const Statistics<T> s, double* dz,
+                                        double* dz_distance) {
   constexpr int n = kPlanesOfSums;
+  __shared__ ChannelTerms<T> terms[n * kChannelThreads];
   for_plane_slots<n>(args, [&](const PlaneSlots<n>& slot) {
     RawVector<T> x[n] = {}, g[n] = {};
     MEMKIT_UNROLL
-    for (int s = 0; s < n; ++s) {
-      if (!slot.exists(s)) continue;
-      x[s].load(args.x, args.dtype, slot.at(s));
-      g[s].load(args.grad, args.out_dtype, slot.at(s));
+    for (int i = 0; i < n; ++i) {
+      if (!slot.exists(i)) continue;
+      x[i].load(args.x, args.dtype, slot.at(i));
+      g[i].load(args.grad, args.out_dtype, slot.at(i));
     }
+    __syncthreads();  // the last terms have been read
+    for (int p = threadIdx.y * blockDim.x + threadIdx.x; p < n * int(blockDim.y); p += kChannelThreads)
+      if (slot.first + p < slot.all) terms[p] = sum_terms(args, s, (slot.first + p) % args.sets);
+    __syncthreads();
     Pair<T> sums[n] = {};
     MEMKIT_UNROLL
-    for (int s = 0; s < n; ++s)
-      if (slot.exists(s))
-        add_sums(args, set_terms<T>(args, slot.plane(s) % args.sets), x[s].values(args.dtype),
-                 g[s].values(args.out_dtype), kWidth, sums[s]);
+    for (int i = 0; i < n; ++i)
+      if (slot.exists(i))
+        add_sums(args, terms[slot.plane(i) - slot.first], x[i].values(args.dtype), g[i].values(args.out_dtype), kWidth,
+                 sums[i]);
     block_sums(sums);
-    slot.each_once([&](int s) { dz[slot.plane(s)] = sums[s].a, dz_distance[slot.plane(s)] = sums[s].b; });
+    slot.each_once([&](int i) { dz[slot.plane(i)] = sums[i].a, dz_distance[slot.plane(i)] = sums[i].b; });
   });
 }
 
 template <class T>
-__global__ void plane_sums_kernel(const ChannelArgs args, const bool wide, double* dz, double* dz_distance) {
+__global__ void plane_sums_kernel(const ChannelArgs args, const Statistics<T> s, const bool wide, double* dz,
+                                  double* dz_distance) {
   for_planes(args, [&](int64_t plane) {
     const int64_t begin = plane * args.inner, end = begin + args.inner;
-    const ChannelTerms<T> t = set_terms<T>(args, plane % args.sets);
+    const ChannelTerms<T> t = plane_terms(args, s, plane);
     Pair<double> sum{0, 0};
     for_eights<T, 2>(begin, end, wide, args.x, args.dtype, [&](const Vector<T>& x, int64_t i) {
       Pair<T> own{0, 0};
@@ -261,16 +285,22 @@ struct ColumnSums {
 
 template <class T>
 __global__ void __launch_bounds__(kColumnThreads, sizeof(T) == 8 ? 1 : 2)
-    column_sums_kernel(const ChannelArgs args, const bool wide, double* dz, double* dz_distance) {
+    column_sums_kernel(const ChannelArgs args, const Statistics<T> s, const bool wide, double* dz,
+                       double* dz_distance) {
   const ColumnShare share(args);
   const int64_t c = share.c, channels = share.channels;
-  const TermArrays<const T> arrays{static_cast<const T*>(args.terms), args.sets};
+  __shared__ ChannelTerms<T> terms[kLanes * kWidth];
+  const int thread = int(threadIdx.y * blockDim.x + threadIdx.x);
+  const int64_t own = int64_t(blockIdx.x) * blockDim.x * kWidth + thread;
+  if (thread < int(blockDim.x) * kWidth && own < channels) terms[thread] = sum_terms(args, s, own);
+  __syncthreads();
   Vector<T> center = {}, scale = {}, shift = {};
   Vector<double> sum = {}, sum_distance = {};
   MEMKIT_UNROLL
-  for (int k = 0; k < kWidth; ++k)
-    if (c + k < channels)
-      center.x[k] = arrays.center()[c + k], scale.x[k] = arrays.scale()[c + k], shift.x[k] = arrays.shift()[c + k];
+  for (int k = 0; k < kWidth; ++k) {
+    const ChannelTerms<T>& t = terms[threadIdx.x * kWidth + k];
+    if (c + k < channels) center.x[k] = t.center, scale.x[k] = t.scale, shift.x[k] = t.shift;
+  }
   if (c < channels) {
     for (int64_t row = share.begin + threadIdx.y; row < share.end; row += blockDim.y) {
       const int64_t at = row * channels + c, row_end = (row + 1) * channels;
@@ -296,8 +326,6 @@ __global__ void __launch_bounds__(kColumnThreads, sizeof(T) == 8 ? 1 : 2)
 }
 
 // -- from a call to the launch ---------------------------------------------------------------------------------------------
-
-constexpr int kChannelThreads = 256;
 
 inline bool channel_aligned(const ChannelArgs& args) {
   return is_aligned(args.x) && is_aligned(args.y) && is_aligned(args.grad) && is_aligned(args.grad_input);

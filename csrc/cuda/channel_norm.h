@@ -1,31 +1,52 @@
 // Batch and group norm with an activation on CUDA devices. Each call launches one kernel on the given stream of the
-// current device and returns the launch's error code (cudaError_t; 0 is success). Terms are of the type computed in, moments, sums
-// and statistics double.
+// current device and returns the launch's error code (cudaError_t; 0 is success). Terms are of the type computed in, moments
+// and sums double.
 #pragma once
 
 #include "../formulas/channel_norm.h"
+#include "numbers.h"
 
 struct CUstream_st;
 
 namespace memkit::cuda {
+
+template <class T>
+using Statistics = ChannelStatistics<T, Numbers, Numbers>;
+
+// Batch norm's running statistics, which move by `momentum` towards the mean and `factor` times the variance.
+struct Running {
+  Numbers mean, variance;
+  double momentum = 0, factor = 1;
+};
+
+// Where what is made of sums goes, each where it is given: parameters' gradients; c1 and c2; backward's terms.
+template <class T>
+struct FromSums {
+  Numbers grad_weight, grad_bias, c1, c2;
+  T* terms = nullptr;
+};
 
 // How many parts of the tensor the moments and sums are taken of, each into a place of its own: planes, or in the layout
 // of columns `channels` for each of some ranges of rows.
 int channel_parts(const ChannelArgs& args, int64_t& parts);
 
 int channel_moments(const ChannelArgs& args, int64_t parts, double* means, double* m2, CUstream_st* stream);
+// Statistics, into those of s; from them the forward's terms and the running statistics, where there are such.
+template <class T>
+int channel_finish_moments(const Statistics<T>& s, const double* means, const double* m2, const Running& running,
+                           T* terms, CUstream_st* stream);
 int channel_forward(const ChannelArgs& args, CUstream_st* stream);
-int channel_sums(const ChannelArgs& args, int64_t parts, double* dz, double* dz_distance, CUstream_st* stream);
+
+template <class T>
+int channel_sums(const ChannelArgs& args, const Statistics<T>& s, int64_t parts, double* dz, double* dz_distance,
+                 CUstream_st* stream);
+template <class T>
+int channel_finish_sums(const Statistics<T>& s, int64_t parts, const double* dz, const double* dz_distance,
+                        const FromSums<T>& to, CUstream_st* stream);
 int channel_backward(const ChannelArgs& args, CUstream_st* stream);
 
-// The steps between them.
+// Terms of statistics that are given; with c1 and c2, backward's.
 template <class T>
-int channel_finish_moments(const ChannelStatistics<T>& s, const double* means, const double* m2, CUstream_st* stream);
-template <class T>
-int channel_terms(const ChannelStatistics<T>& s, int64_t sets, const double* c1, const double* c2, T* terms,
-                  CUstream_st* stream);
-template <class T>
-int channel_finish_sums(const ChannelStatistics<T>& s, int64_t parts, const double* dz, const double* dz_distance,
-                        double* sum_dz, double* sum_dz_x_hat, double* c1, double* c2, CUstream_st* stream);
+int channel_terms(const Statistics<T>& s, const Numbers& c1, const Numbers& c2, T* terms, CUstream_st* stream);
 
 }  // namespace memkit::cuda

@@ -1,6 +1,5 @@
-// Moments of planes and columns, and the steps between the passes over the tensor: a thread for each statistic or set.
+// Moments of planes and columns, and the steps between the passes over the tensor.
 #include "channel_kernels.cuh"
-#include "channel_norm.h"
 
 namespace memkit::cuda {
 namespace {
@@ -129,76 +128,105 @@ __global__ void __launch_bounds__(kColumnThreads)
   });
 }
 
-// f(i) for i in [0, n), a thread each.
-template <class F>
-__global__ void each_kernel(const int64_t n, const F f) {
-  const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i < n) f(i);
-}
-
-template <class F>
-int for_each(int64_t n, cudaStream_t stream, const F& f) {
-  launch_kernel(each_kernel<F>, unsigned((n + 127) / 128), 128, stream, n, f);
-  return cudaGetLastError();
-}
-
-// Parts up to which one thread takes a statistic; of more parts a block of kPartThreads takes it.
+// Of few parts a statistic is taken by each of its sets' threads, of more by a block, whose threads then have its sets.
 constexpr int64_t kFewParts = 16;
 constexpr int kPartThreads = 256;
 
 template <class T>
-struct FinishMoments {
-  ChannelStatistics<T> s;
-  const double *means, *m2;
-  __device__ void operator()(int64_t i) const { s.finish_moments(i, means, m2); }
+MEMKIT_FN bool is_few(const Statistics<T>& s) {
+  return s.count <= kFewParts;
+}
+template <class T>
+int64_t statistic_blocks(const Statistics<T>& s) {
+  return is_few(s) ? (s.sets() + kPartThreads - 1) / kPartThreads : s.statistics;
+}
+
+struct Alone {
+  int64_t first = 0, step = 1;
+  __device__ double sum(double own) const { return own; }
+  __device__ Pair<double> sums(Pair<double> own) const { return own; }
+};
+struct Together {
+  int64_t first = threadIdx.x, step = blockDim.x;
+  __device__ double sum(double own) const { return block_sum(Pair<double>{own, 0}).a; }
+  __device__ Pair<double> sums(Pair<double> own) const { return block_sum(own); }
 };
 
-// The mean first, then the distances from it.
-template <class T>
-__global__ void finish_moments_kernel(const ChannelStatistics<T> s, const double* means, const double* m2) {
-  const int64_t i = blockIdx.x, many = s.size / s.together;
-  const int64_t alike = many % s.count == 0 ? many / s.count * s.together : 0;
-  const auto size = [&](int64_t j) { return double(alike ? alike : s.part_size(j)); };
-  Pair<double> sum{0, 0}, squares{0, 0};
-  for (int64_t j = threadIdx.x; j < s.count; j += blockDim.x) sum.a += size(j) * means[s.part(i, j)];
-  const double mean = block_sum(sum).a / double(s.size);
-  for (int64_t j = threadIdx.x; j < s.count; j += blockDim.x) {
-    const double d = means[s.part(i, j)] - mean;
-    squares.a += m2[s.part(i, j)] + size(j) * d * d;
+// f(who takes the parts, statistic, the thread's first set of it, where its sets end). Every step-th set is the thread's.
+template <class T, class F>
+__device__ void for_statistic(const Statistics<T>& s, F&& f) {
+  const int64_t sets = s.sets_of_one();
+  if (is_few(s)) {
+    const int64_t set = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (set < s.sets()) f(Alone{}, s.statistic_of(set), set, set + 1);
+  } else {
+    const int64_t i = blockIdx.x;
+    f(Together{}, i, i * sets + threadIdx.x, (i + 1) * sets);
   }
-  squares = block_sum(squares);
-  if (threadIdx.x == 0) s.mean[i] = mean, s.variance[i] = squares.a / double(s.size);
 }
 
 template <class T>
-struct MakeTerms {
-  ChannelStatistics<T> s;
-  const double *c1, *c2;
-  TermArrays<T> terms;
-  __device__ void operator()(int64_t set) const { terms.put(set, s.terms(set, c1, c2)); }
-};
+__global__ void finish_moments_kernel(const Statistics<T> s, const double* means, const double* m2,
+                                      const Running running, const TermArrays<T> terms) {
+  for_statistic(s, [&](const auto& team, int64_t i, int64_t set, int64_t end) {
+    const Moments<double> all =
+        s.moments_of(i, means, m2, team.first, team.step, [&](double own) { return team.sum(own); });
+    const double variance = all.m2 / double(s.size);
+    if (set == i * s.sets_of_one()) {
+      s.mean.put(i, all.mean), s.variance.put(i, variance);
+      if (running.mean) {
+        running.mean.put(i, moved(running.mean[i], all.mean, running.momentum));
+        running.variance.put(i, moved(running.variance[i], running.factor * variance, running.momentum));
+      }
+    }
+    if (!terms.data) return;
+    const double root = reciprocal_root(variance, s.eps);
+    for (; set < end; set += team.step) terms.put(set, s.terms_from(all.mean, root, set % s.channels));
+  });
+}
 
-// First the statistics, a thread or a block each, then the channels, a block each.
+// Group norm's parameters have blocks behind those of the statistics, one a channel.
 template <class T>
-__global__ void finish_sums_kernel(const ChannelStatistics<T> s, const int64_t of_statistics, const int64_t parts,
-                                   const double* dz, const double* dz_distance, double* sum_dz, double* sum_dz_x_hat,
-                                   double* c1, double* c2) {
-  using Sums = typename ChannelStatistics<T>::Sums;
-  const auto all = [](const Sums& own) {
-    const Pair<double> sum = block_sum(Pair<double>{own.dz, own.distance});
-    return Sums{sum.a, sum.b};
+__global__ void finish_sums_kernel(const Statistics<T> s, const int64_t of_statistics, const int64_t parts,
+                                   const double* dz, const double* dz_distance, const FromSums<T> to) {
+  using Sums = typename Statistics<T>::Sums;
+  const auto put = [&](int64_t channel, const Sums& sums) {
+    if (to.grad_weight) to.grad_weight.put(channel, sums.distance);
+    if (to.grad_bias) to.grad_bias.put(channel, sums.dz);
+  };
+  const auto add_up = [](const auto& team, const Sums& own) {
+    const Pair<double> sums = team.sums({own.dz, own.distance});
+    return Sums{sums.a, sums.b};
   };
   if (blockIdx.x >= of_statistics) {
+    const Together team;
     const int64_t channel = blockIdx.x - of_statistics;
-    const Sums sums = all(s.parameter_sums(channel, parts, dz, dz_distance, threadIdx.x, blockDim.x));
-    if (threadIdx.x == 0) sum_dz[channel] = sums.dz, sum_dz_x_hat[channel] = sums.distance;
-  } else if (s.count > kFewParts) {
-    const Sums sums = all(s.sums_of(blockIdx.x, dz, dz_distance, threadIdx.x, blockDim.x));
-    if (threadIdx.x == 0) s.finish_sums(blockIdx.x, sums, c1, c2);
-  } else {
-    const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-    if (i < s.statistics) s.finish_sums(i, s.sums_of(i, dz, dz_distance), c1, c2);
+    const Sums sums = add_up(team, s.parameter_sums(channel, parts, dz, dz_distance, team.first, team.step));
+    if (threadIdx.x == 0) put(channel, sums);
+    return;
   }
+  for_statistic(s, [&](const auto& team, int64_t i, int64_t set, int64_t end) {
+    const double mean = s.mean[i], root = s.rstd(i);
+    const Sums own = s.sums_of(i, dz, dz_distance, team.first, team.step);
+    const Sums sums = s.normalised(add_up(team, own), mean, root), share = s.share_of(i, sums);
+    if (set == i * s.sets_of_one()) {
+      if (s.groups == 0) put(i, sums);
+      if (to.c1) to.c1.put(i, share.dz), to.c2.put(i, share.distance);
+    }
+    if (!to.terms) return;
+    const TermArrays<T> terms{to.terms, s.sets()};
+    for (; set < end; set += team.step)
+      terms.put(set, s.terms_from(mean, root, set % s.channels, share.dz, share.distance));
+  });
+}
+
+template <class T>
+__global__ void terms_kernel(const Statistics<T> s, const Numbers c1, const Numbers c2, const TermArrays<T> terms) {
+  const int64_t set = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (set >= terms.sets) return;
+  const int64_t i = s.statistic_of(set), channel = set % s.channels;
+  const double mean = s.mean[i], root = s.rstd(i);
+  terms.put(set, c1 ? s.terms_from(mean, root, channel, c1[i], c2[i]) : s.terms_from(mean, root, channel));
 }
 
 template <class T>
@@ -237,32 +265,36 @@ int channel_moments(const ChannelArgs& args, int64_t parts, double* means, doubl
 }
 
 template <class T>
-int channel_finish_moments(const ChannelStatistics<T>& s, const double* means, const double* m2, CUstream_st* stream) {
-  if (s.count <= kFewParts) return for_each(s.statistics, stream, FinishMoments<T>{s, means, m2});
-  launch_kernel(finish_moments_kernel<T>, unsigned(s.statistics), kPartThreads, stream, s, means, m2);
+int channel_finish_moments(const Statistics<T>& s, const double* means, const double* m2, const Running& running,
+                           T* terms, CUstream_st* stream) {
+  launch_kernel(finish_moments_kernel<T>, unsigned(statistic_blocks(s)), kPartThreads, stream, s, means, m2, running,
+                TermArrays<T>{terms, s.sets()});
   return cudaGetLastError();
 }
 
 template <class T>
-int channel_terms(const ChannelStatistics<T>& s, int64_t sets, const double* c1, const double* c2, T* terms,
-                  CUstream_st* stream) {
-  return for_each(sets, stream, MakeTerms<T>{s, c1, c2, {terms, sets}});
+int channel_finish_sums(const Statistics<T>& s, int64_t parts, const double* dz, const double* dz_distance,
+                        const FromSums<T>& to, CUstream_st* stream) {
+  const int64_t of_statistics = statistic_blocks(s);
+  const int64_t of_parameters = s.groups && (to.grad_weight || to.grad_bias) ? s.channels : 0;
+  launch_kernel(finish_sums_kernel<T>, unsigned(of_statistics + of_parameters), kPartThreads, stream, s, of_statistics,
+                parts, dz, dz_distance, to);
+  return cudaGetLastError();
 }
 
 template <class T>
-int channel_finish_sums(const ChannelStatistics<T>& s, int64_t parts, const double* dz, const double* dz_distance,
-                        double* sum_dz, double* sum_dz_x_hat, double* c1, double* c2, CUstream_st* stream) {
-  const int64_t of_statistics = s.count > kFewParts ? s.statistics : (s.statistics + kPartThreads - 1) / kPartThreads;
-  launch_kernel(finish_sums_kernel<T>, unsigned(of_statistics + s.channels), kPartThreads, stream, s, of_statistics,
-                parts, dz, dz_distance, sum_dz, sum_dz_x_hat, c1, c2);
+int channel_terms(const Statistics<T>& s, const Numbers& c1, const Numbers& c2, T* terms, CUstream_st* stream) {
+  launch_kernel(terms_kernel<T>, unsigned((s.sets() + kPartThreads - 1) / kPartThreads), kPartThreads, stream, s, c1,
+                c2, TermArrays<T>{terms, s.sets()});
   return cudaGetLastError();
 }
 
 #define MEMKIT_STEPS(T)                                                                                                \
-  template int channel_finish_moments<T>(const ChannelStatistics<T>&, const double*, const double*, CUstream_st*);     \
-  template int channel_terms<T>(const ChannelStatistics<T>&, int64_t, const double*, const double*, T*, CUstream_st*); \
-  template int channel_finish_sums<T>(const ChannelStatistics<T>&, int64_t, const double*, const double*, double*,     \
-                                      double*, double*, double*, CUstream_st*);
+  template int channel_finish_moments<T>(const Statistics<T>&, const double*, const double*, const Running&, T*,       \
+                                         CUstream_st*);                                                                \
+  template int channel_finish_sums<T>(const Statistics<T>&, int64_t, const double*, const double*, const FromSums<T>&, \
+                                      CUstream_st*);                                                                   \
+  template int channel_terms<T>(const Statistics<T>&, const Numbers&, const Numbers&, T*, CUstream_st*);
 MEMKIT_STEPS(float)
 MEMKIT_STEPS(double)
 #undef MEMKIT_STEPS

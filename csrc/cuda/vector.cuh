@@ -58,7 +58,7 @@ struct RawVector {
 };
 
 template <class T>
-__device__ T load_one(const void* array, Dtype dtype, int64_t i) {
+MEMKIT_FN T load_one(const void* array, Dtype dtype, int64_t i) {
   if constexpr (sizeof(T) == 8) {
     return static_cast<const double*>(array)[i];
   } else if (dtype == Dtype::float32) {
@@ -71,7 +71,7 @@ __device__ T load_one(const void* array, Dtype dtype, int64_t i) {
 }
 
 template <class T>
-__device__ void store_one(T x, void* array, Dtype dtype, int64_t i) {
+MEMKIT_FN void store_one(T x, void* array, Dtype dtype, int64_t i) {
   if constexpr (sizeof(T) == 8) {
     static_cast<double*>(array)[i] = x;
   } else if (dtype == Dtype::float32) {

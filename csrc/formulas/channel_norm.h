@@ -69,8 +69,8 @@ struct TermArrays {
 // What lies between the passes over the tensor: statistics from the moments of parts of it, terms from statistics, and
 // gradients from sums over parts. A part is a plane; in the layout of columns, a channel over some rows. All in double:
 // there is little of it, and an error in the mean is one of every element of a channel. T has what the mean loses when it
-// is rounded to a term in the terms next to it.
-template <class T>
+// is rounded to a term in the terms next to it. Parameters and Statistics are arrays of numbers.
+template <class T, class Parameters = const T*, class Statistics = double*>
 struct ChannelStatistics {
   // Statistic s is made of the parts s * step + j * stride, j < count, which have `size` elements together.
   int64_t statistics = 0, step = 1, stride = 1, count = 1, size = 0;
@@ -78,10 +78,10 @@ struct ChannelStatistics {
   // Batch norm has a set for each statistic; group norm for each of the `channels` of a sample, which make `groups`.
   int64_t channels = 0, groups = 0;
   double eps = 0;
-  const T* weight = nullptr;  // of the channels; null: 1
-  const T* bias = nullptr;    // null: 0
-  double* mean = nullptr;
-  double* variance = nullptr;
+  Parameters weight{};  // of the channels; null: 1
+  Parameters bias{};    // null: 0
+  Statistics mean{};
+  Statistics variance{};
   const double* roots = nullptr;  // 1 / sqrt(variance + eps), where they have been computed
 
   MEMKIT_FN int64_t part(int64_t s, int64_t j) const { return s * step + j * stride; }
@@ -90,60 +90,97 @@ struct ChannelStatistics {
     return (many * (j + 1) / count - many * j / count) * together;
   }
   MEMKIT_FN double weight_of(int64_t channel) const { return weight ? double(weight[channel]) : 1.0; }
-  MEMKIT_FN double rstd(int64_t s) const { return roots ? roots[s] : reciprocal_root(variance[s], eps); }
-  MEMKIT_FN double lost(int64_t s) const { return mean[s] - double(T(mean[s])); }
+  MEMKIT_FN double rstd(int64_t s) const { return roots ? roots[s] : reciprocal_root(double(variance[s]), eps); }
+  MEMKIT_FN static double lost_of(double mean) { return mean - double(T(mean)); }
+  MEMKIT_FN double lost(int64_t s) const { return lost_of(mean[s]); }
+  MEMKIT_FN int64_t sets_of_one() const { return groups == 0 ? 1 : channels / groups; }
+  MEMKIT_FN int64_t sets() const { return statistics * sets_of_one(); }
   MEMKIT_FN int64_t statistic_of(int64_t set) const { return groups == 0 ? set : set / (channels / groups); }
 
+  // Of statistic s, the mean first, then the distances from it. Of several threads each has the parts first, first + step,
+  // ..., and sum() adds up what they have.
+  template <class Sum>
+  MEMKIT_FN Moments<double> moments_of(int64_t s, const double* means, const double* m2, int64_t first, int64_t step,
+                                       Sum&& sum) const {
+    const int64_t many = size / together, alike = many % count == 0 ? many / count * together : 0;
+    double own = 0, squares = 0;
+    for (int64_t j = first; j < count; j += step) own += double(alike ? alike : part_size(j)) * means[part(s, j)];
+    const double all = sum(own) / double(size);
+    for (int64_t j = first; j < count; j += step) {
+      const double d = means[part(s, j)] - all;
+      squares += m2[part(s, j)] + double(alike ? alike : part_size(j)) * d * d;
+    }
+    return {double(size), all, sum(squares)};
+  }
   MEMKIT_FN void finish_moments(int64_t s, const double* means, const double* m2) const {
-    Moments<double> all;
-    for (int64_t j = 0; j < count; ++j) all.add({double(part_size(j)), means[part(s, j)], m2[part(s, j)]});
+    const Moments<double> all = moments_of(s, means, m2, 0, 1, [](double own) { return own; });
     mean[s] = all.mean;
     variance[s] = all.m2 / double(size);
   }
 
+  // Of a channel: for the forward, and for backward, which needs c1 and c2.
+  MEMKIT_FN ChannelTerms<T> terms_from(double mean, double root, int64_t channel) const {
+    const double scale = root * weight_of(channel), offset = bias ? double(bias[channel]) : 0.0;
+    return {T(mean), T(scale), T(offset - lost_of(mean) * scale), T(0), T(0)};
+  }
+  MEMKIT_FN ChannelTerms<T> terms_from(double mean, double root, int64_t channel, double c1, double c2) const {
+    ChannelTerms<T> made = terms_from(mean, root, channel);
+    const double slope = -root * root * c2;
+    made.offset = T(-root * c1 - slope * lost_of(mean)), made.slope = T(slope);
+    return made;
+  }
   // c1 and c2, one a statistic, where backward needs them.
   MEMKIT_FN ChannelTerms<T> terms(int64_t set, const double* c1, const double* c2) const {
     return terms_of(statistic_of(set), set % channels, c1, c2);
   }
   MEMKIT_FN ChannelTerms<T> terms_of(int64_t s, int64_t channel, const double* c1, const double* c2) const {
-    const double root = rstd(s), scale = root * weight_of(channel), offset = bias ? double(bias[channel]) : 0.0;
-    ChannelTerms<T> made{T(mean[s]), T(scale), T(offset - lost(s) * scale), T(0), T(0)};
-    if (!c1) return made;
-    const double slope = -root * root * c2[s];
-    made.offset = T(-root * c1[s] - slope * lost(s)), made.slope = T(slope);
-    return made;
+    return c1 ? terms_from(mean[s], rstd(s), channel, c1[s], c2[s]) : terms_from(mean[s], rstd(s), channel);
   }
 
-  // Sums of dz and of dz (x - center).
+  // Sums of dz and of dz (x - center); or of dz and of dz x_hat.
   struct Sums {
     double dz = 0, distance = 0;
   };
+  MEMKIT_FN static Sums normalised(const Sums& sums, double mean, double root) {
+    return {sums.dz, (sums.distance - lost_of(mean) * sums.dz) * root};
+  }
 
-  // Over the parts first, first + step, ... of a statistic, weighted; then c1 and c2 from those over all of them.
+  // Over the parts first, first + step, ... of a statistic, group norm's weighted; then c1 and c2 from those over all of
+  // them.
   MEMKIT_FN Sums sums_of(int64_t s, const double* dz, const double* dz_distance, int64_t first = 0,
                          int64_t step = 1) const {
     Sums sums;
     for (int64_t j = first; j < count; j += step) {
       const int64_t k = part(s, j);
-      const double w = weight_of(k % channels);
+      const double w = groups == 0 ? 1.0 : weight_of(k % channels);
       sums.dz += w * dz[k], sums.distance += w * dz_distance[k];
     }
     return sums;
   }
+  // dz and dz x_hat, a statistic's share of them in the gradient.
+  MEMKIT_FN Sums share_of(int64_t s, const Sums& normalised) const {
+    const double share = (groups == 0 ? weight_of(s) : 1.0) / double(size);
+    return {share * normalised.dz, share * normalised.distance};
+  }
   MEMKIT_FN void finish_sums(int64_t s, const Sums& all, double* c1, double* c2) const {
-    c1[s] = all.dz / double(size), c2[s] = (all.distance - lost(s) * all.dz) * rstd(s) / double(size);
+    const Sums share = share_of(s, normalised(all, mean[s], rstd(s)));
+    c1[s] = share.dz, c2[s] = share.distance;
   }
 
-  // The gradients of a channel's bias and weight, from the parts first, first + step, ... of it among all `parts`.
+  // Group norm's gradients of a channel's bias and weight, from the parts first, first + step, ... of it among all `parts`.
   MEMKIT_FN Sums parameter_sums(int64_t channel, int64_t parts, const double* dz, const double* dz_distance,
                                 int64_t first = 0, int64_t step = 1) const {
     Sums sums;
     for (int64_t k = channel + first * channels; k < parts; k += step * channels) {
-      const int64_t s = groups == 0 ? channel : statistic_of(k);
-      sums.dz += dz[k], sums.distance += (dz_distance[k] - lost(s) * dz[k]) * rstd(s);
+      const int64_t s = statistic_of(k);
+      const Sums part = normalised({dz[k], dz_distance[k]}, mean[s], rstd(s));
+      sums.dz += part.dz, sums.distance += part.distance;
     }
     return sums;
   }
 };
+
+// A running statistic after a step that found another.
+MEMKIT_FN double moved(double running, double found, double momentum) { return running + momentum * (found - running); }
 
 }  // namespace memkit

@@ -94,8 +94,7 @@ void gradients_of_channels(ChannelCall call, ChannelCall last, double* dz, doubl
 }  // namespace
 
 bool by_blocks(const ChannelCall& call) {
-  return runs_on_threads(call.device) && call.groups && !call.args.columns() &&
-         call.args.outer * call.groups >= at::get_num_threads();
+  return call.groups && !call.args.columns() && call.args.outer * call.groups >= at::get_num_threads();
 }
 
 void norm_by_blocks(const ChannelCall& call) {
@@ -107,8 +106,8 @@ void gradients_by_blocks(const ChannelCall& call, double* dz, double* dz_x_hat) 
 }
 
 bool by_channels(const ChannelCall& call) {
-  return runs_on_threads(call.device) && !call.groups && !call.args.columns() &&
-         by_columns(call, kSmallPlaneOfSums).together == 1 && call.args.channels >= at::get_num_threads();
+  return !call.groups && !call.args.columns() && by_columns(call, kSmallPlaneOfSums).together == 1 &&
+         call.args.channels >= at::get_num_threads();
 }
 
 void gradients_by_channels(const ChannelCall& call, const ChannelCall& last, double* dz, double* dz_x_hat, double* c1,

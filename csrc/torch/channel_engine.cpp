@@ -2,6 +2,7 @@
 
 #include "channel_blocks.h"
 #include "channel_steps.h"
+#include "channel_streams.h"
 #include "engine.h"
 
 namespace memkit {
@@ -33,6 +34,7 @@ void for_elements(const ChannelArgs& args, const F& f) {
 }  // namespace
 
 void run_channel_moments(const ChannelCall& whole) {
+  if (!runs_on_threads(whole.device)) return moments_on_stream(whole);
   const ChannelCall call = by_columns(by_groups(whole), kSmallPlaneOfSums);
   const ChannelParts parts = parts_of(call);
   with_computed(call, [&](auto computed) {
@@ -40,35 +42,25 @@ void run_channel_moments(const ChannelCall& whole) {
     const Room room = doubles(call, 2 * parts.count);
     double *means = room.as<double>(), *m2 = means + parts.count;
     const ChannelStatistics<T> s = statistics_of<T>(call, parts);
-    if (runs_on_threads(call.device)) {
-      for_units(call.args, parts, [&](int64_t begin, int64_t end, int64_t part) {
-        cpu::channel_moments(call.args, begin, end, means + part, m2 + part);
-      });
-      if (call.groups == 0) return finish_batch_moments(s, means, m2);
-      for (int64_t i = 0; i < s.statistics; ++i) s.finish_moments(i, means, m2);
-      return;
-    }
-    on_stream(call.device, [&](auto stream) {
-      const int error = cuda::channel_moments(call.args, parts.count, means, m2, stream);
-      return error ? error : cuda::channel_finish_moments<T>(s, means, m2, stream);
+    for_units(call.args, parts, [&](int64_t begin, int64_t end, int64_t part) {
+      cpu::channel_moments(call.args, begin, end, means + part, m2 + part);
     });
+    if (call.groups == 0) return finish_batch_moments(s, means, m2);
+    for (int64_t i = 0; i < s.statistics; ++i) s.finish_moments(i, means, m2);
   });
 }
 
 void run_channel_forward(const ChannelCall& whole) {
+  if (!runs_on_threads(whole.device)) return forward_on_stream(whole);
   ChannelCall call = by_long_rows(by_columns(whole, kSmallPlane));
   with_computed(call, [&](auto computed) {
-    if (runs_on_threads(call.device)) {
-      const Room terms = make_terms<decltype(computed)>(call, nullptr, nullptr);
-      for_elements(call.args, [&](int64_t begin, int64_t end) { cpu::channel_forward(call.args, begin, end); });
-      return;
-    }
     const Room terms = make_terms<decltype(computed)>(call, nullptr, nullptr);
-    on_stream(call.device, [&](auto stream) { return cuda::channel_forward(call.args, stream); });
+    for_elements(call.args, [&](int64_t begin, int64_t end) { cpu::channel_forward(call.args, begin, end); });
   });
 }
 
 void run_channel_sums(const ChannelCall& whole, double* dz, double* dz_x_hat, double* c1, double* c2) {
+  if (!runs_on_threads(whole.device)) return sums_on_stream(whole, dz, dz_x_hat, c1, c2);
   ChannelCall call = by_long_rows(by_columns(whole, kSmallPlaneOfSums));
   const ChannelParts parts = parts_of(call);
   with_computed(call, [&](auto computed) {
@@ -76,41 +68,30 @@ void run_channel_sums(const ChannelCall& whole, double* dz, double* dz_x_hat, do
     const Room room = doubles(call, 2 * parts.count);
     double *sums = room.as<double>(), *distances = sums + parts.count;
     ChannelStatistics<T> s = statistics_of<T>(call, parts);
-    if (runs_on_threads(call.device)) {
-      const Room terms = make_terms<T>(call, nullptr, nullptr), roots = make_roots(call, s);
-      for_units(call.args, parts, [&](int64_t begin, int64_t end, int64_t part) {
-        cpu::channel_sums(call.args, begin, end, sums + part, distances + part, call.dz);
-      });
-      if (call.groups == 0)
-        return for_channels(s, [&](int64_t begin, int64_t end) {
-          finish_batch_sums(s, begin, end, sums, distances, dz, dz_x_hat, c1, c2);
-        });
-      for (int64_t i = 0; i < s.statistics; ++i) s.finish_sums(i, s.sums_of(i, sums, distances), c1, c2);
-      return finish_group_parameters(s, sums, distances, dz, dz_x_hat);
-    }
-    const Room terms = make_terms<T>(call, nullptr, nullptr);
-    on_stream(call.device, [&](auto stream) {
-      const int error = cuda::channel_sums(call.args, parts.count, sums, distances, stream);
-      if (error) return error;
-      return cuda::channel_finish_sums<T>(s, parts.count, sums, distances, dz, dz_x_hat, c1, c2, stream);
+    const Room terms = make_terms<T>(call, nullptr, nullptr), roots = make_roots(call, s);
+    for_units(call.args, parts, [&](int64_t begin, int64_t end, int64_t part) {
+      cpu::channel_sums(call.args, begin, end, sums + part, distances + part, call.dz);
     });
+    if (call.groups == 0)
+      return for_channels(s, [&](int64_t begin, int64_t end) {
+        finish_batch_sums(s, begin, end, sums, distances, dz, dz_x_hat, c1, c2);
+      });
+    for (int64_t i = 0; i < s.statistics; ++i) s.finish_sums(i, s.sums_of(i, sums, distances), c1, c2);
+    finish_group_parameters(s, sums, distances, dz, dz_x_hat);
   });
 }
 
 void run_channel_backward(const ChannelCall& whole, const double* c1, const double* c2) {
+  if (!runs_on_threads(whole.device)) return backward_on_stream(whole, c1, c2);
   ChannelCall call = by_long_rows(by_columns(whole, kSmallPlane));
   with_computed(call, [&](auto computed) {
-    if (runs_on_threads(call.device)) {
-      const Room terms = make_terms<decltype(computed)>(call, c1, c2);
-      for_elements(call.args, [&](int64_t begin, int64_t end) { cpu::channel_backward(call.args, begin, end); });
-      return;
-    }
     const Room terms = make_terms<decltype(computed)>(call, c1, c2);
-    on_stream(call.device, [&](auto stream) { return cuda::channel_backward(call.args, stream); });
+    for_elements(call.args, [&](int64_t begin, int64_t end) { cpu::channel_backward(call.args, begin, end); });
   });
 }
 
 void run_channel_norm(const ChannelCall& call) {
+  if (!runs_on_threads(call.device)) return norm_on_stream(call);
   if (by_blocks(call)) return norm_by_blocks(call);
   run_channel_moments(call);
   run_channel_forward(call);
@@ -124,7 +105,7 @@ void run_channel_gradients(const ChannelCall& whole, double* dz, double* dz_x_ha
   // precision it does where the slope is 0 or 1.
   const bool steps = args.act == Act::relu || args.act == Act::hardtanh;
   const bool holds_dz = args.out_dtype == args.dtype && (steps || args.dtype == dtype_of(call.computed));
-  if (runs_on_threads(call.device) && args.has_act && holds_dz) call.dz = args.grad_input;
+  if (args.has_act && holds_dz) call.dz = args.grad_input;
   ChannelCall last = call;
   if (call.dz) last.args.has_act = false, last.args.grad = call.dz;
   const int64_t statistics = call.groups ? args.outer * call.groups : args.channels;

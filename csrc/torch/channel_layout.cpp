@@ -4,9 +4,6 @@
 
 #include <algorithm>
 
-#include "../cuda/channel_norm.h"
-#include "stream.h"
-
 namespace memkit {
 namespace {
 
@@ -26,8 +23,7 @@ ChannelCall by_groups(ChannelCall call) {
 
 ChannelCall by_columns(ChannelCall call, int64_t small) {
   ChannelArgs& args = call.args;
-  if (runs_on_threads(call.device) && call.groups == 0 && args.inner < small &&
-      args.outer >= std::max(kRowsOfColumns, args.inner)) {
+  if (call.groups == 0 && args.inner < small && args.outer >= std::max(kRowsOfColumns, args.inner)) {
     call.together = args.inner;
     args.channels = args.sets = args.channels * args.inner;
     args.inner = 1;
@@ -37,7 +33,7 @@ ChannelCall by_columns(ChannelCall call, int64_t small) {
 
 ChannelCall by_long_rows(ChannelCall call) {
   ChannelArgs& args = call.args;
-  if (!runs_on_threads(call.device) || !args.columns()) return call;
+  if (!args.columns()) return call;
   while (2 * args.channels <= kShortRow && args.outer % 2 == 0 && args.outer >= 2 * kRowsOfColumns)
     args.outer /= 2, args.channels *= 2, args.sets *= 2, call.repeat *= 2;
   return call;
@@ -46,11 +42,6 @@ ChannelCall by_long_rows(ChannelCall call) {
 ChannelParts parts_of(const ChannelCall& call) {
   const ChannelArgs& args = call.args;
   if (!args.columns()) return {1, args.planes()};
-  if (!runs_on_threads(call.device)) {
-    int64_t count = 0;
-    on_stream(call.device, [&](auto) { return cuda::channel_parts(args, count); });
-    return {count / args.channels, count};
-  }
   const int64_t most = std::max<int64_t>(1, args.numel() / kChannelGrain);
   const int64_t ways = std::max<int64_t>(1, std::min<int64_t>({at::get_num_threads(), most, args.outer}));
   return {ways, ways * args.channels};

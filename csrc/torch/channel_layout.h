@@ -1,4 +1,4 @@
-// How the elements of a call are walked: as planes or columns, in how many parts.
+// How the elements of a call are walked on the CPU: as planes or columns, in how many parts.
 #pragma once
 
 #include "channel_engine.h"
@@ -19,13 +19,13 @@ struct ChannelParts {
 
 ChannelParts parts_of(const ChannelCall& call);
 
-// The moments of a group are those of a plane of all its channels.
+// The moments of a group are those of a plane of all its channels; on CUDA as well.
 ChannelCall by_groups(ChannelCall call);
 
-// Batch norm of small planes on the CPU: the elements of a plane become channels of their own, with the same terms.
+// Batch norm of small planes: the elements of a plane become channels of their own, with the same terms.
 ChannelCall by_columns(ChannelCall call, int64_t small);
 
-// Columns of few channels on the CPU: some rows become one, whose channels are theirs one after the other. Not for
+// Columns of few channels: some rows become one, whose channels are theirs one after the other. Not for
 // moments, whose parts have to be of known sizes.
 ChannelCall by_long_rows(ChannelCall call);
 

@@ -7,6 +7,7 @@
 #include <string_view>
 #include <tuple>
 
+#include "channel_running.h"
 #include "optional.h"
 #include "spec.h"
 
@@ -33,12 +34,14 @@ at::Tensor channel_norm_forward(const ChannelNorm& norm, const at::Tensor& input
                                 const at::Tensor& variance, const OptionalTensor& weight, const OptionalTensor& bias,
                                 at::ScalarType dtype);
 
-// With the input's own statistics, in one go.
+// With the input's own statistics, in one go. `moved`: running statistics, by the kernel that made these.
 struct ChannelNormed {
   at::Tensor out, mean, variance;
+  bool moved = false;
 };
 ChannelNormed channel_norm(const ChannelNorm& norm, const at::Tensor& input, const OptionalTensor& weight,
-                           const OptionalTensor& bias, at::ScalarType dtype);
+                           const OptionalTensor& bias, at::ScalarType dtype,
+                           const RunningStatistics* running = nullptr);
 
 struct ChannelSums {
   at::Tensor dz, dz_x_hat;  // a channel each: the gradients of bias and weight

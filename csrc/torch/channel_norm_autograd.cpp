@@ -174,19 +174,23 @@ struct ChannelNormBackward : SavedNode {
 
 std::tuple<Tensor, Tensor, Tensor> run(const ChannelNorm& norm, const Tensor& input, const OptionalTensor& weight,
                                        const OptionalTensor& bias, const OptionalTensor& mean,
-                                       const OptionalTensor& variance, at::ScalarType dtype) {
+                                       const OptionalTensor& variance, at::ScalarType dtype,
+                                       const RunningStatistics* running = nullptr) {
   check_channel_norm(norm, input, weight, bias);
   TORCH_CHECK(mean.has_value() == variance.has_value(), norm.name(),
               ": expected a mean and a variance or neither, got one of them");
   if (needs_stock(input, weight, bias)) {
     const Composed made = compose(norm, input, mean, variance, weight, bias, dtype);
+    if (running) running->move(made.mean.detach(), made.variance.detach(), input.numel() / input.size(1));
     return {made.out, made.mean.to(at::kDouble), made.variance.to(at::kDouble)};
   }
   Tensor out, own_mean, own_variance;
+  bool moved = false;
   if (!mean && all_plain(input, weight, bias)) {
     const at::AutoDispatchBelowADInplaceOrView below;
-    ChannelNormed made = channel_norm(norm, input, weight, bias, dtype);
+    ChannelNormed made = channel_norm(norm, input, weight, bias, dtype, running);
     out = std::move(made.out), own_mean = std::move(made.mean), own_variance = std::move(made.variance);
+    moved = made.moved;
   } else {
     if (mean) {
       own_mean = *mean, own_variance = *variance;
@@ -197,6 +201,7 @@ std::tuple<Tensor, Tensor, Tensor> run(const ChannelNorm& norm, const Tensor& in
     }
     out = normalise(norm, input, own_mean, own_variance, weight, bias, dtype);
   }
+  if (running && !moved) running->move(own_mean, own_variance, input.numel() / input.size(1));
   if (autograd::compute_requires_grad(input, weight, bias)) {
     auto node = make_node<ChannelNormBackward>();
     node->set_next_edges(autograd::collect_next_edges(input, weight, bias));
@@ -229,6 +234,15 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_act(const Tensor& input, const Opt
   return made;
 }
 
+Tensor batch_norm(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
+                  const Tensor& running_mean, const Tensor& running_var, bool training, double momentum, double eps,
+                  c10::string_view act, Params params, at::ScalarType dtype) {
+  const ChannelNorm norm{0, eps, act, params};
+  if (!training) return std::get<0>(run(norm, input, weight, bias, running_mean, running_var, dtype));
+  const RunningStatistics running{running_mean, running_var, momentum};
+  return std::get<0>(run(norm, input, weight, bias, std::nullopt, std::nullopt, dtype, &running));
+}
+
 Tensor group_norm(const Tensor& input, int64_t groups, const OptionalTensor& weight, const OptionalTensor& bias,
                   double eps, at::ScalarType dtype) {
   TORCH_CHECK_VALUE(groups > 0, "group_norm: expected num_groups of at least 1, got ", groups);
@@ -239,6 +253,7 @@ Tensor group_norm(const Tensor& input, int64_t groups, const OptionalTensor& wei
 
 TORCH_LIBRARY_IMPL(memkit, Autograd, m) {
   m.impl("_batch_norm_act", batch_norm_act);
+  m.impl("_batch_norm", batch_norm);
   m.impl("_group_norm", group_norm);
 }
 

@@ -1,16 +1,19 @@
 // Batch norm with an activation and group norm below autograd, on CPU, CUDA and meta tensors.
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/library.h>
 
 #include <algorithm>
 
 #include "channel_engine.h"
 #include "channel_norm.h"
+#include "channel_streams.h"
 #include "checks.h"
 #include "engine.h"
 #include "fresh.h"
 #include "row_norm.h"
+#include "stream.h"
 
 namespace memkit {
 namespace {
@@ -56,26 +59,44 @@ OptionalTensor as(const OptionalTensor& x, at::ScalarType dtype) {
   return !x || (x->scalar_type() == dtype && x->is_contiguous()) ? x : x->to(dtype).contiguous();
 }
 
-// Statistics in double and parameters in the type computed in, alive as long as the call that points to them.
+bool has_kernels(const Tensor& x) {
+  const auto dtype = x.scalar_type();
+  return dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf || dtype == at::kBFloat16;
+}
+
+cuda::Numbers numbers_of(const OptionalTensor& x) {
+  if (!x) return {};
+  return {const_cast<void*>(x->const_data_ptr()), dtype_of(*x)};
+}
+cuda::Numbers numbers_to(const Tensor& x) {
+  if (!x.defined()) return {};
+  return {x.mutable_data_ptr(), dtype_of(x)};
+}
+
+// Statistics in double and parameters in the type computed in, alive as long as the call that points to them. CUDA's kernels
+// read every dtype.
 struct Operands {
   Tensor mean, variance;
   OptionalTensor weight, bias;
 
   Operands(ChannelCall& call, const ChannelNorm& norm, const Tensor& x, const Tensor& mean_, const Tensor& variance_,
            const OptionalTensor& weight_, const OptionalTensor& bias_)
-      : mean(*as(mean_, at::kDouble)),
-        variance(*as(variance_, at::kDouble)),
-        weight(as(weight_, call.computed)),
-        bias(as(bias_, call.computed)) {
+      : mean(*ready(mean_, at::kDouble)),
+        variance(*ready(variance_, at::kDouble)),
+        weight(ready(weight_, call.computed)),
+        bias(ready(bias_, call.computed)) {
     const int64_t statistics = norm.groups ? x.size(0) * norm.groups : x.size(1);
     TORCH_CHECK_VALUE(mean.numel() == statistics && variance.numel() == statistics && mean.device() == x.device() &&
                           variance.device() == x.device(),
                       norm.name(), ": expected ", statistics, " means and variances on ", x.device(), ", got ",
                       describe(mean), " and ", describe(variance));
-    call.mean = mean.data_ptr<double>();
-    call.variance = variance.data_ptr<double>();
-    call.weight = weight ? weight->const_data_ptr() : nullptr;
-    call.bias = bias ? bias->const_data_ptr() : nullptr;
+    call.mean = numbers_of(mean), call.variance = numbers_of(variance);
+    call.weight = numbers_of(weight), call.bias = numbers_of(bias);
+  }
+
+ private:
+  static OptionalTensor ready(const OptionalTensor& x, at::ScalarType dtype) {
+    return as(x, x && !runs_on_threads(x->device()) && has_kernels(*x) ? x->scalar_type() : dtype);
   }
 };
 
@@ -84,10 +105,9 @@ c10::SymDimVector statistics_shape(const ChannelNorm& norm, const Tensor& x) {
   return {x.sym_size(1)};
 }
 
-// On the CPU past the dispatcher, which takes as long as a small pass.
 Tensor doubles(c10::SymIntArrayRef shape, const Tensor& x) {
-  if (x.is_cpu()) return Tensor(at::detail::empty_cpu(C10_AS_INTARRAYREF_SLOW(shape), at::kDouble));
-  return at::empty_symint(shape, x.options().dtype(at::kDouble));
+  if (x.is_meta()) return at::empty_symint(shape, x.options().dtype(at::kDouble));
+  return fresh(C10_AS_INTARRAYREF_SLOW(shape), at::kDouble, x.device());
 }
 
 Tensor empty_statistics(const ChannelNorm& norm, const Tensor& x) { return doubles(statistics_shape(norm, x), x); }
@@ -131,8 +151,7 @@ std::tuple<Tensor, Tensor> channel_moments(const ChannelNorm& norm, const Tensor
   if (input.numel() == 0) return {mean.fill_(NAN), variance.fill_(NAN)};
   const Tensor x = input.contiguous(format_of(norm, input));
   ChannelCall call = call_of(norm, x, x.scalar_type());
-  call.mean = mean.data_ptr<double>();
-  call.variance = variance.data_ptr<double>();
+  call.mean = numbers_to(mean), call.variance = numbers_to(variance);
   run_channel_moments(call);
   return {mean, variance};
 }
@@ -151,7 +170,7 @@ Tensor channel_norm_forward(const ChannelNorm& norm, const Tensor& input, const 
 }
 
 ChannelNormed channel_norm(const ChannelNorm& norm, const Tensor& input, const OptionalTensor& weight,
-                           const OptionalTensor& bias, at::ScalarType dtype) {
+                           const OptionalTensor& bias, at::ScalarType dtype, const RunningStatistics* running) {
   check_channel_norm(norm, input, weight, bias);
   const Tensor mean = empty_statistics(norm, input), variance = empty_statistics(norm, input);
   const Tensor x = input.contiguous(format_of(norm, input));
@@ -161,8 +180,17 @@ ChannelNormed channel_norm(const ChannelNorm& norm, const Tensor& input, const O
   ChannelCall call = call_of(norm, x, dtype);
   const Operands operands(call, norm, x, mean, variance, weight, bias);
   call.args.y = out.mutable_data_ptr();
+  const bool by_kernel =
+      running && !runs_on_threads(call.device) && has_kernels(running->mean) && has_kernels(running->variance);
+  if (by_kernel)
+    call.running = {numbers_to(running->mean), numbers_to(running->variance), running->momentum,
+                    unbiased(x.numel() / x.size(1))};
   run_channel_norm(call);
-  return {out, mean, variance};
+  if (by_kernel) {
+    torch::autograd::impl::bump_version(running->mean);
+    torch::autograd::impl::bump_version(running->variance);
+  }
+  return {out, mean, variance, by_kernel};
 }
 
 Tensor gradient_of(const OptionalTensor& parameter, const Tensor& sums) {
@@ -216,17 +244,24 @@ ChannelGradients channel_norm_gradients(const ChannelNorm& norm, const Tensor& g
   const auto format = format_of(norm, input);
   const Tensor x = input.contiguous(format), g = grad.contiguous(format);
   const Tensor grad_input = gradient_memory(x, grad, g, reuse_grad);
-  const Tensor dz = doubles({x.sym_size(1)}, x), dz_x_hat = doubles({x.sym_size(1)}, x);
-  if (x.is_meta()) return {grad_input, gradient_of(weight, dz_x_hat), gradient_of(bias, dz)};
-  if (x.numel() == 0) {
-    dz.zero_(), dz_x_hat.zero_();
-  } else {
-    ChannelCall call = call_of(norm, x, g.scalar_type());
-    const Operands operands(call, norm, x, mean, variance, weight, bias);
-    call.args.grad = g.const_data_ptr();
-    call.args.grad_input = grad_input.mutable_data_ptr();
-    run_channel_gradients(call, dz.data_ptr<double>(), dz_x_hat.data_ptr<double>());
+  if (x.is_meta() || x.numel() == 0) {
+    const auto zeros = [](const OptionalTensor& parameter) {
+      return parameter ? at::zeros_like(*parameter, at::MemoryFormat::Contiguous) : Tensor();
+    };
+    return {grad_input, zeros(weight), zeros(bias)};
   }
+  ChannelCall call = call_of(norm, x, g.scalar_type());
+  const Operands operands(call, norm, x, mean, variance, weight, bias);
+  call.args.grad = g.const_data_ptr();
+  call.args.grad_input = grad_input.mutable_data_ptr();
+  if (!runs_on_threads(call.device)) {
+    const auto empty = [](const OptionalTensor& parameter) { return parameter ? fresh_like(*parameter) : Tensor(); };
+    const Tensor grad_weight = empty(weight), grad_bias = empty(bias);
+    gradients_on_stream(call, numbers_to(grad_weight), numbers_to(grad_bias));
+    return {grad_input, grad_weight, grad_bias};
+  }
+  const Tensor dz = doubles({x.sym_size(1)}, x), dz_x_hat = doubles({x.sym_size(1)}, x);
+  run_channel_gradients(call, dz.data_ptr<double>(), dz_x_hat.data_ptr<double>());
   return {grad_input, gradient_of(weight, dz_x_hat), gradient_of(bias, dz)};
 }
 
@@ -269,6 +304,18 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_act_op(const Tensor& input, const 
   return {made.out, made.mean, made.variance};
 }
 
+// Running statistics are of the input's channels and densely packed.
+Tensor batch_norm_op(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
+                     const Tensor& running_mean, const Tensor& running_var, bool training, double momentum, double eps,
+                     c10::string_view act, Params params, at::ScalarType dtype) {
+  const ChannelNorm norm{0, eps, act, params};
+  if (!training) return channel_norm_forward(norm, input, running_mean, running_var, weight, bias, dtype);
+  const RunningStatistics running{running_mean, running_var, momentum};
+  const ChannelNormed made = channel_norm(norm, input, weight, bias, dtype, &running);
+  if (!made.moved) running.move(made.mean, made.variance, input.numel() / input.size(1));
+  return made.out;
+}
+
 Tensor group_norm_op(const Tensor& input, int64_t groups, const OptionalTensor& weight, const OptionalTensor& bias,
                      double eps, at::ScalarType dtype) {
   return channel_norm({groups, eps, "", {}}, input, weight, bias, dtype).out;
@@ -276,6 +323,7 @@ Tensor group_norm_op(const Tensor& input, int64_t groups, const OptionalTensor& 
 
 void register_channel_norms(torch::Library& m) {
   m.impl("_batch_norm_act", batch_norm_act_op);
+  m.impl("_batch_norm", batch_norm_op);
   m.impl("_group_norm", group_norm_op);
   m.impl("_channel_moments", moments_op);
   m.impl("_channel_norm_forward", forward_op);

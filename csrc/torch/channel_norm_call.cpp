@@ -1,12 +1,11 @@
 // batch_norm_act and group_norm, as Python calls them in eager mode.
 #include <ATen/ATen.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/variable.h>
-#include <torch/csrc/jit/frontend/tracer.h>
 
 #include <algorithm>
 
 #include "channel_norm.h"
+#include "channel_running.h"
 #include "checks.h"
 #include "eager.h"
 #include "norm_call.h"
@@ -29,12 +28,6 @@ Tensor group_norm_entry(const Tensor& input, int64_t groups, OptionalTensor weig
                                                                             norm_output_dtype(input));
 }
 
-bool is_array(const Tensor& x, at::ScalarType dtype) {
-  const bool transformed = c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
-  return is_plain(x) && !transformed && !torch::jit::tracer::isTracing() && !x.is_inference() && x.is_cpu() &&
-         x.is_contiguous() && x.scalar_type() == dtype;
-}
-
 // A batch norm's count of its training steps, one more.
 Tensor count_batch(const Tensor& counter) {
   const pybind11::gil_scoped_release no_gil;
@@ -45,24 +38,9 @@ Tensor count_batch(const Tensor& counter) {
   return counter;
 }
 
-// Moves a running statistic by `momentum` towards `factor` times the new one: its few operators take as long as the norm
-// of a small tensor.
-Tensor moved(const Tensor& running, const Tensor& found, double factor, double momentum) {
-  const at::NoGradGuard no_grad;
-  if (is_array(running, at::kFloat) && is_array(found, at::kDouble) && running.sizes() == found.sizes()) {
-    float* const x = running.mutable_data_ptr<float>();
-    const double* const to = found.const_data_ptr<double>();
-    for (int64_t i = 0; i < running.numel(); ++i) x[i] = float(x[i] + momentum * (factor * to[i] - x[i]));
-    torch::autograd::impl::bump_version(running);
-    return running;
-  }
-  const Tensor scaled = factor == 1 ? found : found.mul(factor);
-  return running.lerp_(scaled.to(running.scalar_type()), momentum);
-}
-
 Tensor update_running(const Tensor& running, const Tensor& found, double factor, double momentum) {
   const pybind11::gil_scoped_release no_gil;
-  return moved(running, found, factor, momentum);
+  return move_running(running, found, factor, momentum);
 }
 
 // Whether it is a running statistic of the input's channels.
@@ -83,18 +61,21 @@ std::optional<Tensor> batch_norm_act_entry(const Tensor& input, OptionalTensor w
   if (training ? count <= 1 || (keeps && !(fits(*running_mean, input) && fits(*running_var, input))) : !keeps)
     return std::nullopt;
   const pybind11::gil_scoped_release no_gil;
+  const auto dtype = norm_output_dtype(input);
+  const auto unseen = [](const OptionalTensor& x) { return !x || is_unseen(*x); };
+  if (keeps && is_unseen(input) && unseen(weight) && unseen(bias) && unseen(running_mean) && unseen(running_var))
+    return MEMKIT_CALL("memkit::_batch_norm",
+                       Tensor(const Tensor&, const OptionalTensor&, const OptionalTensor&, const Tensor&, const Tensor&,
+                              bool, double, double, c10::string_view, c10::ArrayRef<double>, at::ScalarType))(
+        input, weight, bias, *running_mean, *running_var, training, momentum, eps, act, params, dtype);
   const OptionalTensor none;
   auto [out, mean, variance] =
       MEMKIT_CALL("memkit::_batch_norm_act",
                   std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const OptionalTensor&, const OptionalTensor&,
                                                      const OptionalTensor&, const OptionalTensor&, double,
                                                      c10::string_view, c10::ArrayRef<double>, at::ScalarType))(
-          input, weight, bias, training ? none : running_mean, training ? none : running_var, eps, act, params,
-          norm_output_dtype(input));
-  if (training && keeps) {
-    moved(*running_mean, mean, 1, momentum);
-    moved(*running_var, variance, double(count) / double(count - 1), momentum);
-  }
+          input, weight, bias, training ? none : running_mean, training ? none : running_var, eps, act, params, dtype);
+  if (training && keeps) RunningStatistics{*running_mean, *running_var, momentum}.move(mean, variance, count);
   return out;
 }
 

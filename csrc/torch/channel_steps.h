@@ -1,5 +1,4 @@
-// What lies between the passes of batch and group norm: statistics from moments and sums, terms from statistics. On CUDA
-// kernels do it.
+// What lies between the passes of batch and group norm: statistics from moments and sums, terms from statistics.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -8,7 +7,6 @@
 #include <algorithm>
 
 #include "../cpu/channel_norm.h"
-#include "../cuda/channel_norm.h"
 #include "channel_layout.h"
 #include "room.h"
 #include "stream.h"
@@ -27,14 +25,15 @@ void with_computed(const ChannelCall& call, const F& f) {
 
 inline Room doubles(const ChannelCall& call, int64_t count) { return Room(call.device, count * 8); }
 template <class T>
-Room terms_room(const ChannelCall& call) {
-  return Room(call.device, 5 * call.args.sets * int64_t(sizeof(T)));
+int64_t terms_bytes(const ChannelCall& call) {
+  return 5 * call.args.sets * int64_t(sizeof(T));
 }
 
-template <class T>
-ChannelStatistics<T> statistics_of(const ChannelCall& call, const ChannelParts& parts) {
+// Without the arrays.
+template <class Statistics>
+Statistics shape_of(const ChannelCall& call, int64_t parts) {
   const ChannelArgs& args = call.args;
-  ChannelStatistics<T> s;
+  Statistics s;
   s.channels = args.channels / (call.together * call.repeat);
   s.groups = call.groups;
   if (call.groups) {
@@ -43,19 +42,30 @@ ChannelStatistics<T> statistics_of(const ChannelCall& call, const ChannelParts& 
     s.size = s.count * args.inner;
   } else {
     s.statistics = s.stride = s.channels;
-    s.count = parts.count / (s.channels * call.together);
+    s.count = parts / (s.channels * call.together);
     s.size = args.numel() / s.channels;
     s.together = call.together;
   }
   s.eps = call.eps;
-  s.weight = static_cast<const T*>(call.weight);
-  s.bias = static_cast<const T*>(call.bias);
-  s.mean = call.mean;
-  s.variance = call.variance;
   return s;
 }
 
 // On the CPU the steps between the passes are loops in the order of memory: there may be a part for every few elements.
+
+template <class T>
+Room terms_room(const ChannelCall& call) {
+  return Room(call.device, terms_bytes<T>(call));
+}
+
+template <class T>
+ChannelStatistics<T> statistics_of(const ChannelCall& call, const ChannelParts& parts) {
+  auto s = shape_of<ChannelStatistics<T>>(call, parts.count);
+  s.weight = static_cast<const T*>(call.weight.data);
+  s.bias = static_cast<const T*>(call.bias.data);
+  s.mean = static_cast<double*>(call.mean.data);
+  s.variance = static_cast<double*>(call.variance.data);
+  return s;
+}
 
 // 1 / sqrt(variance + eps), which s then points to.
 template <class T>
@@ -143,25 +153,21 @@ Room make_terms(ChannelCall& call, const double* c1, const double* c2) {
   T* data = made.as<T>();
   call.args.terms = data;
   ChannelStatistics<T> s = statistics_of<T>(call, {1, call.args.planes()});
-  if (runs_on_threads(call.device)) {
-    const TermArrays<T> arrays{data, call.args.sets};
-    const Room roots = make_roots(call, s);
-    const int64_t row = call.args.sets / call.repeat;
-    if (call.groups == 0 && row == call.args.sets && call.together == 1) {
-      at::parallel_for(0, row, 8192,
-                       [&](int64_t begin, int64_t end) { cpu::channel_terms(s, begin, end, c1, c2, arrays); });
-      return made;
-    }
-    at::parallel_for(0, row / call.together, 1024, [&](int64_t begin, int64_t end) {
-      for (int64_t set = begin; set < end; ++set) {
-        const ChannelTerms<T> own = s.terms(set, c1, c2);
-        for (int64_t first = set * call.together; first < call.args.sets; first += row)
-          for (int64_t i = 0; i < call.together; ++i) arrays.put(first + i, own);
-      }
-    });
+  const TermArrays<T> arrays{data, call.args.sets};
+  const Room roots = make_roots(call, s);
+  const int64_t row = call.args.sets / call.repeat;
+  if (call.groups == 0 && row == call.args.sets && call.together == 1) {
+    at::parallel_for(0, row, 8192,
+                     [&](int64_t begin, int64_t end) { cpu::channel_terms(s, begin, end, c1, c2, arrays); });
     return made;
   }
-  on_stream(call.device, [&](auto stream) { return cuda::channel_terms<T>(s, call.args.sets, c1, c2, data, stream); });
+  at::parallel_for(0, row / call.together, 1024, [&](int64_t begin, int64_t end) {
+    for (int64_t set = begin; set < end; ++set) {
+      const ChannelTerms<T> own = s.terms(set, c1, c2);
+      for (int64_t first = set * call.together; first < call.args.sets; first += row)
+        for (int64_t i = 0; i < call.together; ++i) arrays.put(first + i, own);
+    }
+  });
   return made;
 }
 

@@ -4,6 +4,10 @@
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
 
+#ifdef MEMKIT_WITH_CUDA
+#include <ATen/cuda/EmptyTensor.h>
+#endif
+
 #if defined(__linux__)
 #include <sys/mman.h>
 #include <unistd.h>
@@ -59,7 +63,19 @@ at::Tensor fresh_like(const at::Tensor& x, at::ScalarType dtype) {
   // As PyTorch's own kernels make theirs, past the dispatcher: 0.07 to 0.27 us a call.
   if (x.is_cpu() && x.is_non_overlapping_and_dense())
     return with_pages(at::Tensor(at::detail::empty_strided_cpu(x.sizes(), x.strides(), dtype)));
+#ifdef MEMKIT_WITH_CUDA
+  if (x.is_cuda() && x.is_non_overlapping_and_dense())
+    return at::Tensor(at::detail::empty_strided_cuda(x.sizes(), x.strides(), dtype, x.device()));
+#endif
   return with_pages(dtype == x.scalar_type() ? at::empty_like(x) : at::empty_like(x, x.options().dtype(dtype)));
+}
+
+at::Tensor fresh(at::IntArrayRef sizes, at::ScalarType dtype, c10::Device device) {
+  if (device.is_cpu()) return with_pages(at::Tensor(at::detail::empty_cpu(sizes, dtype)));
+#ifdef MEMKIT_WITH_CUDA
+  if (device.is_cuda()) return at::Tensor(at::detail::empty_cuda(sizes, dtype, device, std::nullopt));
+#endif
+  return at::empty(sizes, at::TensorOptions(dtype).device(device));
 }
 
 }  // namespace memkit

@@ -13,4 +13,7 @@ at::Tensor with_pages(at::Tensor empty);
 at::Tensor fresh_like(const at::Tensor& x);
 at::Tensor fresh_like(const at::Tensor& x, at::ScalarType dtype);
 
+// A contiguous one.
+at::Tensor fresh(at::IntArrayRef sizes, at::ScalarType dtype, c10::Device device);
+
 }  // namespace memkit

@@ -5,6 +5,8 @@
 
 #include <memory>
 
+#include "fresh.h"
+
 namespace memkit {
 namespace {
 
@@ -25,8 +27,7 @@ Room::Room(c10::Device device, int64_t bytes) {
     own.used += own_ = whole;
     return;
   }
-  tensor_ = device.is_cpu() ? at::Tensor(at::detail::empty_cpu({bytes}, at::kByte))
-                            : at::empty({bytes}, at::TensorOptions(at::kByte).device(device));
+  tensor_ = device.is_cpu() ? at::Tensor(at::detail::empty_cpu({bytes}, at::kByte)) : fresh({bytes}, at::kByte, device);
   data_ = tensor_.mutable_data_ptr();
 }
 

@@ -164,11 +164,14 @@ TORCH_LIBRARY(memkit, m) {
       "Tensor)");
 
   // Batch norm with an activation behind it (a name as above, '' for none), by the statistics given or else its own,
-  // which it returns; group norm. The rest is the backends' part: with groups 0 one statistic a channel, else one for each
+  // which it returns; what a batch norm with running statistics does in eager mode; group norm. The rest is the backends' part: with groups 0 one statistic a channel, else one for each
   // group of each sample. c1, c2: what the gradient loses for the input's part in its own statistics.
   m.def(
       "_batch_norm_act(Tensor input, Tensor? weight, Tensor? bias, Tensor? mean, Tensor? variance, float eps, str act, "
       "float[] params, ScalarType dtype) -> (Tensor out, Tensor mean, Tensor variance)");
+  m.def(
+      "_batch_norm(Tensor input, Tensor? weight, Tensor? bias, Tensor(a!) running_mean, Tensor(b!) running_var, bool "
+      "training, float momentum, float eps, str act, float[] params, ScalarType dtype) -> Tensor");
   m.def("_group_norm(Tensor input, int groups, Tensor? weight, Tensor? bias, float eps, ScalarType dtype) -> Tensor");
   m.def("_channel_moments(Tensor input, int groups) -> (Tensor mean, Tensor variance)");
   m.def(

@@ -238,7 +238,7 @@ void test_channels() {
     by_parts([&](int64_t begin, int64_t end, double* a, double* b) { cpu::channel_sums(args, begin, end, a, b); });
     for (int64_t c = 0; c < channels; ++c) {
       s.finish_sums(c, s.sums_of(c, first.data(), second.data()), c1.data(), c2.data());
-      const auto sums = s.parameter_sums(c, parts, first.data(), second.data());
+      const auto sums = s.normalised(s.sums_of(c, first.data(), second.data()), mean[c], s.rstd(c));
       db[c] = sums.dz, dw[c] = sums.distance;
       CHECK(close(db[c], double(m1[c]), 1e-5) && close(dw[c], double(m2[c]), 1e-5), "gradients of channel %d", int(c));
       arrays.put(c, s.terms(c, c1.data(), c2.data()));
