@@ -47,7 +47,7 @@ struct Logistic {
 template <bool coarse, class T>
 MEMKIT_FN Logistic<T> logistic(T z) {
   T e = memkit::exp_falling<coarse>(-memkit::absolute(z));
-  T small = divide<coarse>(e, T(1) + e), large = T(1) - small;
+  T small = divide(e, T(1) + e), large = T(1) - small;
   bool negative = z < T(0);
   return {select(negative, small, large), select(negative, large, small), small * large};
 }
@@ -277,7 +277,7 @@ struct Mish : detail::MishInverse {  // x tanh(log(1 + e)) = x n / (n + 2), e = 
   MEMKIT_FN explicit Mish(const ActParams&) {}
   MEMKIT_FN T value(T x) const {
     T e = memkit::exp_falling<coarse>(at_most(x, flat)), n = e * (e + T(2));
-    return x * detail::divide<coarse>(n, n + T(2));
+    return x * detail::divide(n, n + T(2));
   }
   MEMKIT_FN T slope(T x) const { return jet(x).d1; }
   MEMKIT_FN bool right(T x) const { return x >= T(x0); }
@@ -287,7 +287,7 @@ struct Mish : detail::MishInverse {  // x tanh(log(1 + e)) = x n / (n + 2), e = 
 
   MEMKIT_FN static detail::Jet<T> jet(T x) {
     T z = at_most(x, flat), e = memkit::exp_falling<coarse>(z);
-    T n = e * (e + T(2)), a = e * (e + T(1)), u = detail::divide<coarse>(T(1), n + T(2));
+    T n = e * (e + T(2)), a = e * (e + T(1)), u = detail::divide(T(1), n + T(2));
     T w = n * u, w1 = T(4) * a * u * u, w2 = T(4) * u * u * (a + e * e - T(4) * a * u * a);
     return {x * w, w + z * w1, T(2) * w1 + z * w2};
   }

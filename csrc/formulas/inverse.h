@@ -11,7 +11,16 @@ struct Jet {
   T f, d1, d2;
 };
 
-// A function of u, one for each side of the minimum: coefficients are chosen, so that one evaluation serves both.
+// Coefficients of 1, u, u^2, ...
+template <int n>
+struct Series {
+  float c[n];
+};
+template <class... C>
+Series(C...) -> Series<int(sizeof...(C))>;
+
+// A function of u, one for each side of the minimum. On the CPU coefficients are chosen, so that one evaluation serves both;
+// a GPU's instruction holds a constant but chooses between none, so there both are evaluated.
 template <class T>
 struct Start {
   using Bits = typename Format<T>::Bits;
@@ -19,8 +28,30 @@ struct Start {
   T u;
   MEMKIT_FN explicit Start(bool right) : mask(mask_of<T>(right)), u(0) {}
   MEMKIT_FN T pick(T on_right, T on_left) const { return choose(mask, on_right, on_left); }
+  template <int n, int m>
+  MEMKIT_FN float series(const Series<n>& right, const Series<m>& left) const {
+    static_assert(m <= n);
+#if defined(MEMKIT_DEVICE)
+    return select(mask != 0, from<0>(right), from<0>(left));
+#else
+    return from<0>(right, left);
+#endif
+  }
   MEMKIT_FN T ratio(T p0, T p1, T p2, T p3, T q1, T q2, T q3) const {
     return divide(u * polynomial(u, p0, p1, p2, p3), polynomial(u, T(1), q1, q2, q3));
+  }
+
+ private:
+  template <int k, int n>
+  MEMKIT_FN float from(const Series<n>& all) const {
+    if constexpr (k + 1 < n) return all.c[k] + u * from<k + 1>(all);
+    return all.c[k];
+  }
+  template <int k, int n, int m>
+  MEMKIT_FN float from(const Series<n>& right, const Series<m>& left) const {
+    const float c = pick(right.c[k], k < m ? left.c[k < m ? k : 0] : 0.f);
+    if constexpr (k + 1 < n) return c + u * from<k + 1>(right, left);
+    return c;
   }
 };
 
@@ -94,21 +125,19 @@ struct GeluInverse {
   }
   // Fit: fit.py; error of the slope 1.3e-07 right, 6.1e-11 left.
   MEMKIT_FN static float slope_fit(const Start<float>& s, float factor) {
-    float p =
-        polynomial(s.u, s.pick(0.909879773, 2.25327753), s.pick(-2.0795077, 2.41324586), s.pick(2.96144848, 1.59955885),
-                   s.pick(-1.01824941, 0.552142185), s.pick(-0.322073469, 0.0984734832), s.pick(0.966712786, 0),
-                   s.pick(-0.202756069, 0), s.pick(-0.0276986635, 0), s.pick(0.0203698029, 0));
-    float q = polynomial(s.u, 1.f, s.pick(-1.43551485, 1.60346872), s.pick(2.14878803, 1.08670886),
-                         s.pick(-0.243843427, 0.392483838), s.pick(0.471308614, 0.0694962052), s.pick(0.54807896, 0),
-                         s.pick(0.155111222, 0), s.pick(0.0622333813, 0));
+    float p = s.series(Series{0.909879773f, -2.0795077f, 2.96144848f, -1.01824941f, -0.322073469f, 0.966712786f,
+                              -0.202756069f, -0.0276986635f, 0.0203698029f},
+                       Series{2.25327753f, 2.41324586f, 1.59955885f, 0.552142185f, 0.0984734832f});
+    float q = s.series(
+        Series{1.f, -1.43551485f, 2.14878803f, -0.243843427f, 0.471308614f, 0.54807896f, 0.155111222f, 0.0622333813f},
+        Series{1.f, 1.60346872f, 1.08670886f, 0.392483838f, 0.0694962052f});
     return divide(factor * p, q);
   }
   // Fit: fit.py; error of the slope 1.3e-4.
   MEMKIT_FN static float coarse_fit(float s, float factor) {
-    return divide<true>(
-        factor * polynomial(s, 0.81506691f, -0.88953703f, -0.017443327f, 0.95304077f, -0.23274523f, -0.16028845f,
-                            0.077235628f),
-        polynomial(s, 1.f, 0.15128128f, -0.24599283f, 0.811111f, 0.61989968f, 0.13640976f, 0.034810999f));
+    return divide(factor * polynomial(s, 0.81506691f, -0.88953703f, -0.017443327f, 0.95304077f, -0.23274523f,
+                                      -0.16028845f, 0.077235628f),
+                  polynomial(s, 1.f, 0.15128128f, -0.24599283f, 0.811111f, 0.61989968f, 0.13640976f, 0.034810999f));
   }
 };
 
@@ -126,18 +155,17 @@ struct GeluTanhInverse {
   }
   // Fit: fit.py; error of the slope 1.7e-07 right, 1.4e-08 left.
   MEMKIT_FN static float slope_fit(const Start<float>& s, float factor) {
-    float p = polynomial(s.u, s.pick(0.948202737, 2.24996583), s.pick(-2.4337083, -0.130673693),
-                         s.pick(3.03741196, 0.624167214), s.pick(-0.895096156, -0.0465223586),
-                         s.pick(-0.988303587, 0.102551324), s.pick(1.10638509, 0), s.pick(-0.178777721, 0),
-                         s.pick(-0.127685088, 0), s.pick(0.0442389355, 0));
-    float q = polynomial(s.u, 1.f, s.pick(-1.77045621, 0.475554863), s.pick(2.0072795, 0.0513712117),
-                         s.pick(-0.392392326, 0.112474395), s.pick(-0.0822120082, 0.0300722958), s.pick(0.369666826, 0),
-                         s.pick(-0.00989512593, 0), s.pick(0.000735681597, 0));
+    float p = s.series(Series{0.948202737f, -2.4337083f, 3.03741196f, -0.895096156f, -0.988303587f, 1.10638509f,
+                              -0.178777721f, -0.127685088f, 0.0442389355f},
+                       Series{2.24996583f, -0.130673693f, 0.624167214f, -0.0465223586f, 0.102551324f});
+    float q = s.series(Series{1.f, -1.77045621f, 2.0072795f, -0.392392326f, -0.0822120082f, 0.369666826f,
+                              -0.00989512593f, 0.000735681597f},
+                       Series{1.f, 0.475554863f, 0.0513712117f, 0.112474395f, 0.0300722958f});
     return divide(factor * p, q);
   }
   // Fit: fit.py; error of the slope 1.4e-4.
   MEMKIT_FN static float coarse_fit(float s, float factor) {
-    return divide<true>(
+    return divide(
         factor *
             polynomial(s, 0.83517328f, -0.90368975f, -0.15370408f, 1.0113011f, -0.24513831f, -0.2150501f, 0.093940703f),
         polynomial(s, 1.f, 0.14647329f, -0.40947812f, 0.66704095f, 0.49877312f, 0.009691829f, -0.0046561611f));
@@ -158,21 +186,19 @@ struct SiluInverse {
   }
   // Fit: fit.py; error of the slope 2.2e-07 right, 4.9e-08 left.
   MEMKIT_FN static float slope_fit(const Start<float>& s, float factor) {
-    float p = polynomial(s.u, s.pick(0.696093044, 1.25076578), s.pick(0.0587394868, -0.405398719),
-                         s.pick(0.378987349, 0.338912347), s.pick(0.320063225, -0.00376485057),
-                         s.pick(0.0744313149, -0.000790096943), s.pick(0.0450927645, 0), s.pick(0.0103399991, 0),
-                         s.pick(-0.00105411587, 0), s.pick(9.76220505e-05, 0));
-    float q = polynomial(s.u, 1.f, s.pick(0.721211508, 0.393945693), s.pick(0.936011194, 0.0852135195),
-                         s.pick(0.722671663, 0.242537792), s.pick(0.421372497, 0), s.pick(0.187209522, 0),
-                         s.pick(0.0514446511, 0), s.pick(0.00716342993, 0));
+    float p = s.series(Series{0.696093044f, 0.0587394868f, 0.378987349f, 0.320063225f, 0.0744313149f, 0.0450927645f,
+                              0.0103399991f, -0.00105411587f, 9.76220505e-05f},
+                       Series{1.25076578f, -0.405398719f, 0.338912347f, -0.00376485057f, -0.000790096943f});
+    float q = s.series(Series{1.f, 0.721211508f, 0.936011194f, 0.722671663f, 0.421372497f, 0.187209522f, 0.0514446511f,
+                              0.00716342993f},
+                       Series{1.f, 0.393945693f, 0.0852135195f, 0.242537792f});
     return divide(factor * p, q);
   }
   // Fit: fit.py; error of the slope 2.3e-5.
   MEMKIT_FN static float coarse_fit(float s, float factor) {
-    return divide<true>(
-        factor * polynomial(s, 0.30215358f, -0.089948564f, 0.18499903f, 0.039888674f, -0.015565342f, 0.008616415f,
-                            -0.0010863554f),
-        polynomial(s, 1.f, 0.81327364f, 0.86962893f, 0.61382355f, 0.24685685f, 0.065115678f, 0.0062617883f));
+    return divide(factor * polynomial(s, 0.30215358f, -0.089948564f, 0.18499903f, 0.039888674f, -0.015565342f,
+                                      0.008616415f, -0.0010863554f),
+                  polynomial(s, 1.f, 0.81327364f, 0.86962893f, 0.61382355f, 0.24685685f, 0.065115678f, 0.0062617883f));
   }
 };
 
@@ -190,21 +216,19 @@ struct MishInverse {
   }
   // Fit: fit.py; error of the slope 1.5e-07 right, 4.6e-08 left.
   MEMKIT_FN static float slope_fit(const Start<float>& s, float factor) {
-    float p = polynomial(s.u, s.pick(0.642508146, 1.31481135), s.pick(0.296628592, -0.135432045),
-                         s.pick(1.55955085, 0.281185089), s.pick(0.680543884, -0.00422544539),
-                         s.pick(0.666459493, -0.000437443114), s.pick(0.263853734, 0), s.pick(0.0053387777, 0),
-                         s.pick(0.00980280279, 0), s.pick(-0.00113068342, 0));
-    float q = polynomial(s.u, 1.f, s.pick(1.23611322, 0.675011989), s.pick(2.82519342, 0.243171372),
-                         s.pick(2.46034363, 0.203556683), s.pick(2.04835711, 0), s.pick(0.943746662, 0),
-                         s.pick(0.293187663, 0), s.pick(0.0375275425, 0));
+    float p = s.series(Series{0.642508146f, 0.296628592f, 1.55955085f, 0.680543884f, 0.666459493f, 0.263853734f,
+                              0.0053387777f, 0.00980280279f, -0.00113068342f},
+                       Series{1.31481135f, -0.135432045f, 0.281185089f, -0.00422544539f, -0.000437443114f});
+    float q = s.series(
+        Series{1.f, 1.23611322f, 2.82519342f, 2.46034363f, 2.04835711f, 0.943746662f, 0.293187663f, 0.0375275425f},
+        Series{1.f, 0.675011989f, 0.243171372f, 0.203556683f});
     return divide(factor * p, q);
   }
   // Fit: fit.py; error of the slope 3.6e-5.
   MEMKIT_FN static float coarse_fit(float s, float factor) {
-    return divide<true>(
-        factor *
-            polynomial(s, 0.53890034f, -0.56819895f, 0.62836181f, 0.1253242f, -0.1146954f, 0.077345004f, -0.012223031f),
-        polynomial(s, 1.f, 0.17236211f, 0.97381008f, 0.94890314f, 0.54005532f, 0.27995981f, 0.03380055f));
+    return divide(factor * polynomial(s, 0.53890034f, -0.56819895f, 0.62836181f, 0.1253242f, -0.1146954f, 0.077345004f,
+                                      -0.012223031f),
+                  polynomial(s, 1.f, 0.17236211f, 0.97381008f, 0.94890314f, 0.54005532f, 0.27995981f, 0.03380055f));
   }
 };
 

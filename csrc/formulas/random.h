@@ -9,17 +9,29 @@ struct Words {
   uint32_t at[4];
 };
 
+// a b, in two halves.
+MEMKIT_FN void multiply(uint32_t a, uint32_t b, uint32_t& high, uint32_t& low) {
+#if defined(__CUDA_ARCH__)
+  high = __umulhi(a, b), low = a * b;  // one instruction; of 64-bit integers nvcc makes two
+#else
+  const uint64_t product = uint64_t(a) * b;
+  high = uint32_t(product >> 32), low = uint32_t(product);
+#endif
+}
+
 // Philox4x32-10 (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", 2011): a bijection of the
 // counter for each key, so that nothing needs to be kept to draw the same words again.
 MEMKIT_FN Words philox(uint64_t counter, uint64_t key) {
   uint32_t a = uint32_t(counter), b = uint32_t(counter >> 32), c = 0, d = 0;
   uint32_t low = uint32_t(key), high = uint32_t(key >> 32);
   for (int round = 0; round < 10; ++round) {
-    const uint64_t first = uint64_t(0xD2511F53u) * a, second = uint64_t(0xCD9E8D57u) * c;
-    a = uint32_t(second >> 32) ^ b ^ low;
-    b = uint32_t(second);
-    c = uint32_t(first >> 32) ^ d ^ high;
-    d = uint32_t(first);
+    uint32_t first, first_low, second, second_low;
+    multiply(a, 0xD2511F53u, first, first_low);
+    multiply(c, 0xCD9E8D57u, second, second_low);
+    a = second ^ b ^ low;
+    b = second_low;
+    c = first ^ d ^ high;
+    d = first_low;
     low += 0x9E3779B9u;
     high += 0xBB67AE85u;
   }
@@ -33,7 +45,7 @@ struct Drop {
   int64_t known = 0;              // the key,
   const int64_t* seed = nullptr;  // or where it is, in the engine's memory
   uint32_t threshold = 0;
-  bool all = false;  // probability 1, which is no 32-bit threshold
+  bool all = false;  // probability 1, which is no 32-bit threshold: whatever is drawn
   double scale = 1, kept = 0, dropped = 0;
 
   MEMKIT_FN uint64_t key() const { return uint64_t(seed ? *seed : known); }
@@ -43,10 +55,12 @@ template <class T>
 struct Dropper {
   T scale, kept, dropped;
   uint32_t threshold;
-  bool all;
   MEMKIT_FN explicit Dropper(const Drop& d)
-      : scale(T(d.scale)), kept(T(d.kept)), dropped(T(d.dropped)), threshold(d.threshold), all(d.all) {}
-  MEMKIT_FN bool drops(uint32_t word) const { return (word < threshold) | all; }
+      : scale(T(d.all ? 0 : d.scale)),
+        kept(T(d.all ? d.dropped : d.kept)),
+        dropped(T(d.dropped)),
+        threshold(d.threshold) {}
+  MEMKIT_FN bool drops(uint32_t word) const { return word < threshold; }
   // A dropped NaN or infinity is NaN, as in 0 * x.
   MEMKIT_FN T value(T x, uint32_t word) const {
     const bool gone = drops(word);
