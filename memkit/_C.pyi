@@ -75,6 +75,21 @@ def consumer(
     biases: Sequence[Tensor | None],
     conv: Sequence[int],
 ) -> tuple[list[Tensor], list[Tensor]] | None: ...
+def norm_act_conv2d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv: Sequence[int],
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    act: str,
+    numbers: Sequence[float],
+) -> Tensor | None:
+    """None also where something does not fit, which Python refuses."""
 
 # csrc/torch/glu.cpp
 
@@ -174,7 +189,9 @@ def norm_saves(normed: Tensor) -> str: ...
 def group_norm(
     input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor | None: ...
-def update_running(running: Tensor, new: Tensor, factor: float, momentum: float) -> Tensor | None: ...
+def move_running(
+    running_mean: Tensor, running_var: Tensor, mean: Tensor, variance: Tensor, count: int, momentum: float
+) -> Tensor | None: ...
 def count_batch(counter: Tensor) -> Tensor | None: ...
 def batch_norm_act(
     input: Tensor,

@@ -156,6 +156,36 @@ def test_channels_last_stays(training: bool) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("grad", [True, False])
+def test_running_statistics_move_once_and_as_in_the_norm(
+    grad: bool, kind: torch.dtype, momentum: float, device: torch.device
+) -> None:
+    """In the forward, each in its own dtype; backward computes the norm again, and leaves them alone."""
+    x = torch.randn(4, 300, 5, 5, device=device).add(2).requires_grad_(grad)
+    w = torch.randn(3, 300, 1, 1, device=device, requires_grad=True)
+    (mean, variance), parts = (
+        [torch.zeros(300, device=device), torch.ones(300, device=device, dtype=kind)] for _ in range(2)
+    )
+    for step in range(2):
+        y = M.norm_act_conv2d(x, w, running_mean=mean, running_var=variance, training=True, momentum=momentum)
+        M.batch_norm_act(x, *parts, training=True, momentum=momentum)
+        y.sum().backward()
+        assert mean._version == variance._version == step + 1
+    for ours, theirs in zip((mean, variance), parts, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def test_an_error_moves_no_running_statistics() -> None:
+    mean, variance, x = torch.zeros(6), torch.ones(6), torch.randn(4, 6, 5, 5)
+    for weight in (torch.randn(3, 5, 1, 1), torch.randn(3, 6, 9, 9)):
+        with pytest.raises((ValueError, RuntimeError)):
+            M.norm_act_conv2d(x, weight, running_mean=mean, running_var=variance, training=True)
+    assert mean._version == variance._version == 0
+    assert mean.count_nonzero() == 0
+
+
 def test_running_statistics() -> None:
     x, w = torch.randn(4, 6, 5, 5), torch.randn(3, 6, 1, 1)
     ours, parts = ((torch.zeros(6), torch.ones(6)) for _ in range(2))

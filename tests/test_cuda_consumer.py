@@ -75,6 +75,18 @@ def test_bytes() -> None:
         assert measure(call, device="cuda").saved / h.numel() == pytest.approx(wanted, abs=0.01)
 
 
+def test_running_statistics_take_no_operators() -> None:
+    """One kernel moves both: operators would take longer than the norm of a small tensor."""
+    x = torch.randn(4, 8, 5, 5, device=CUDA, requires_grad=True)
+    w = torch.randn(2, 8, 3, 3, device=CUDA, requires_grad=True)
+    mean, variance = torch.zeros(8, device=CUDA), torch.ones(8, device=CUDA)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        M.norm_act_conv2d(x, w, running_mean=mean, running_var=variance, training=True)
+    called = {event.name for event in profile.events() if "::" in event.name}
+    assert not called & {"aten::lerp_", "aten::mul"}
+    assert mean._version == variance._version == 1
+
+
 def test_autocast() -> None:
     for name in ("gelu", "swiglu", "layer_norm", "gelu dropout", "batch_norm"):
         case, leaves = CASES[name], tensors(CASES[name], torch.float32, CUDA)

@@ -35,6 +35,9 @@ int channel_moments(const ChannelArgs& args, int64_t parts, double* means, doubl
 template <class T>
 int channel_finish_moments(const Statistics<T>& s, const double* means, const double* m2, const Running& running,
                            T* terms, CUstream_st* stream);
+// The running statistics of `channels` channels, by those that were found.
+int channel_move_running(const Running& running, const double* mean, const double* variance, int64_t channels,
+                         CUstream_st* stream);
 int channel_forward(const ChannelArgs& args, CUstream_st* stream);
 
 template <class T>

@@ -165,6 +165,17 @@ __device__ void for_statistic(const Statistics<T>& s, F&& f) {
   }
 }
 
+__device__ void move(const Running& running, int64_t channel, double mean, double variance) {
+  running.mean.put(channel, moved(running.mean[channel], mean, running.momentum));
+  running.variance.put(channel, moved(running.variance[channel], running.factor * variance, running.momentum));
+}
+
+__global__ void move_running_kernel(const Running running, const double* mean, const double* variance,
+                                    const int64_t channels) {
+  const int64_t channel = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (channel < channels) move(running, channel, mean[channel], variance[channel]);
+}
+
 template <class T>
 __global__ void finish_moments_kernel(const Statistics<T> s, const double* means, const double* m2,
                                       const Running running, const TermArrays<T> terms) {
@@ -174,10 +185,7 @@ __global__ void finish_moments_kernel(const Statistics<T> s, const double* means
     const double variance = all.m2 / double(s.size);
     if (set == i * s.sets_of_one()) {
       s.mean.put(i, all.mean), s.variance.put(i, variance);
-      if (running.mean) {
-        running.mean.put(i, moved(running.mean[i], all.mean, running.momentum));
-        running.variance.put(i, moved(running.variance[i], running.factor * variance, running.momentum));
-      }
+      if (running.mean) move(running, i, all.mean, variance);
     }
     if (!terms.data) return;
     const double root = reciprocal_root(variance, s.eps);
@@ -269,6 +277,13 @@ int channel_finish_moments(const Statistics<T>& s, const double* means, const do
                            T* terms, CUstream_st* stream) {
   launch_kernel(finish_moments_kernel<T>, unsigned(statistic_blocks(s)), kPartThreads, stream, s, means, m2, running,
                 TermArrays<T>{terms, s.sets()});
+  return cudaGetLastError();
+}
+
+int channel_move_running(const Running& running, const double* mean, const double* variance, int64_t channels,
+                         CUstream_st* stream) {
+  launch_kernel(move_running_kernel, unsigned((channels + kPartThreads - 1) / kPartThreads), kPartThreads, stream,
+                running, mean, variance, channels);
   return cudaGetLastError();
 }
 

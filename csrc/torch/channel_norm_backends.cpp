@@ -1,7 +1,6 @@
 // Batch norm with an activation and group norm below autograd, on CPU, CUDA and meta tensors.
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
-#include <torch/csrc/autograd/variable.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -57,11 +56,6 @@ ChannelCall call_of(const ChannelNorm& norm, const Tensor& x, at::ScalarType dty
 
 OptionalTensor as(const OptionalTensor& x, at::ScalarType dtype) {
   return !x || (x->scalar_type() == dtype && x->is_contiguous()) ? x : x->to(dtype).contiguous();
-}
-
-bool has_kernels(const Tensor& x) {
-  const auto dtype = x.scalar_type();
-  return dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf || dtype == at::kBFloat16;
 }
 
 cuda::Numbers numbers_of(const OptionalTensor& x) {
@@ -180,17 +174,11 @@ ChannelNormed channel_norm(const ChannelNorm& norm, const Tensor& input, const O
   ChannelCall call = call_of(norm, x, dtype);
   const Operands operands(call, norm, x, mean, variance, weight, bias);
   call.args.y = out.mutable_data_ptr();
-  const bool by_kernel =
-      running && !runs_on_threads(call.device) && has_kernels(running->mean) && has_kernels(running->variance);
-  if (by_kernel)
-    call.running = {numbers_to(running->mean), numbers_to(running->variance), running->momentum,
-                    unbiased(x.numel() / x.size(1))};
+  const auto moved = running ? running->for_kernel(x.numel() / x.size(1)) : std::nullopt;
+  if (moved) call.running = *moved;
   run_channel_norm(call);
-  if (by_kernel) {
-    torch::autograd::impl::bump_version(running->mean);
-    torch::autograd::impl::bump_version(running->variance);
-  }
-  return {out, mean, variance, by_kernel};
+  if (moved) running->bump_versions();
+  return {out, mean, variance, moved.has_value()};
 }
 
 Tensor gradient_of(const OptionalTensor& parameter, const Tensor& sums) {

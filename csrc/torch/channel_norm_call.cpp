@@ -2,8 +2,6 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <algorithm>
-
 #include "channel_norm.h"
 #include "channel_running.h"
 #include "checks.h"
@@ -17,7 +15,7 @@ namespace {
 
 using at::Tensor;
 
-constexpr char kBatchNormAct[] = "batch_norm_act", kGroupNorm[] = "group_norm", kUpdateRunning[] = "update_running",
+constexpr char kBatchNormAct[] = "batch_norm_act", kGroupNorm[] = "group_norm", kMoveRunning[] = "move_running",
                kCountBatch[] = "count_batch";
 
 Tensor group_norm_entry(const Tensor& input, int64_t groups, OptionalTensor weight, OptionalTensor bias, double eps) {
@@ -38,15 +36,11 @@ Tensor count_batch(const Tensor& counter) {
   return counter;
 }
 
-Tensor update_running(const Tensor& running, const Tensor& found, double factor, double momentum) {
+Tensor move_running(const Tensor& running_mean, const Tensor& running_var, const Tensor& mean, const Tensor& variance,
+                    int64_t count, double momentum) {
   const pybind11::gil_scoped_release no_gil;
-  return move_running(running, found, factor, momentum);
-}
-
-// Whether it is a running statistic of the input's channels.
-bool fits(const Tensor& running, const Tensor& input) {
-  return running.dim() == 1 && running.size(0) == input.size(1) && running.device() == input.device() &&
-         running.is_floating_point() && running.is_non_overlapping_and_dense() && !running.is_inference();
+  RunningStatistics{running_mean, running_var, momentum}.move(mean, variance, count);
+  return running_mean;
 }
 
 // Nothing where Python has to look itself: what it refuses, too.
@@ -55,11 +49,8 @@ std::optional<Tensor> batch_norm_act_entry(const Tensor& input, OptionalTensor w
                                            double momentum, double eps, std::string_view act,
                                            std::vector<double> params) {
   check_float_tensor(kBatchNormAct, input);
-  if (running_mean.has_value() != running_var.has_value() || input.dim() < 2) return std::nullopt;
-  const int64_t count = input.numel() / std::max<int64_t>(1, input.size(1));
+  if (!fit(running_mean, running_var, input, training)) return std::nullopt;
   const bool keeps = running_mean.has_value();
-  if (training ? count <= 1 || (keeps && !(fits(*running_mean, input) && fits(*running_var, input))) : !keeps)
-    return std::nullopt;
   const pybind11::gil_scoped_release no_gil;
   const auto dtype = norm_output_dtype(input);
   const auto unseen = [](const OptionalTensor& x) { return !x || is_unseen(*x); };
@@ -75,7 +66,8 @@ std::optional<Tensor> batch_norm_act_entry(const Tensor& input, OptionalTensor w
                                                      const OptionalTensor&, const OptionalTensor&, double,
                                                      c10::string_view, c10::ArrayRef<double>, at::ScalarType))(
           input, weight, bias, training ? none : running_mean, training ? none : running_var, eps, act, params, dtype);
-  if (training && keeps) RunningStatistics{*running_mean, *running_var, momentum}.move(mean, variance, count);
+  if (training && keeps)
+    RunningStatistics{*running_mean, *running_var, momentum}.move(mean, variance, input.numel() / input.size(1));
   return out;
 }
 
@@ -84,7 +76,7 @@ std::optional<Tensor> batch_norm_act_entry(const Tensor& input, OptionalTensor w
 void bind_channel_norms(pybind11::module_& m) {
   eager::bind<batch_norm_act_entry, kBatchNormAct>(m);
   eager::bind<group_norm_entry, kGroupNorm>(m);
-  eager::bind<update_running, kUpdateRunning>(m);
+  eager::bind<move_running, kMoveRunning>(m);
   eager::bind<count_batch, kCountBatch>(m);
 }
 

@@ -3,6 +3,11 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
+
+#include "../cuda/channel_norm.h"
+#include "optional.h"
+
 namespace memkit {
 
 // Moved by `momentum` towards those that a training step finds.
@@ -12,13 +17,14 @@ struct RunningStatistics {
 
   // From `count` values, the variance over count, not count - 1.
   void move(const at::Tensor& found_mean, const at::Tensor& found_variance, int64_t count) const;
+
+  // What a kernel on their device is to move, and what is to be told behind it; nothing where none can.
+  std::optional<cuda::Running> for_kernel(int64_t count) const;
+  void bump_versions() const;
 };
 
-// n / (n - 1): a variance over n - 1 from one over n.
-inline double unbiased(int64_t n) { return double(n) / double(n - 1); }
-
-// Moves one towards `factor` times what was found, and returns it.
-at::Tensor move_running(const at::Tensor& running, const at::Tensor& found, double factor, double momentum);
+// Whether a batch norm may compute with them right away: where not, Python says what is wrong, or knows a way.
+bool fit(const OptionalTensor& running_mean, const OptionalTensor& running_var, const at::Tensor& input, bool training);
 
 // No transform, mode or trace wants to see what is done to the tensor, nor is it a subclass's.
 bool is_unseen(const at::Tensor& x);

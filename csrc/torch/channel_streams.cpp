@@ -89,6 +89,12 @@ void launch_given(ChannelCall call, const double* c1, const double* c2, const La
 void moments_on_stream(const ChannelCall& call) { launch_norm(call, false); }
 void norm_on_stream(const ChannelCall& call) { launch_norm(call, true); }
 
+void move_running_on_stream(const cuda::Running& running, const double* mean, const double* variance, int64_t channels,
+                            c10::Device device) {
+  on_stream(device,
+            [&](auto stream) -> int { return cuda::channel_move_running(running, mean, variance, channels, stream); });
+}
+
 void forward_on_stream(const ChannelCall& call) {
   launch_given(call, nullptr, nullptr,
                [](const ChannelArgs& args, auto stream) { return cuda::channel_forward(args, stream); });

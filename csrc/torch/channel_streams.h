@@ -8,6 +8,8 @@ namespace memkit {
 // Statistics alone; with the result and running statistics.
 void moments_on_stream(const ChannelCall& call);
 void norm_on_stream(const ChannelCall& call);
+void move_running_on_stream(const cuda::Running& running, const double* mean, const double* variance, int64_t channels,
+                            c10::Device device);
 // With statistics that are given.
 void forward_on_stream(const ChannelCall& call);
 

@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/library.h>
 
+#include "channel_running.h"
 #include "checks.h"
 #include "eager.h"
 #include "named_ops.h"
@@ -297,7 +298,7 @@ Results in_autocast(const OptionalTensors& inputs, Text op, Text act, Text packi
               optionals(cast), conv, to);
 }
 
-constexpr char kConsumer[] = "consumer";
+constexpr char kConsumer[] = "consumer", kNormActConv2d[] = "norm_act_conv2d";
 
 Results consumer_entry(const OptionalTensors& inputs, Text op, Text act, Text packing,
                        const std::vector<double>& numbers, const Tensors& weights, const OptionalTensors& biases,
@@ -306,9 +307,30 @@ Results consumer_entry(const OptionalTensors& inputs, Text op, Text act, Text pa
   return call(inputs, op, act, packing, numbers, weights, biases, conv, std::nullopt);
 }
 
+// Nothing where Python has to look itself: what it refuses, too.
+std::optional<Tensor> norm_act_conv2d_entry(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                                            const std::vector<int64_t>& conv, const OptionalTensor& norm_weight,
+                                            const OptionalTensor& norm_bias, const OptionalTensor& running_mean,
+                                            const OptionalTensor& running_var, bool training, double momentum,
+                                            std::string_view act, const std::vector<double>& numbers) {
+  if (input.dim() != 4 || !fit(running_mean, running_var, input, training)) return std::nullopt;
+  const pybind11::gil_scoped_release no_gil;
+  const OptionalTensor none;
+  const OptionalTensors inputs(
+      {input, norm_weight, norm_bias, training ? none : running_mean, training ? none : running_var});
+  const auto [outs, found] =
+      call(inputs, "batch_norm", act, "", numbers, weight, OptionalTensors({bias}), conv, std::nullopt);
+  if (training && running_mean)
+    RunningStatistics{*running_mean, *running_var, momentum}.move(found[0], found[1], input.numel() / input.size(1));
+  return outs[0];
+}
+
 }  // namespace
 
-void bind_consumer(pybind11::module_& m) { eager::bind<consumer_entry, kConsumer>(m); }
+void bind_consumer(pybind11::module_& m) {
+  eager::bind<consumer_entry, kConsumer>(m);
+  eager::bind<norm_act_conv2d_entry, kNormActConv2d>(m);
+}
 
 #define MEMKIT_BACKEND(KEY)                 \
   TORCH_LIBRARY_IMPL(memkit, KEY, m) {      \

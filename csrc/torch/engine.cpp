@@ -42,6 +42,11 @@ Dtype dtype_of(at::ScalarType dtype) {
   }
 }
 
+bool has_kernels(const at::Tensor& x) {
+  const auto dtype = x.scalar_type();
+  return dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf || dtype == at::kBFloat16;
+}
+
 void run_activation(Pass pass, const ActivationArgs& args, c10::Device device) {
   if (args.numel == 0) return;
   if (runs_on_threads(device)) {

@@ -15,6 +15,8 @@ constexpr int64_t kGrain = 32768;
 
 Dtype dtype_of(at::ScalarType dtype);
 inline Dtype dtype_of(const at::Tensor& x) { return dtype_of(x.scalar_type()); }
+// Whether the tensor's dtype is one of these.
+bool has_kernels(const at::Tensor& x);
 
 enum class Pass { forward, backward_from_input, backward_from_output, backward_from_bits };
 

@@ -176,11 +176,11 @@ struct BatchNormProducer : Producer {
   Tensor forward(Tensors& statistics) const override {
     if (statistics.empty()) {
       if (own()) {
-        const auto [mean, variance] = channel_moments(norm, x());
-        statistics = {mean, variance};
-      } else {  // an operator's results are new tensors
-        statistics = {inputs[3].clone(), inputs[4].clone()};
+        ChannelNormed made = channel_norm(norm, x(), weight(), bias(), dtype);
+        statistics = {std::move(made.mean), std::move(made.variance)};
+        return std::move(made.out);
       }
+      statistics = {inputs[3].clone(), inputs[4].clone()};  // an operator's results are new tensors
     }
     return channel_norm_forward(norm, x(), statistics[0], statistics[1], weight(), bias(), dtype);
   }

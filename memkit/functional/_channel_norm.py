@@ -95,8 +95,7 @@ def batch_norm_act(
             )
         out, mean, variance = _run(input, weight, bias, None, None, eps, name, values)
     if running_mean is not None and running_var is not None and count:
-        _update(running_mean, mean, momentum)
-        _update(running_var, variance, momentum, count / (count - 1))
+        move_running(running_mean, running_var, mean, variance, count, momentum)
     return out
 
 
@@ -135,7 +134,12 @@ def check_running(op: str, input: Tensor, *statistics: Tensor | None) -> None:
             )
 
 
-def _update(running: Tensor, new: Tensor, momentum: float, factor: float = 1.0) -> None:
-    if is_dynamo_compiling() or _C.update_running(running, new, factor, momentum) is None:
+def move_running(
+    running_mean: Tensor, running_var: Tensor, mean: Tensor, variance: Tensor, count: int, momentum: float
+) -> None:
+    """Towards the statistics of `count` values, the variance over count, not count - 1."""
+    moved = (running_mean, running_var, mean, variance, count, momentum)
+    if is_dynamo_compiling() or _C.move_running(*moved) is None:
         with torch.no_grad():
-            running.lerp_((new * factor).to(running.dtype), momentum)
+            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+            running_var.lerp_((variance * (count / (count - 1))).to(running_var.dtype), momentum)

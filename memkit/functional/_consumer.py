@@ -32,7 +32,7 @@ from torch.fx import Proxy
 from .. import _C
 from .._sharding import call
 from ._activation import _parameters
-from ._channel_norm import _update, check_running
+from ._channel_norm import check_running, move_running
 from ._dropout import check_probability, draw_seed, drop_numbers
 from ._glu import Packing
 from ._norm import _resolve_eps
@@ -312,39 +312,34 @@ def norm_act_conv2d(
     The first arguments are those of ``torch.nn.functional.conv2d``, the others those of :func:`batch_norm_act`.
     ``padding`` in numbers. ``ValueError``: one value a channel in training.
     """
-    _check_tensor("norm_act_conv2d", "input", input)
-    if input.dim() != 4:
-        raise ValueError(
-            f"norm_act_conv2d: expected an input of 4 dimensions, [N, C, H, W], got {list(input.shape)}"
+    op, name = "norm_act_conv2d", act or ""
+    _check_tensor(op, "input", input)
+    conv = _convolution(op, stride, padding, dilation, groups)
+    numbers = [eps, *_parameters(op, name, params)]
+    if not is_dynamo_compiling():
+        found = _C.norm_act_conv2d(
+            *(input, weight, bias, conv, norm_weight, norm_bias, running_mean, running_var),
+            *(bool(training), momentum if training else 0.0, name, numbers),
         )
+        if found is not None:
+            return found
+    if input.dim() != 4:
+        raise ValueError(f"{op}: expected an input of 4 dimensions, [N, C, H, W], got {list(input.shape)}")
     if not training and (running_mean is None or running_var is None):
-        raise ValueError("norm_act_conv2d: expected running_mean and running_var outside training, got None")
+        raise ValueError(f"{op}: expected running_mean and running_var outside training, got None")
     count = input.numel() // max(1, input.shape[1])
     if training and count == 1:
         raise ValueError(
-            f"norm_act_conv2d: expected more than 1 value per channel when training, got {list(input.shape)}"
+            f"{op}: expected more than 1 value per channel when training, got {list(input.shape)}"
         )
     if training:
-        check_running("norm_act_conv2d", input, running_mean, running_var)
-    conv = _convolution("norm_act_conv2d", stride, padding, dilation, groups)
+        check_running(op, input, running_mean, running_var)
     given = (None, None) if training else (running_mean, running_var)
-    outputs, statistics = _consumer(
-        "norm_act_conv2d",
-        [input, norm_weight, norm_bias, *given],
-        "batch_norm",
-        act or "",
-        "",
-        [eps, *_parameters("norm_act_conv2d", act or "", params)],
-        [weight],
-        [bias],
-        conv,
-    )
-    if training and count:
+    inputs = [input, norm_weight, norm_bias, *given]
+    outputs, statistics = _consumer(op, inputs, "batch_norm", name, "", numbers, [weight], [bias], conv)
+    if running_mean is not None and running_var is not None and training and count:
         mean, variance = statistics
-        if running_mean is not None:
-            _update(running_mean, mean, momentum)
-        if running_var is not None:
-            _update(running_var, variance * (count / (count - 1)), momentum)
+        move_running(running_mean, running_var, mean, variance, count, momentum)
     return outputs[0]
 
 
@@ -425,11 +420,11 @@ def _convolution(
 ) -> list[int]:
     numbers: list[int] = []
     for name, value, least in (("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1)):
-        given = tuple(value) if isinstance(value, Sequence) else (value,)
-        pair = 2 * given if len(given) == 1 else given
-        if len(pair) != 2 or not all(hasattr(each, "__index__") and each >= least for each in pair):
+        given = value if type(value) is tuple else tuple(value) if isinstance(value, Sequence) else (value,)
+        fit = [hasattr(each, "__index__") and each >= least for each in given]
+        if len(fit) not in (1, 2) or not all(fit):
             raise ValueError(
                 f"{op}: expected {name} of one or two whole numbers, at least {least}, got {value!r}"
             )
-        numbers += [operator.index(each) for each in pair]
+        numbers += (operator.index(given[0]), operator.index(given[-1]))
     return [*numbers, groups]

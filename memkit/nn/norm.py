@@ -55,17 +55,19 @@ class BatchNormState(TypedDict):
 def batch_norm_state(module: Any) -> BatchNormState:
     """Of one call of a batch norm of torch.nn, which is counted."""
     momentum = 0.0 if module.momentum is None else module.momentum
-    if module.training and module.track_running_stats and module.num_batches_tracked is not None:
-        counter = module.num_batches_tracked
+    training, tracks = module.training, module.track_running_stats
+    mean, variance = module.running_mean, module.running_var  # a buffer costs a module a search
+    counter = module.num_batches_tracked if training and tracks else None
+    if counter is not None:
         if is_compiling() or _C.count_batch(counter) is None:
             counter.add_(1)
         if module.momentum is None:  # the average over all batches
-            momentum = 1.0 / float(module.num_batches_tracked)
-    kept = not module.training or module.track_running_stats
+            momentum = 1.0 / float(counter)
+    kept = not training or tracks
     return {
-        "running_mean": module.running_mean if kept else None,
-        "running_var": module.running_var if kept else None,
-        "training": module.training or (module.running_mean is None and module.running_var is None),
+        "running_mean": mean if kept else None,
+        "running_var": variance if kept else None,
+        "training": training or (mean is None and variance is None),
         "momentum": momentum,
         "eps": module.eps,
     }
