@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Generator, Tensor, dtype
+from torch import Generator, Tensor, device, dtype
 
 # csrc/bindings.cpp
 
@@ -382,15 +382,48 @@ def check_plan(buffers: Sequence[Row], offsets: Sequence[int], alignment: int) -
 
 # csrc/torch/optimizer_call.cpp
 
-def gradient_is_awaited(param: Tensor) -> bool:
-    """Whether hooks of its AccumulateGrad node, as DistributedDataParallel's, run after the tensor's own."""
+def check_arrived(param: Tensor) -> None:
+    """``RuntimeError``: hooks of its AccumulateGrad node, as DistributedDataParallel's, run after the tensor's own."""
+
+class Gradients:
+    """Of one device, taken from their parameters."""
+
+    def __len__(self) -> int: ...
+
+class Arrivals:
+    """Gradients that arrive in backward and wait for a step together, on a GPU, until they have so many bytes."""
+
+    BEGIN: int
+    """The first of a backward or a stream, not taken: `begin`, then again."""
+    STEP: int
+    """Taken; those that wait are enough."""
+    ALONE: int
+    """Not taken: it does not wait."""
+
+    def __init__(self, bytes: int) -> None: ...
+    def take(self, param: Tensor) -> int:
+        """Takes the gradient from the parameter, and says what is to be done: mostly 0, nothing."""
+    def begin(self, device: device) -> None:
+        """From now to `end`, those wait that arrive on the device in this backward, on the current stream."""
+    def give(self, device: device) -> Gradients:
+        """Those that wait, which the current stream can use."""
+    def end(self, device: device) -> Gradients:
+        """`give`, and no more wait."""
+    def devices(self) -> list[device]:
+        """With a `begin` that had no `end`."""
 
 class StepList:
-    """Parameters on one device with the lists of their state, for one call a step."""
+    """Parameters on one device with the lists of their state, for one call a step.
+
+    Each `collect` is of gradients for the step that follows. It says how many they are.
+    """
 
     def __init__(self, op: str, params: list[Tensor], state: list[list[Tensor]]) -> None: ...
-    def collect(self, some: Sequence[int] | None) -> int:
-        """Takes the gradients for the step that follows, of all or some parameters: of those that have one."""
+    def collect(self) -> int:
+        """Of those parameters that have one."""
+    def collect_one(self, index: int) -> int: ...
+    def collect_from(self, gradients: Gradients) -> int:
+        """Those of its parameters, which are no longer among the others then."""
     def adamw(
         self,
         lr: float,

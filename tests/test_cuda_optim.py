@@ -217,3 +217,50 @@ def test_in_backward_accumulates() -> None:
             b(x).sum().backward()
         b(-x).square().sum().backward()
     assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def test_in_backward_of_several_groups_and_another_backward_inside() -> None:
+    x = torch.randn(4, 64, device="cuda")
+    a, b = deep(), deep()
+    plain, early = (
+        optim.SGD([{"params": [p], "lr": 0.01 * i} for i, p in enumerate(m.parameters())]) for m in (a, b)
+    )
+    optim.step_in_backward(early)
+
+    def inside(grad: torch.Tensor) -> None:
+        with torch.enable_grad():
+            b[4](x).sum().backward()
+
+    a[4](x).sum().backward()
+    plain.step()
+    plain.zero_grad()
+    a[:4](x).sum().backward()
+    plain.step()
+    h = b[:4](x)
+    h.register_hook(inside)
+    h.sum().backward()
+    assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+    assert all(p.grad is None for p in b.parameters())
+
+
+def test_in_backward_refuses_sparse_gradients_alone() -> None:
+    table, layer = nn.Embedding(10, 64, sparse=True).cuda(), nn.Linear(64, 64).cuda()
+    optimizer = optim.SGD([*table.parameters(), *layer.parameters()], lr=0.1)
+    optim.step_in_backward(optimizer)
+    weights = [p.detach().clone() for p in (table.weight, layer.weight)]
+    with pytest.raises(RuntimeError, match="SGD: expected dense gradients"):
+        layer(table(torch.tensor([1], device="cuda"))).sum().backward()
+    optimizer.step()
+    assert torch.equal(table.weight, weights[0])
+    assert table.weight.grad is None
+    assert not torch.equal(layer.weight, weights[1])
+
+
+def test_in_backward_of_a_parameter_that_left_its_group() -> None:
+    layer = nn.Linear(8, 8).cuda()
+    optimizer = optim.SGD(layer.parameters(), lr=0.1)
+    optim.step_in_backward(optimizer)
+    optimizer.param_groups[0]["params"].pop()
+    with pytest.raises(RuntimeError, match="SGD: expected gradients of its parameters, got 1 of others"):
+        layer(torch.ones(2, 8, device="cuda")).sum().backward()
+    optimizer.step()

@@ -223,6 +223,46 @@ def test_remove_groups_and_copies() -> None:
     step_in_backward(early)
 
 
+def test_what_changes_between_backwards_and_inside_of_one() -> None:
+    """Groups are looked at once a backward, or where a parameter is new."""
+    a, b = pair(Tied)
+    plain, early = (
+        optim.SGD([{"params": m.middle.parameters()}, {"params": m.first.parameters()}], lr=0.1)
+        for m in (a, b)
+    )
+    step_in_backward(early)
+
+    def step(seed: int) -> None:
+        loss_of(a, seed).backward()
+        plain.step()
+        a.zero_grad()
+        loss_of(b, seed).backward()
+        b.last.bias.grad = None
+        assert same(a, b)
+
+    step(0)
+    for optimizer in (plain, early):
+        optimizer.param_groups[0]["momentum"] = 0.9
+    step(1)
+    step(2)
+    for optimizer in (plain, early):
+        optimizer.state.clear()
+    step(3)
+    for wanted in (False, True):
+        for model in (a, b):
+            model.middle.weight.requires_grad_(wanted)
+        step(4)
+    plain.add_param_group({"params": [a.last.bias], "lr": 0.5})
+
+    def add(grad: Tensor) -> None:
+        handle.remove()
+        early.add_param_group({"params": [b.last.bias], "lr": 0.5})
+
+    handle = b.last.bias.register_hook(add)
+    step(5)
+    step(6)
+
+
 def test_bad_arguments() -> None:
     params = [nn.Parameter(torch.ones(2))]
     with pytest.raises(TypeError, match=r"step_in_backward: expected an optimizer of memkit.optim, got SGD"):

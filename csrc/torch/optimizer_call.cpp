@@ -1,12 +1,17 @@
 #include "optimizer_call.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <limits>
+#include <unordered_map>
 
 #include "checks.h"
 #include "operators.h"
@@ -19,34 +24,57 @@ using at::Tensor;
 using at::TensorList;
 using Tensors = std::vector<Tensor>;
 
+// Gradients of one device that are no longer their parameters'.
+struct Gradients {
+  c10::Device device;
+  std::vector<std::pair<Tensor, Tensor>> pairs;  // parameter, gradient
+};
+
 // The tensors of parameters on one device, in lists of one length or none.
 class StepList {
  public:
   StepList(std::string op, Tensors params, std::vector<Tensors> state)
-      : op_(std::move(op)), params_(std::move(params)), state_(std::move(state)) {}
+      : op_(std::move(op)), params_(std::move(params)), state_(std::move(state)) {
+    for (size_t i = 0; i < params_.size(); ++i) places_[params_[i].unsafeGetTensorImpl()] = i;
+  }
 
-  // Takes the gradients of those parameters that have one, of all or of those named, for the steps below. Says how many
-  // there are. Raises where one cannot be used, before anything is written.
-  int64_t collect(const std::optional<std::vector<size_t>>& some) {
-    grads_.clear();
-    picked_.clear();
-    const size_t count = some ? some->size() : params_.size();
-    for (size_t k = 0; k < count; ++k) {
-      const size_t i = some ? (*some)[k] : k;
-      if (take(params_.at(i))) picked_.push_back(i);
-    }
-    if (picked_.size() < params_.size()) {
-      some_params_ = select(params_);
-      some_state_.clear();
-      for (const Tensors& each : state_) some_state_.push_back(select(each));
-    }
-    return int64_t(grads_.size());
+  // The gradients of those parameters that have one, for the step below. Says how many there are. Raises where one cannot
+  // be used, before anything is written; so do the next two.
+  size_t collect() {
+    clear();
+    for (size_t i = 0; i < params_.size(); ++i)
+      if (params_[i].grad().defined()) add(i, params_[i].grad());
+    return select();
+  }
+
+  size_t collect_one(size_t i) {
+    clear();
+    add(i, params_.at(i).grad());
+    return select();
+  }
+
+  // Takes out those that are of its parameters. Another device's thread may be at its step.
+  size_t collect_from(Gradients& gradients) {
+    if (gradients.device != params_[0].device()) return 0;
+    clear();
+    auto& pairs = gradients.pairs;
+    const auto ours = std::partition(pairs.begin(), pairs.end(), [&](const auto& pair) {
+      return places_.find(pair.first.unsafeGetTensorImpl()) == places_.end();
+    });
+    std::vector<std::pair<size_t, Tensor>> found;
+    for (auto pair = ours; pair != pairs.end(); ++pair)
+      found.emplace_back(places_.at(pair->first.unsafeGetTensorImpl()), std::move(pair->second));
+    pairs.erase(ours, pairs.end());
+    std::sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+    for (const auto& [i, grad] : found) add(i, grad);
+    return select();
   }
 
   void adamw(double lr, const OptionalTensor& lr_tensor, double beta1, double beta2, double eps, double weight_decay,
              bool maximize, int64_t block_size, bool stochastic, const OptionalTensor& grad_scale,
              const OptionalTensor& found_inf) {
     const pybind11::gil_scoped_release free;
+    const at::NoGradGuard no_grad;
     const auto& s = state();
     MEMKIT_CALL("memkit::_adamw_",
                 void(TensorList, TensorList, TensorList, TensorList, TensorList, TensorList, TensorList, TensorList,
@@ -61,6 +89,7 @@ class StepList {
            bool nesterov, bool maximize, int64_t block_size, bool stochastic, const OptionalTensor& grad_scale,
            const OptionalTensor& found_inf) {
     const pybind11::gil_scoped_release free;
+    const at::NoGradGuard no_grad;
     const auto& s = state();
     MEMKIT_CALL("memkit::_sgd_", void(TensorList, TensorList, TensorList, TensorList, TensorList, double,
                                       const OptionalTensor&, double, double, double, bool, bool, int64_t,
@@ -71,15 +100,25 @@ class StepList {
   }
 
  private:
-  bool take(const Tensor& param) {
-    const Tensor& grad = param.grad();
-    if (!grad.defined()) return false;
+  void clear() {
+    grads_.clear();
+    picked_.clear();
+  }
+  void add(size_t i, const Tensor& grad) {
     TORCH_CHECK(grad.layout() == at::kStrided, op_, ": expected dense gradients, got a ", grad.layout(), " one of ",
                 describe(grad));
-    TORCH_CHECK(grad.device() == param.device(), op_, ": expected a gradient on ", param.device(), ", got one on ",
-                grad.device());
+    TORCH_CHECK(grad.device() == params_[i].device(), op_, ": expected a gradient on ", params_[i].device(),
+                ", got one on ", grad.device());
     grads_.push_back(grad);
-    return true;
+    picked_.push_back(i);
+  }
+  size_t select() {
+    if (picked_.size() < params_.size()) {
+      some_params_ = select(params_);
+      some_state_.clear();
+      for (const Tensors& each : state_) some_state_.push_back(select(each));
+    }
+    return picked_.size();
   }
   Tensors select(const Tensors& all) const {
     Tensors some;
@@ -100,26 +139,126 @@ class StepList {
   const std::string op_;
   const Tensors params_;
   const std::vector<Tensors> state_;
+  std::unordered_map<const c10::TensorImpl*, size_t> places_;
   Tensors grads_, some_params_;
   std::vector<Tensors> some_state_;
   std::vector<size_t> picked_;
 };
 
-// Whether a hook of the node that adds the parameter's gradient up has yet to see it when the tensor's own hooks run.
-bool gradient_is_awaited(const Tensor& param) {
+// A hook of the node that adds the parameter's gradient up would see it after the tensor's own hooks.
+void check_arrived(const Tensor& param) {
   const auto node = torch::autograd::impl::try_get_grad_accumulator(param);
-  return node && !node->post_hooks().empty();
+  TORCH_CHECK(
+      !node || node->post_hooks().empty(),
+      "step_in_backward: expected a gradient that is whole when it arrives, got one of ", param.sizes(),
+      " that DistributedDataParallel, or another hook of its AccumulateGrad node, takes afterwards: remove() the "
+      "handle and call step() after backward, or shard with fully_shard");
 }
+
+// Gradients that arrive in backward and wait for each other, on the device where they are.
+class Arrivals {
+ public:
+  enum Then { kNothing, kBegin, kStep, kAlone };
+
+  explicit Arrivals(int64_t bytes) : bytes_(bytes) {}
+
+  // Takes a gradient from its parameter, and says what is next:
+  // kNothing, or that none was there, for a hook before may have used and freed it;
+  // kBegin: it is the first of a backward, or of a stream's, and was not taken: see begin();
+  // kStep: those that wait are many;
+  // kAlone: it is none of those that wait, and was not taken.
+  int take(const Tensor& param) {
+    Tensor& grad = param.mutable_grad();
+    if (!grad.defined()) return kNothing;
+    check_arrived(param);
+    // DTensors: FSDP2 hands gradients over in its own time, on its own streams.
+    const bool plain = !param.key_set().has(c10::DispatchKey::Python) && grad.layout() == at::kStrided;
+    const int task = torch::autograd::get_current_graph_task_id();
+    if (!param.is_cuda() || !plain || task < 0) return kAlone;
+    const auto found = queues_.find(param.device());
+    if (found == queues_.end()) return kBegin;
+    Queue& queue = found->second;
+    if (queue.task != task || queue.stream != current_stream(param.device())) return kBegin;
+    queue.bytes += int64_t(grad.nbytes());
+    queue.pairs.emplace_back(param, std::move(grad));
+    return queue.bytes < bytes_ ? kNothing : kStep;
+  }
+
+  // Those of the device that arrive in this backward, on this stream, wait from now on, until end().
+  void begin(c10::Device device) {
+    const int task = torch::autograd::get_current_graph_task_id();
+    queues_.insert_or_assign(device, Queue{task, current_stream(device), {}, 0});
+  }
+
+  // Those that wait, to be used on the current stream.
+  Gradients give(c10::Device device) {
+    Gradients gradients{device, {}};
+    const auto found = queues_.find(device);
+    if (found == queues_.end()) return gradients;
+    Queue& queue = found->second;
+    gradients.pairs.swap(queue.pairs);
+    queue.bytes = 0;
+    const c10::Stream stream = current_stream(device);
+    if (stream != queue.stream && !gradients.pairs.empty()) {
+      c10::Event arrived(device.type());
+      arrived.record(queue.stream);
+      arrived.block(stream);
+      for (const auto& pair : gradients.pairs) pair.second.record_stream(stream);
+    }
+    return gradients;
+  }
+
+  Gradients end(c10::Device device) {
+    Gradients gradients = give(device);
+    queues_.erase(device);
+    return gradients;
+  }
+
+  std::vector<c10::Device> devices() const {
+    std::vector<c10::Device> all;
+    for (const auto& each : queues_) all.push_back(each.first);
+    return all;
+  }
+
+ private:
+  struct Queue {
+    int task;
+    c10::Stream stream;
+    std::vector<std::pair<Tensor, Tensor>> pairs;
+    int64_t bytes;
+  };
+
+  static c10::Stream current_stream(c10::Device device) {
+    return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+  }
+
+  const int64_t bytes_;
+  std::unordered_map<c10::Device, Queue> queues_;
+};
 
 }  // namespace
 
 void bind_optimizers(pybind11::module_& m) {
-  pybind11::class_<StepList>(m, "StepList")
-      .def(pybind11::init<std::string, Tensors, std::vector<Tensors>>())
+  namespace py = pybind11;
+  py::class_<Gradients>(m, "Gradients").def("__len__", [](const Gradients& all) { return all.pairs.size(); });
+  py::class_<StepList>(m, "StepList")
+      .def(py::init<std::string, Tensors, std::vector<Tensors>>())
       .def("collect", &StepList::collect)
+      .def("collect_one", &StepList::collect_one)
+      .def("collect_from", &StepList::collect_from)
       .def("adamw", &StepList::adamw)
       .def("sgd", &StepList::sgd);
-  m.def("gradient_is_awaited", gradient_is_awaited);
+  py::class_<Arrivals> arrivals(m, "Arrivals");
+  arrivals.def(py::init<int64_t>())
+      .def("take", &Arrivals::take)
+      .def("begin", &Arrivals::begin)
+      .def("give", &Arrivals::give)
+      .def("end", &Arrivals::end)
+      .def("devices", &Arrivals::devices);
+  arrivals.attr("BEGIN") = int(Arrivals::kBegin);
+  arrivals.attr("STEP") = int(Arrivals::kStep);
+  arrivals.attr("ALONE") = int(Arrivals::kAlone);
+  m.def("check_arrived", check_arrived);
 }
 
 }  // namespace memkit

@@ -59,6 +59,8 @@ class FusedOptimizer(Optimizer):
     """All that its operator takes, in that order."""
     _fused: bool | None
     """Of the groups, so that torch.optim, loading them, steps with what can use our state."""
+    _looked_in = -1
+    """The last backward that looked at the groups."""
 
     def _moments(self, group: dict[str, Any]) -> tuple[Moment, ...]:
         """Those of all that it needs."""
@@ -120,23 +122,35 @@ class FusedOptimizer(Optimizer):
                 loss = closure()
         if self._in_backward is not None:
             self._in_backward.settle()
-        with torch.no_grad():
-            ready = [part for part in self._parts() if part.lists.collect(None)]
-            for part in ready:
-                self._advance(part)
+        ready = [part for part in self._parts() if part.lists.collect()]
+        for part in ready:
+            self._advance(part)
         return loss
 
-    def _step_these(self, params: Iterable[Tensor]) -> None:
-        """A step for some parameters, which have gradients."""
-        with torch.no_grad():
+    def _step_one(self, param: Tensor) -> None:
+        """A step for a parameter that has a gradient. A backward has its groups looked at once."""
+        task = torch._C._current_graph_task_id()
+        found = self._where.get(param) if 0 <= task == self._looked_in else None
+        if found is None:
             self._parts()
-            picked: dict[int, tuple[Part, list[int]]] = {}
-            for param in params:
-                part, index = self._where[param]
-                picked.setdefault(id(part), (part, []))[1].append(index)
-            for part, indices in picked.values():
-                part.lists.collect(sorted(indices))
+            self._looked_in = task
+            found = self._where[param]
+        part, index = found
+        part.lists.collect_one(index)
+        self._advance(part)
+
+    def _step_arrived(self, gradients: _C.Gradients) -> None:
+        """A step for plain parameters whose gradients are no longer theirs."""
+        if not gradients:
+            return
+        for part in self._parts():
+            if isinstance(part.lists, _C.StepList) and part.lists.collect_from(gradients):
                 self._advance(part)
+        if gradients:
+            raise RuntimeError(
+                f"{self._name}: expected gradients of its parameters, got {len(gradients)} of others: "
+                "were they taken from its groups?"
+            )
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -190,6 +204,7 @@ class FusedOptimizer(Optimizer):
         coded = [scales(entries, each) for each in self._all_moments if each.code]
         return [*values, *coded, [entry["step"] for entry in entries]]
 
+    @torch.no_grad()
     def _make_parts(self) -> None:
         self._frozen = []
         active: list[tuple[dict[str, Any], list[Tensor]]] = []

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,15 +20,7 @@ from ._sharded import gradient
 # Of gradients that wait for each other on a GPU, where a step is one launch for many of them.
 WAITING_BYTES = 32 << 20
 
-
-@dataclass
-class Waiting:
-    """Gradients of one device that have arrived in one backward, on one stream."""
-
-    task: int
-    stream: torch.cuda.Stream
-    gradients: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    bytes: int = 0
+STEP, ALONE = _C.Arrivals.STEP, _C.Arrivals.ALONE
 
 
 class StepInBackward:
@@ -39,7 +30,7 @@ class StepInBackward:
         self._optimizer = optimizer
         self._max_norm, self._clip_value = max_norm, clip_value
         self._deferred = 0
-        self._waiting: dict[torch.device, Waiting] = {}
+        self._arrivals = _C.Arrivals(WAITING_BYTES)
         self._handles: list[Any] = []
         self.watch(optimizer._all_params())
         optimizer._in_backward = self
@@ -52,17 +43,36 @@ class StepInBackward:
                     "step_in_backward: expected parameters that no other optimizer steps in backward, got one of "
                     f"{list(param.shape)}: remove() that optimizer's handle first"
                 )
-        self._handles += [param.register_post_accumulate_grad_hook(self._take) for param in watched]
+        clips = self._clip_value is not None or self._max_norm is not None
+        hook = self._clip_and_take if clips else self._take
+        self._handles += [param.register_post_accumulate_grad_hook(hook) for param in watched]
 
     def _take(self, param: Tensor) -> None:
+        if self._deferred:
+            return
+        then = self._arrivals.take(param)
+        if then:
+            try:
+                self._go_on(param, then)
+            finally:
+                param.grad = None
+
+    def _go_on(self, param: Tensor, then: int) -> None:
+        if then == ALONE:
+            self._optimizer._step_one(param)
+        elif then == STEP:
+            self._optimizer._step_arrived(self._arrivals.give(param.device))
+        else:
+            device = param.device
+            self._settle(device)  # a backward that raised, or another one around this one
+            self._arrivals.begin(device)
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._settle(device))
+            self._take(param)
+
+    def _clip_and_take(self, param: Tensor) -> None:
         if self._deferred or param.grad is None:  # a hook before this one may have used and freed it
             return
-        if _C.gradient_is_awaited(param):
-            raise RuntimeError(
-                "step_in_backward: expected a gradient that is whole when it arrives, got one of "
-                f"{list(param.shape)} that DistributedDataParallel, or another hook of its AccumulateGrad node, takes "
-                "afterwards: remove() the handle and call step() after backward, or shard with fully_shard"
-            )
+        _C.check_arrived(param)
         try:
             if is_dtensor(param):
                 with torch.no_grad():
@@ -71,57 +81,17 @@ class StepInBackward:
                 torch.nn.utils.clip_grad_value_([param], self._clip_value)
             if self._max_norm is not None:
                 torch.nn.utils.clip_grad_norm_([param], self._max_norm)
-            # FSDP2 hands gradients over in its own time, on its own streams.
-            task = -1 if is_dtensor(param) else torch._C._current_graph_task_id()
-            if param.is_cuda and task >= 0:
-                self._wait(param, task)
-            else:
-                self._optimizer._step_these([param])
+            self._take(param)
         finally:
             param.grad = None
 
-    def _wait(self, param: Tensor, task: int) -> None:
-        """A step with those that arrive next, at the end of backward at the latest."""
-        device = param.device
-        stream = torch.cuda.current_stream(device)
-        waiting = self._waiting.get(device)
-        if waiting is None or (waiting.task, waiting.stream) != (task, stream):
-            self._settle(device)  # a backward that raised, or another one around this one
-            waiting = self._waiting[device] = Waiting(task, stream)
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._settle(device))
-        grad = param.grad
-        assert grad is not None
-        waiting.gradients.append((param, grad))
-        waiting.bytes += grad.nbytes
-        if waiting.bytes >= WAITING_BYTES:
-            self._step(device, waiting)
-
     def _settle(self, device: torch.device) -> None:
-        waiting = self._waiting.pop(device, None)
-        if waiting is not None:
-            self._step(device, waiting)
+        self._optimizer._step_arrived(self._arrivals.end(device))
 
     def settle(self) -> None:
         """Steps what a backward that raised has left."""
-        for device in list(self._waiting):
+        for device in self._arrivals.devices():
             self._settle(device)
-
-    def _step(self, device: torch.device, waiting: Waiting) -> None:
-        gradients, waiting.gradients, waiting.bytes = waiting.gradients, [], 0
-        stream = torch.cuda.current_stream(device)
-        elsewhere = stream != waiting.stream
-        if elsewhere:
-            stream.wait_stream(waiting.stream)
-        kept = [param.grad for param, _ in gradients]
-        try:
-            for param, grad in gradients:
-                if elsewhere:
-                    grad.record_stream(stream)
-                param.grad = grad
-            self._optimizer._step_these([param for param, _ in gradients])
-        finally:
-            for (param, _), before in zip(gradients, kept, strict=True):
-                param.grad = before
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:

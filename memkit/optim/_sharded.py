@@ -95,11 +95,17 @@ class ShardedList:
         self._picked: list[int] = []
         self._grads: list[Tensor] = []
 
-    def collect(self, some: Sequence[int] | None) -> int:
-        indices = range(len(self._params)) if some is None else some
-        self._picked = [i for i in indices if self._params[i].grad is not None]
-        self._grads = [gradient(self._op, self._params[i]) for i in self._picked]
-        return len(self._picked)
+    def collect(self) -> int:
+        return self._collect([i for i, param in enumerate(self._params) if param.grad is not None])
+
+    def collect_one(self, index: int) -> int:
+        return self._collect([index])
+
+    @torch.no_grad()
+    def _collect(self, picked: list[int]) -> int:
+        self._picked = picked
+        self._grads = [gradient(self._op, self._params[i]) for i in picked]
+        return len(picked)
 
     def adamw(self, *numbers: Any) -> None:
         names = "lr", "lr_tensor", "beta1", "beta2", "eps", "weight_decay", "maximize"
@@ -109,6 +115,7 @@ class ShardedList:
         names = "lr", "lr_tensor", "momentum", "dampening", "weight_decay", "nesterov", "maximize"
         self._step(torch.ops.memkit._sgd_, names, numbers)
 
+    @torch.no_grad()
     def _step(self, op: Any, names: Sequence[str], numbers: Sequence[Any]) -> None:
         *head, stochastic, grad_scale, found_inf = numbers
         params = [self._params[i] for i in self._picked]
