@@ -16,8 +16,7 @@ constexpr int kResidentBlocks = Tile::values > 16  ? 5
                                 : Tile::values > 8 ? 6
                                                    : 8;
 // Many more blocks than fit at a time: the hardware's scheduler evens out the end.
-template <class Tile>
-constexpr int kBlocksPerProcessor = Tile::values > 16 ? 32 : 128;
+constexpr int kBlocksPerProcessor = 128, kBlocksOfLargeTiles = 32;
 
 struct FromPeer {
   __device__ unsigned operator()(unsigned value, int distance) const {
@@ -40,8 +39,8 @@ cudaError_t launch_pass(const ActivationArgs& args, cudaStream_t stream) {
   int processors = 0;
   if (const cudaError_t error = processor_count(processors)) return error;
   const Call call = Call::of<typename Pass::Tile>(args);
-  const int64_t blocks = std::min<int64_t>((call.tiles + kWarps - 1) / kWarps,
-                                           int64_t(processors) * kBlocksPerProcessor<typename Pass::Tile>);
+  constexpr int kBlocks = Pass::Tile::values > 16 ? kBlocksOfLargeTiles : kBlocksPerProcessor;
+  const int64_t blocks = std::min<int64_t>((call.tiles + kWarps - 1) / kWarps, int64_t(processors) * kBlocks);
   launch_kernel(activation_kernel<Pass>, unsigned(blocks), kThreads, stream, call);
   return cudaGetLastError();
 }
