@@ -102,7 +102,7 @@ struct Engine {
     const T* arrived = arrived_at(first, grads, n);
     engine.widen(x(first), block, n);
     if (args.drop.on) {
-      const T unscale = T(1 / args.drop.scale);  // what dropout kept is the activation's output times `scale`
+      const T unscale = T(args.drop.unscale);  // what dropout kept is the activation's output times `scale`
       for (int64_t i = 0; i < n; ++i) block[i] *= unscale;
     }
     T* const to = place(first, grads);

@@ -16,7 +16,7 @@ constexpr int kResidentBlocks = Tile::values > 16  ? 5
                                 : Tile::values > 8 ? 6
                                                    : 8;
 // Many more blocks than fit at a time: the hardware's scheduler evens out the end.
-constexpr int kBlocksPerProcessor = 128, kBlocksOfLargeTiles = 32;
+constexpr int kBlocksPerProcessor = 128;
 
 struct FromPeer {
   __device__ unsigned operator()(unsigned value, int distance) const {
@@ -27,7 +27,7 @@ struct FromPeer {
 template <class Pass>
 __global__ void __launch_bounds__(kThreads, kResidentBlocks<typename Pass::Tile>) activation_kernel(const Call call) {
   const int lane = threadIdx.x % kLanes;
-  const int64_t warps = int64_t(gridDim.x) * kWarps;
+  const unsigned warps = gridDim.x * kWarps;
   // The same for all lanes of a warp, which work on a tile together.
   for (int64_t tile = int64_t(blockIdx.x) * kWarps + threadIdx.x / kLanes; tile < call.tiles; tile += warps)
     Pass::run(call, typename Pass::Tile(tile, lane, call.numel, call.aligned), FromPeer{});
@@ -39,8 +39,8 @@ cudaError_t launch_pass(const ActivationArgs& args, cudaStream_t stream) {
   int processors = 0;
   if (const cudaError_t error = processor_count(processors)) return error;
   const Call call = Call::of<typename Pass::Tile>(args);
-  constexpr int kBlocks = Pass::Tile::values > 16 ? kBlocksOfLargeTiles : kBlocksPerProcessor;
-  const int64_t blocks = std::min<int64_t>((call.tiles + kWarps - 1) / kWarps, int64_t(processors) * kBlocks);
+  const int64_t blocks =
+      std::min<int64_t>((call.tiles + kWarps - 1) / kWarps, int64_t(processors) * kBlocksPerProcessor);
   launch_kernel(activation_kernel<Pass>, unsigned(blocks), kThreads, stream, call);
   return cudaGetLastError();
 }

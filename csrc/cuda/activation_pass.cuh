@@ -152,8 +152,7 @@ struct BackwardFromInput {
   template <class Peer>
   MEMKIT_FN static void run(const Call& call, const Tile& tile, Peer&&) {
     T x[Tile::values], grad[Tile::values];
-    tile.load(call.x, x);
-    tile.load(call.grad, grad);
+    tile.load(call.x, x, call.grad, grad);
     if (call.drop.on) drop_gradients(tile, call.drop, grad);
     if (call.bias.data) add_bias(tile, call.bias, x);
     visit(call.act, typename Lane<S, Tile::values>::GradientAtInput{}, call.params, x, grad);
@@ -169,15 +168,13 @@ struct BackwardFromOutput {
   template <class Peer>
   MEMKIT_FN static void run(const Call& call, const Tile& tile, Peer&&) {
     T y[Tile::values], grad[Tile::values];
-    tile.load(call.x, y);
-    tile.load(call.grad, grad);
+    const unsigned sides = tile.load(call.x, y, call.grad, grad, call.bits);
     if (call.drop.on) {
       drop_gradients(tile, call.drop, grad);
-      const T unscale = T(1 / call.drop.scale);  // what dropout kept is the activation's output times `scale`
+      const T unscale = T(call.drop.unscale);  // what dropout kept is the activation's output times `scale`
       MEMKIT_UNROLL
       for (int k = 0; k < Tile::values; ++k) y[k] *= unscale;
     }
-    const unsigned sides = call.bits ? tile.load_bits(call.bits) : 0;
     visit(call.act, typename Lane<S, Tile::values>::GradientAtOutput{}, call.params, y, sides, grad);
     tile.store(grad, call.out);
   }

@@ -80,14 +80,10 @@ MEMKIT_FN void add_bias(const Tile<S, Rows>& tile, const BiasPlan& bias,
       for (int k = 0; k < width; ++k) x[row * width + k] += k < before ? here : there;
     }
   } else {
-    // Rolled, for it is long and rarely runs. The values take turns at index 0: a register array has no other index
-    // at run time.
     MEMKIT_ROLL
     for (int k = 0; k < values; ++k) {
-      const T first = x[0] + widen(data[bias.channel(tile.element(k))]);
-      MEMKIT_UNROLL
-      for (int j = 1; j < values; ++j) x[j - 1] = x[j];
-      x[values - 1] = first;
+      const T sum[] = {x[0] + widen(data[bias.channel(tile.element(k))])};
+      turn(x, sum);
     }
   }
 }

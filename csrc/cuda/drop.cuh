@@ -13,20 +13,31 @@ MEMKIT_FN void with_words(const Tile<S, Rows>& tile, const Drop& drop,
   const uint64_t key = drop.key();
   if (tile.wide) {
     constexpr int share = width < 4 ? width : 4;
-    MEMKIT_UNROLL
-    for (int k = 0; k < values; k += share) {
-      const int64_t i = tile.wide_row(k / width) + k % width;
-      const Words words = philox(uint64_t(i) / 4, key);
+    const int64_t first = tile.wide_row(0);
+    constexpr int together = values > 16 ? 16 : values;  // more of them take more registers than there are
+    MEMKIT_ROLL
+    for (int start = 0; start < values; start += together) {
+      typename Tile<S, Rows>::T made[together];
       MEMKIT_UNROLL
-      for (int j = 0; j < share; ++j) x[k + j] = f(x[k + j], width < 4 && i % 4 ? words.at[(j + 2) % 4] : words.at[j]);
+      for (int k = 0; k < together; k += share) {
+        const int64_t i = first + (start + k) / width * kLanes * width + k % width;
+        const Words words = philox(uint64_t(i) / 4, key);
+        MEMKIT_UNROLL
+        for (int j = 0; j < share; ++j) {
+          const uint32_t word = width < 4 && i % 4 ? words.at[(j + 2) % 4] : words.at[j];
+          made[k + j] = f(x[k + j], word);
+        }
+      }
+      turn(x, made);
     }
   } else {
-    MEMKIT_UNROLL
+    MEMKIT_ROLL
     for (int k = 0; k < values; ++k) {
       const int64_t i = tile.single(k);
       const Words words = philox(uint64_t(i) / 4, key);
       const uint32_t low = i & 1 ? words.at[1] : words.at[0], high = i & 1 ? words.at[3] : words.at[2];
-      x[k] = f(x[k], i & 2 ? high : low);
+      const typename Tile<S, Rows>::T made[] = {f(x[0], i & 2 ? high : low)};
+      turn(x, made);
     }
   }
 }

@@ -71,20 +71,29 @@ struct Tile {
   MEMKIT_FN int64_t element(int k) const { return wide ? wide_row(k / width) + k % width : single(k); }
 
   MEMKIT_FN void load(const void* tensor, T (&x)[values]) const {
-    const S* source = static_cast<const S*>(tensor);
     S raw[values];
+    wide ? fetch_words(tensor, raw) : fetch_singles(tensor, raw);
+    widen_all(raw, x);
+  }
+
+  // Two tensors, and bits where there are any, under one question: where each has its own, a warp waits for the first
+  // before it asks for the next. Returns the bits as load_bits does.
+  MEMKIT_FN unsigned load(const void* first_tensor, T (&x)[values], const void* second_tensor, T (&y)[values],
+                          const uint8_t* bits = nullptr) const {
+    S raw_x[values], raw_y[values];
+    unsigned sides = 0;
     if (wide) {
-      MEMKIT_UNROLL
-      for (int row = 0; row < Rows; ++row) {
-        const Word word = *reinterpret_cast<const Word*>(source + wide_row(row));
-        std::memcpy(raw + row * width, &word, sizeof(word));
-      }
+      fetch_words(first_tensor, raw_x);
+      fetch_words(second_tensor, raw_y);
+      if (bits) sides = wide_bits(bits);
     } else {
-      MEMKIT_UNROLL
-      for (int k = 0; k < values; ++k) raw[k] = single(k) < numel ? source[single(k)] : S{};
+      fetch_singles(first_tensor, raw_x);
+      fetch_singles(second_tensor, raw_y);
+      if (bits) sides = single_bits(bits);
     }
-    MEMKIT_UNROLL
-    for (int k = 0; k < values; ++k) x[k] = widen(raw[k]);
+    widen_all(raw_x, x);
+    widen_all(raw_y, y);
+    return sides;
   }
 
   MEMKIT_FN void store(const T (&y)[values], void* tensor) const {
@@ -107,22 +116,7 @@ struct Tile {
   }
 
   // Bit k: the packed bit of value k.
-  MEMKIT_FN unsigned load_bits(const uint8_t* bits) const {
-    unsigned sides = 0;
-    if (wide) {
-      constexpr int sharers = 8 / width;
-      MEMKIT_UNROLL
-      for (int row = 0; row < Rows; ++row) {
-        const unsigned byte = bits[wide_row(row) / 8];
-        sides |= (byte >> (lane % sharers * width) & ((1u << width) - 1)) << (row * width);
-      }
-    } else {
-      MEMKIT_UNROLL
-      for (int k = 0; k < values; ++k)
-        if (single(k) < numel) sides |= (bits[single(k) / 8] >> (lane % 8) & 1u) << k;
-    }
-    return sides;
-  }
+  MEMKIT_FN unsigned load_bits(const uint8_t* bits) const { return wide ? wide_bits(bits) : single_bits(bits); }
 
   // The inverse, by all lanes together: peer(sides, d) is the argument that lane ^ d passed in.
   // Bits past the tensor's end are 0.
@@ -136,6 +130,42 @@ struct Tile {
   }
 
  private:
+  MEMKIT_FN void fetch_words(const void* tensor, S (&raw)[values]) const {
+    const S* source = static_cast<const S*>(tensor);
+    MEMKIT_UNROLL
+    for (int row = 0; row < Rows; ++row) {
+      const Word word = *reinterpret_cast<const Word*>(source + wide_row(row));
+      std::memcpy(raw + row * width, &word, sizeof(word));
+    }
+  }
+  MEMKIT_FN void fetch_singles(const void* tensor, S (&raw)[values]) const {
+    const S* source = static_cast<const S*>(tensor);
+    MEMKIT_UNROLL
+    for (int k = 0; k < values; ++k) raw[k] = single(k) < numel ? source[single(k)] : S{};
+  }
+  MEMKIT_FN static void widen_all(const S (&raw)[values], T (&x)[values]) {
+    MEMKIT_UNROLL
+    for (int k = 0; k < values; ++k) x[k] = widen(raw[k]);
+  }
+
+  MEMKIT_FN unsigned wide_bits(const uint8_t* bits) const {
+    constexpr int sharers = 8 / width;
+    unsigned sides = 0;
+    MEMKIT_UNROLL
+    for (int row = 0; row < Rows; ++row) {
+      const unsigned byte = bits[wide_row(row) / 8];
+      sides |= (byte >> (lane % sharers * width) & ((1u << width) - 1)) << (row * width);
+    }
+    return sides;
+  }
+  MEMKIT_FN unsigned single_bits(const uint8_t* bits) const {
+    unsigned sides = 0;
+    MEMKIT_UNROLL
+    for (int k = 0; k < values; ++k)
+      if (single(k) < numel) sides |= (bits[single(k) / 8] >> (lane % 8) & 1u) << k;
+    return sides;
+  }
+
   // 8 / run neighbouring lanes hold the bits of a byte of each row, `run` each; each of them writes the byte of every
   // (8 / run)-th row.
   template <int run, class Peer>
@@ -155,6 +185,16 @@ struct Tile {
     }
   }
 };
+
+// The first n values go, and their replacements come last. A loop that does so once round may stay rolled, which unrolled
+// would take more registers than there are: a register array has no index known at run time alone.
+template <int n, int values, class T>
+MEMKIT_FN void turn(T (&x)[values], const T (&last)[n]) {
+  MEMKIT_UNROLL
+  for (int j = n; j < values; ++j) x[j - n] = x[j];
+  MEMKIT_UNROLL
+  for (int j = 0; j < n; ++j) x[values - n + j] = last[j];
+}
 
 // Tiles that cover the tensor.
 template <class Tile>

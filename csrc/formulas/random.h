@@ -45,8 +45,19 @@ struct Drop {
   int64_t known = 0;              // the key,
   const int64_t* seed = nullptr;  // or where it is, in the engine's memory
   uint32_t threshold = 0;
-  bool all = false;  // probability 1, which is no 32-bit threshold: whatever is drawn
   double scale = 1, kept = 0, dropped = 0;
+  double unscale = 1;  // from what was kept back to the element, where kept is 0
+
+  Drop() = default;
+  // Of probability 1, which is no 32-bit threshold, whatever is drawn is dropped.
+  Drop(int64_t known, const int64_t* seed, double p, double scale, double kept, double dropped)
+      : on(true), known(known), seed(seed), scale(scale), kept(kept), dropped(dropped), unscale(1 / scale) {
+    const double share = std::nearbyint(p * 0x1p32);
+    if (share < 0x1p32)
+      threshold = uint32_t(share);
+    else
+      this->scale = 0, this->kept = dropped;
+  }
 
   MEMKIT_FN uint64_t key() const { return uint64_t(seed ? *seed : known); }
 };
@@ -56,10 +67,7 @@ struct Dropper {
   T scale, kept, dropped;
   uint32_t threshold;
   MEMKIT_FN explicit Dropper(const Drop& d)
-      : scale(T(d.all ? 0 : d.scale)),
-        kept(T(d.all ? d.dropped : d.kept)),
-        dropped(T(d.dropped)),
-        threshold(d.threshold) {}
+      : scale(T(d.scale)), kept(T(d.kept)), dropped(T(d.dropped)), threshold(d.threshold) {}
   MEMKIT_FN bool drops(uint32_t word) const { return word < threshold; }
   // A dropped NaN or infinity is NaN, as in 0 * x.
   MEMKIT_FN T value(T x, uint32_t word) const {

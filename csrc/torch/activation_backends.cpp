@@ -48,11 +48,9 @@ Drop drop_of(const ActivationSpec& spec, const Tensor& x, const OptionalTensor& 
       seed->scalar_type() == at::kLong && (seed->is_cpu() || seed->device() == x.device()) && seed->sym_numel() == 1,
       "dropout: expected as seed one int64 on ", x.device(), " or the CPU, got ", describe(*seed), " on ",
       seed->device());
-  const double threshold = std::nearbyint(drop[0] * 0x1p32);
-  const bool all = threshold >= 0x1p32;
   const int64_t* at = x.is_meta() ? nullptr : seed->const_data_ptr<int64_t>();
   const bool known = at && seed->is_cpu();
-  return {true, known ? *at : 0, known ? nullptr : at, all ? 0 : uint32_t(threshold), all, drop[1], drop[2], drop[3]};
+  return {known ? *at : 0, known ? nullptr : at, drop[0], drop[1], drop[2], drop[3]};
 }
 
 void check_residual(const Tensor& x, const OptionalTensor& residual) {

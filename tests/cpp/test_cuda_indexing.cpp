@@ -153,7 +153,7 @@ void compare(Act act, const Case& c, int64_t begin = 0, int64_t end = -1) {
   if (c.bias_size > 0 && Which::takes_bias) args.bias = {bias.data(), c.bias_size, c.bias_inner};
   const int64_t seed = -0x123456789abcdef;
   if (c.drop) {
-    args.drop = {true, 0, &seed, 0x40000000, false, 2, 0.5, -0.25};  // a quarter; the scale keeps products exact
+    args.drop = {0, &seed, 0.25, 2, 0.5, -0.25};  // a quarter; the scale keeps products exact
     args.residual = Which::takes_grad ? nullptr : residual.data();
   }
   const Call call = Call::of<typename Pass::Tile>(args);
