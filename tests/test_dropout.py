@@ -11,12 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from dropout_cases import DTYPES, SEED, mask, seeded
+from test_emulated import emulated
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import memkit
 import memkit.functional as M
 from memkit._reference import ACTIVATIONS
+from memkit.functional._dropout import draw_seed
 from memkit.memory import measure
 
 ACTS = [name for name in ACTIVATIONS if name != "gelu"] + ["gelu", "gelu_tanh"]
@@ -292,3 +294,21 @@ def test_automatic_falls_back() -> None:
         y = seeded(lambda leaf=leaf, kwargs=kwargs: M.act_dropout(leaf * 1, p=0.5, inplace="auto", **kwargs))
         wanted = seeded(lambda leaf=leaf, kwargs=kwargs: M.act_dropout(leaf * 1, p=0.5, **kwargs))
         assert torch.equal(y, wanted)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or emulated, reason="needs a GPU, with a generator of its own"
+)
+def test_the_seed_is_what_the_device_would_draw() -> None:
+    """So that eager calls, compiled ones and captured graphs drop the same."""
+    x, limits = torch.ones(4, device="cuda"), torch.iinfo(torch.int64)
+    for _ in range(3):
+        state = torch.cuda.get_rng_state()
+        seed = draw_seed("dropout", x, None)
+        after = torch.cuda.get_rng_state()
+        torch.cuda.set_rng_state(state)
+        drawn = torch.randint(limits.min, limits.max, (), device="cuda")
+        assert seed.device.type == "cpu"
+        assert seed.item() == drawn.item()
+        assert torch.equal(torch.cuda.get_rng_state(), after)

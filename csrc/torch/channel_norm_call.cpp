@@ -9,6 +9,7 @@
 #include "norm_call.h"
 #include "operators.h"
 #include "row_norm.h"
+#include "transforms.h"
 
 namespace memkit {
 namespace {

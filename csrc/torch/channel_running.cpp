@@ -12,13 +12,9 @@
 #include "checks.h"
 #include "engine.h"
 #include "stream.h"
+#include "transforms.h"
 
 namespace memkit {
-
-bool is_unseen(const at::Tensor& x) {
-  const bool transformed = c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
-  return is_plain(x) && !transformed && !torch::jit::tracer::isTracing();
-}
 
 bool is_array(const at::Tensor& x, at::ScalarType dtype) {
   return is_unseen(x) && !x.is_inference() && x.is_cpu() && x.is_contiguous() && x.scalar_type() == dtype;

@@ -26,9 +26,6 @@ struct RunningStatistics {
 // Whether a batch norm may compute with them right away: where not, Python says what is wrong, or knows a way.
 bool fit(const OptionalTensor& running_mean, const OptionalTensor& running_var, const at::Tensor& input, bool training);
 
-// No transform, mode or trace wants to see what is done to the tensor, nor is it a subclass's.
-bool is_unseen(const at::Tensor& x);
-
 // Numbers in the CPU's memory that nothing but their version tells of.
 bool is_array(const at::Tensor& x, at::ScalarType dtype);
 

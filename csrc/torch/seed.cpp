@@ -2,14 +2,12 @@
 
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
-#include <torch/csrc/jit/frontend/tracer.h>
 
 #include <limits>
 #include <mutex>
 
 #include "../formulas/random.h"
-#include "checks.h"
+#include "transforms.h"
 
 #ifdef MEMKIT_WITH_CUDA
 #include <ATen/cuda/CUDAGeneratorImpl.h>
@@ -28,8 +26,7 @@ using Limits = std::numeric_limits<int64_t>;
 // What torch.randint draws on the device, without its kernel: the first words of the generator's Philox at its offset. While
 // a graph is captured the kernel has to draw, anew in each replay.
 std::optional<Tensor> drawn_here(const Tensor& input, const std::optional<at::Generator>& generator) {
-  const bool transformed = c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
-  if (!input.is_cuda() || !is_plain(input) || transformed || torch::jit::tracer::isTracing() ||
+  if (!input.is_cuda() || !is_unseen(input) ||
       c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None)
     return std::nullopt;
   auto* const source = at::get_generator_or_default<at::CUDAGeneratorImpl>(

@@ -2,9 +2,13 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
+#include <torch/csrc/jit/frontend/tracer.h>
 
 #include <optional>
+
+#include "checks.h"
 
 namespace memkit {
 
@@ -17,6 +21,12 @@ inline bool needs_stock(const std::optional<at::Tensor>& x) { return x && needs_
 template <class X, class Y, class... Rest>
 bool needs_stock(const X& x, const Y& y, const Rest&... rest) {
   return needs_stock(x) || needs_stock(y, rest...);
+}
+
+// No transform, mode or trace wants to see what is done to the tensor, nor is it a subclass's.
+inline bool is_unseen(const at::Tensor& x) {
+  const bool transformed = c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
+  return is_plain(x) && !transformed && !torch::jit::tracer::isTracing();
 }
 
 }  // namespace memkit
