@@ -5,6 +5,7 @@
 #   build.log tests.log memcheck.log racecheck.log
 #   checks.json     what tests and sanitizers said in the end
 #   kernels.json steps.json large.json pool.json families.json (a list of results)
+#   peers.json      operators beside Liger-Kernel's, if its wheel lies in .whl/ or the machine has it
 # A stage that fails does not stop the next; the exit status is 1 if any failed. BUDGET seconds in all.
 # STAGES="NAME..." leaves out the others but the build; QUICK=1 takes fewer steps, and no compiled ones.
 set -uo pipefail
@@ -66,7 +67,7 @@ stage() {
   return "$status"
 }
 
-rm -f "$OUT"/{summary,checks,kernels,steps,large,pool,families}.json "$OUT"/{build,tests,memcheck,racecheck}.log
+rm -f "$OUT"/{summary,checks,kernels,steps,large,pool,peers,families}.json "$OUT"/{build,tests,memcheck,racecheck}.log
 
 "$PYTHON" - >"$SCRATCH/machine.json" 2>"$SCRATCH/machine.log" <<'PY'
 import json, platform, subprocess, torch
@@ -140,6 +141,8 @@ if stage build 240 "$OUT/build.log" "$PYTHON" setup.py -q build_ext --inplace; t
     --json "$OUT/large.json"
   stage ops 100 "$SCRATCH/ops.log" "$PYTHON" benchmarks/bench_ops.py --device cuda --sizes 1Mi,32Mi \
     --dtypes float32,bfloat16 --no-compile --quick --json "$SCRATCH/ops.json"
+  stage peers 70 "$SCRATCH/peers.log" "$PYTHON" benchmarks/bench_peers.py --device cuda --quick --no-compile \
+    --json "$OUT/peers.json"
   "$PYTHON" - "$OUT/families.json" "$SCRATCH"/{ops,loss,optim}.json <<'PY'
 import json, pathlib, sys
 out, *parts = map(pathlib.Path, sys.argv[1:])

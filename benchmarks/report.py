@@ -6,6 +6,7 @@
     python benchmarks/bench_activation.py --json
     python benchmarks/bench_ops.py --json
     python benchmarks/bench_loss.py --json
+    python benchmarks/bench_peers.py --json
     python benchmarks/bench_pool.py --json
     python benchmarks/bench_optim.py --json
     python benchmarks/bench_models.py --json
@@ -29,6 +30,7 @@ from typing import Any
 
 import bench_matrix
 import bench_models
+import bench_peers
 import bench_pool
 
 from memkit.bench import report
@@ -175,6 +177,32 @@ def ops_table(results: Results) -> str:
         parts += ["\n".join(f"- {line}" for line in slow)] if slow else []
         parts.append(report.origin(result))
     return "\n\n".join(parts)
+
+
+def peers_table(results: Results) -> str:
+    """A table a device: an op, dtype and size a row, forward and backward."""
+    parts = []
+    for result in (results[key] for key in sorted(results) if key[0] == bench_peers.KIND):
+        cases = [case for case in result["cases"] if case["mode"] == "forward+backward"]
+        names = [name for name in bench_peers.CONTENDERS if any(name in case["ratio"] for case in cases)]
+        body = []
+        for case in cases:
+            row = [case["op"], case["dtype"], case["size"]]
+            row += [f"{case['ratio'][n]:.2f}×" if n in case["ratio"] else "–" for n in names if n != "stock"]
+            row += [report.size(case["peak"][n]) if n in case["peak"] else "–" for n in names]
+            body.append(row)
+        labels = {name: bench_peers.CONTENDERS[name] for name in names}
+        columns = ["forward+backward", "dtype", "size"]
+        columns += [f"time: {label}" for name, label in labels.items() if name != "stock"]
+        columns += [f"peak: {label}" for label in labels.values()]
+        parts.append(report.markdown_table(columns, body))
+        liger = result["versions"]["liger-kernel"]
+        note = f"Liger-Kernel {liger}" if liger else f"Liger-Kernel left out ({result['left_out']['liger']})"
+        parts.append(
+            "Time as a ratio to stock eager; the most bytes alive at a time above the inputs and incoming gradients, over "
+            f"which Liger writes in some operators. {note}; {report.origin(result)}"
+        )
+    return "\n\n".join(parts) or "Not yet run."
 
 
 def loss_table(results: Results) -> str:
@@ -373,6 +401,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "activation-sizes": sizes_table,
     "overhead": overhead_table,
     "ops": ops_table,
+    "peers": peers_table,
     "linear-cross-entropy": loss_table,
     "pool": pool_table,
     "pool-core": core_table,

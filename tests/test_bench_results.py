@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -10,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from bench_cases import ROOT
 
 from memkit.bench import Options, report
@@ -42,6 +44,82 @@ def families(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Path
         argv = f"--families rotary,softmax --sizes 16Ki --device cpu --quick --no-compile --json {file}"
         assert bench_ops.main(argv.split()) == 0
     return file
+
+
+@pytest.fixture(scope="module")
+def peers(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The results file of the benchmark beside other libraries, of which the CPU has none; one contender always fails."""
+    file = tmp_path_factory.mktemp("peers") / "peers-cpu.json"
+
+    def broken(x: Any) -> Any:
+        raise RuntimeError("no room\nfor it")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        import bench_peers
+
+        patch.setattr(bench_peers, "FEATURES", 16)
+        softmax = dataclasses.replace(bench_peers.PEERS["softmax"], in_place=broken)
+        patch.setitem(bench_peers.PEERS, "softmax", softmax)
+        argv = f"--sizes 32Ki --dtypes float32 --device cpu --quick --no-compile --json {file}"
+        patch.setitem(bench_peers.SIZES, "32Ki", 1 << 15)
+        assert bench_peers.main(argv.split()) == 0
+    return file
+
+
+def test_benchmark_beside_other_libraries(peers: Path) -> None:
+    import bench_peers
+
+    result = json.loads(peers.read_text())
+    assert result["kind"] == "memkit-peers"
+    assert result["left_out"] == {"liger": "needs a GPU"}
+    assert result["versions"]["liger-kernel"] is None
+    cases = {(case["op"], case["mode"]): case for case in result["cases"]}
+    assert set(cases) == {(op, mode) for op in bench_peers.PEERS for mode in bench_peers.MODES}
+    for (_, mode), case in cases.items():
+        assert case["ratio"]["stock"] == 1
+        assert {"stock", "memkit"} <= set(case["seconds"]) == set(case["peak"]) == set(case["error"])
+        kinds = {"output"} if mode == "forward" else {"output", "gradient"}
+        for errors in case["error"].values():
+            assert kinds <= set(errors)
+            assert max(errors.values()) < 5e-5  # of one row, whose loss is steep
+        assert ("saved" in case) is (mode != "forward")
+    losses = cases["cross_entropy", "forward+backward"]
+    assert losses["peak"]["in_place"] < losses["peak"]["memkit"] < losses["peak"]["stock"]
+    failed = {"op": "softmax", "dtype": "float32", "size": "32Ki", "contender": "in_place"}
+    failed["error"] = "RuntimeError: no room"
+    assert result["failed"] == [failed | {"mode": mode} for mode in bench_peers.MODES]
+
+
+def test_inputs_of_a_peer_may_be_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a contender that writes over inputs and incoming gradients: the next one finds them as they were."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import bench_peers
+
+    class Overwriting(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            out = x.relu().square()
+            ctx.x = x.detach()
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            ctx.x.relu_().mul_(2).mul_(grad)
+            grad.zero_()
+            return ctx.x
+
+    work = bench_peers.Work(bench_peers.PEERS["relu_squared"], 1 << 14, torch.float32, "cpu")
+    exact = work.exact()
+    for function in (Overwriting.apply, work.op.stock, Overwriting.apply):
+        found = work.trial(function, "forward+backward", exact, "cpu")
+        assert max(found["error"].values()) < 1e-6
+    contender = work.contender(Overwriting.apply, "forward+backward")
+    (box, edges, upstream), *_ = contender.prepare()
+    contender.call(box, edges, upstream)
+    assert box == []
+    assert not upstream[0].any()
+    assert work.upstream[0].any()
 
 
 def test_benchmark_of_all_ops(families: Path) -> None:
@@ -218,6 +296,7 @@ def test_readme_tables(
     job: tuple[Path, dict[str, Any]],
     ops: Path,
     families: Path,
+    peers: Path,
     pool: Path,
     scripts: tuple[ModuleType, ModuleType],
     tmp_path: Path,
@@ -232,6 +311,7 @@ def test_readme_tables(
     shutil.copy(ops, results)
     shutil.copy(pool, results)
     shutil.copy(families, results)
+    shutil.copy(peers, results)
     for name in ("optim-cpu", "loss-cpu", "models-cpu", "matrix-cpu", "large-cuda", "checks-cuda"):
         shutil.copy(ROOT / "benchmarks" / "results" / f"{name}.json", results)
     file = tmp_path / "README.md"
@@ -250,6 +330,8 @@ def test_readme_tables(
     assert "| `gelu` |" in once
     assert "| pool.replay() |" in once
     assert "| rotary, halves | float32 |" in once
+    assert "| cross_entropy | float32 | 32Ki |" in once
+    assert "Liger-Kernel left out (needs a GPU)" in once
     assert "| llama |" in once
     assert "| 4,096 holes | 51 ns |  | 6,000 ns |" in once
     assert "| step of cnn |" in once
