@@ -1,6 +1,8 @@
 // What a warp does with one tile in each of the three passes, without CUDA's runtime: a test plays the lanes on the CPU.
 #pragma once
 
+#include <type_traits>
+
 #include "bias.cuh"
 #include "drop.cuh"
 #include "tile.cuh"
@@ -43,8 +45,28 @@ struct Call {
   }
 };
 
-// The formulas on a lane's values. Which one is asked once a tile and answered alike by all threads of a launch: next to
-// the tile's memory that is nothing, and a kernel serves every activation instead of one, which is what takes nvcc long.
+// What a kernel knows of its calls. Any: nothing, so that it asks once a tile and all threads of a launch answer alike: one
+// kernel serves every activation and all that may go with it.
+struct Any {
+  static constexpr bool bias = true, drop = true, residual = true;
+  template <class F, class... Args>
+  MEMKIT_FN static auto apply(const Call& call, F&& f, Args&&... args) {
+    return visit(call.act, f, call.params, args...);
+  }
+};
+
+// The formula, and that nothing goes with it but, where `dropped`, dropout: a short kernel of few registers, whose warps each
+// do one tile. For a small tensor the way through a kernel counts, and for a large one how many of its threads are resident.
+template <template <class, bool> class Formula, bool dropped = false>
+struct Only {
+  static constexpr bool bias = false, drop = dropped, residual = false;
+  template <class F, class... Args>
+  MEMKIT_FN static auto apply(const Call& call, F&& f, Args&&... args) {
+    return f.template operator()<Formula>(call.params, args...);
+  }
+};
+
+// The formulas on a lane's values.
 template <class S, int n>
 struct Lane {
   using T = typename ComputeType<S>::type;
@@ -114,27 +136,30 @@ struct Lane {
 };
 
 // Each pass reads a lane's values, all of them before it writes one, so that `out` may be `x` or `grad`. As many rows as
-// keep memory busy (a GPU of 4 TB/s gave way by a tenth with half of them) and spill no register.
-template <class S>
-constexpr int kForwardRows = sizeof(S) == 2 ? 4 : 2;
-template <class S>
+// keep memory busy with the threads that registers leave resident, and spill none.
+template <class S, class Known>
+constexpr int kForwardRows = !std::is_same_v<Known, Any> ? 1
+                             : sizeof(S) == 2            ? 4
+                                                         : 2;
+template <class S, class Known>
 constexpr int kBackwardRows = sizeof(S) == 8 ? 1 : 2;
 
-template <class S>
+template <class S, class K = Any>
 struct Forward {
+  using Known = K;
   using T = typename ComputeType<S>::type;
-  using Tile = cuda::Tile<S, kForwardRows<S>>;
+  using Tile = cuda::Tile<S, kForwardRows<S, K>>;
   using Lane = cuda::Lane<S, Tile::values>;
 
   template <class Peer>
   MEMKIT_FN static void run(const Call& call, const Tile& tile, Peer&& peer) {
     T x[Tile::values];
     tile.load(call.x, x);
-    if (call.bias.data) add_bias(tile, call.bias, x);
-    if (call.bits) tile.store_bits(visit(call.act, typename Lane::Mark{}, call.params, x), call.bits, peer);
-    visit(call.act, typename Lane::Value{}, call.params, x);
-    if (call.drop.on) drop_values(tile, call.drop, x);
-    if (call.residual) {
+    if (Known::bias && call.bias.data) add_bias(tile, call.bias, x);
+    if (call.bits) tile.store_bits(Known::apply(call, typename Lane::Mark{}, x), call.bits, peer);
+    Known::apply(call, typename Lane::Value{}, x);
+    if (Known::drop && call.drop.on) drop_values(tile, call.drop, x);
+    if (Known::residual && call.residual) {
       T other[Tile::values];
       tile.load(call.residual, other);
       MEMKIT_UNROLL
@@ -144,53 +169,56 @@ struct Forward {
   }
 };
 
-template <class S>
+template <class S, class K = Any>
 struct BackwardFromInput {
+  using Known = K;
   using T = typename ComputeType<S>::type;
-  using Tile = cuda::Tile<S, kBackwardRows<S>>;
+  using Tile = cuda::Tile<S, kBackwardRows<S, K>>;
 
   template <class Peer>
   MEMKIT_FN static void run(const Call& call, const Tile& tile, Peer&&) {
     T x[Tile::values], grad[Tile::values];
     tile.load(call.x, x, call.grad, grad);
-    if (call.drop.on) drop_gradients(tile, call.drop, grad);
-    if (call.bias.data) add_bias(tile, call.bias, x);
-    visit(call.act, typename Lane<S, Tile::values>::GradientAtInput{}, call.params, x, grad);
+    if (Known::drop && call.drop.on) drop_gradients(tile, call.drop, grad);
+    if (Known::bias && call.bias.data) add_bias(tile, call.bias, x);
+    Known::apply(call, typename Lane<S, Tile::values>::GradientAtInput{}, x, grad);
     tile.store(grad, call.out);
   }
 };
 
-template <class S>
+template <class S, class K = Any>
 struct BackwardFromOutput {
+  using Known = K;
   using T = typename ComputeType<S>::type;
-  using Tile = cuda::Tile<S, kBackwardRows<S>>;
+  using Tile = cuda::Tile<S, kBackwardRows<S, K>>;
 
   template <class Peer>
   MEMKIT_FN static void run(const Call& call, const Tile& tile, Peer&&) {
     T y[Tile::values], grad[Tile::values];
     const unsigned sides = tile.load(call.x, y, call.grad, grad, call.bits);
-    if (call.drop.on) {
+    if (Known::drop && call.drop.on) {
       drop_gradients(tile, call.drop, grad);
       const T unscale = T(call.drop.unscale);  // what dropout kept is the activation's output times `scale`
       MEMKIT_UNROLL
       for (int k = 0; k < Tile::values; ++k) y[k] *= unscale;
     }
-    visit(call.act, typename Lane<S, Tile::values>::GradientAtOutput{}, call.params, y, sides, grad);
+    Known::apply(call, typename Lane<S, Tile::values>::GradientAtOutput{}, y, sides, grad);
     tile.store(grad, call.out);
   }
 };
 
-template <class S>
+template <class S, class K = Any>
 struct BackwardFromBits {
+  using Known = K;
   using T = typename ComputeType<S>::type;
-  using Tile = cuda::Tile<S, kBackwardRows<S>>;
+  using Tile = cuda::Tile<S, kBackwardRows<S, K>>;
 
   template <class Peer>
   MEMKIT_FN static void run(const Call& call, const Tile& tile, Peer&&) {
     T grad[Tile::values];
     tile.load(call.grad, grad);
-    if (call.drop.on) drop_gradients(tile, call.drop, grad);
-    visit(call.act, typename Lane<S, Tile::values>::GradientWhere{}, call.params, tile.load_bits(call.bits), grad);
+    if (Known::drop && call.drop.on) drop_gradients(tile, call.drop, grad);
+    Known::apply(call, typename Lane<S, Tile::values>::GradientWhere{}, tile.load_bits(call.bits), grad);
     tile.store(grad, call.out);
   }
 };

@@ -363,9 +363,11 @@ int row_norm_forward(const RowNormArgs& args, CUstream_st* stream) {
   });
 }
 
-int row_norm_parts(const RowNormArgs& args, int64_t& parts) {
+int row_norm_parts(const RowNormArgs& args, bool parameters, int64_t& parts) {
   int count = 0;
   if (const cudaError_t error = processor_count(count)) return error;
+  if (const auto held = all_aligned(args) ? row_norm_backward_held_parts(args, parameters, count, parts) : std::nullopt)
+    return *held;
   const dim3 block = block_of(backward_threads(args), kLanes);
   // As many as are at work at a time, with the registers that they take.
   constexpr int threads = 512;

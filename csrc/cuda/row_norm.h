@@ -10,8 +10,9 @@ namespace memkit::cuda {
 
 int row_norm_forward(const RowNormArgs& args, CUstream_st* stream);
 
-// How many sums of a part of the rows the backward pass makes: args.partial has 2 * columns elements for each.
-int row_norm_parts(const RowNormArgs& args, int64_t& parts);
+// How many blocks the backward pass has, and of how many parts of the rows it makes sums where the gradients of weight or
+// bias are wanted (`parameters`): args.partial has then 2 * columns elements for each.
+int row_norm_parts(const RowNormArgs& args, bool parameters, int64_t& parts);
 int row_norm_backward(const RowNormArgs& args, int64_t parts, CUstream_st* stream);
 int row_norm_reduce(const RowNormArgs& args, int64_t parts, void* grad_weight, void* grad_bias, CUstream_st* stream);
 

@@ -1,5 +1,6 @@
 // Norms over rows of dtypes that the kernel knows, aligned and held in registers. Of rows up to 256 columns a thread takes a
-// vector of several at a time, so that what one waits for the others hide; of longer ones several vectors.
+// vector of several at a time, so that what one waits for the others hide; forward of longer ones several vectors. Backward
+// a thread takes one vector as long as that fits, holds weight and bias of its columns, and has the next row's words under way.
 #include <algorithm>
 #include <type_traits>
 
@@ -9,10 +10,11 @@
 namespace memkit::cuda {
 namespace {
 
-constexpr int kHeldForward = 256, kHeldBackward = 512;  // of a row at most
+constexpr int kHeldForward = 256, kHeldBackward = 512;  // threads of a block at most
 constexpr int kShortRowsThreads = 128;                  // of a block of several rows, each of up to a warp
 constexpr int kShortColumns = kLanes * kWidth, kHeldForwardRows = 4, kHeldBackwardRows = 2;
-constexpr int kHeldForwardSlots = 4, kHeldBackwardSlots = 2;  // vectors of a long row
+constexpr int kHeldForwardSlots = 4, kHeldBackwardSlots = 2;            // vectors of a long row
+constexpr int64_t kOneVectorColumns = int64_t(kHeldBackward) * kWidth;  // rows of which a thread takes one, backward
 
 // Where a thread's slots lie: of `rows` rows a vector each, or of one row several.
 template <int rows>
@@ -131,26 +133,19 @@ __global__ void __launch_bounds__(kHeldForward) forward_held_kernel(const RowNor
   });
 }
 
-template <class X, class Y, int rows, bool parameters>
-__global__ void __launch_bounds__(kHeldBackward) backward_held_kernel(const RowNormArgs args) {
-  constexpr int slots = rows == 1 ? kHeldBackwardSlots : rows, vectors = rows == 1 ? slots : 1;
-  const bool from_output = std::is_same_v<X, Y> && args.from_output;
-  const float count = float(args.columns);
-  Vector<float> weight, bias, grad_weight[vectors] = {}, grad_bias[vectors] = {};
-  const auto load_parameters = [&](int column) {
-    weight = held_parameter(args.weight, args.weight_dtype, column, int(args.columns), 1);
-    if (from_output) bias = held_parameter(args.bias, args.weight_dtype, column, int(args.columns), 0);
-  };
-  if (rows > 1) load_parameters(threadIdx.x * kWidth);
-  for_slots<rows>(args, [&](const Slots<rows>& slot) {
-    Eight<X> saved[slots] = {};
-    Eight<Y> raw[slots] = {};
-    float mean[rows] = {}, rstd[rows] = {};
+// What a thread reads of its slots of two tensors.
+template <class X, class Y, int rows, int slots>
+struct Incoming {
+  Eight<X> saved[slots] = {};
+  Eight<Y> grad[slots] = {};
+  float mean[rows] = {}, rstd[rows] = {};
+
+  __device__ void load(const RowNormArgs& args, const Slots<rows>& slot) {
     MEMKIT_UNROLL
     for (int s = 0; s < slots; ++s) {
       if (!slot.exists(s)) continue;
       saved[s].load(static_cast<const X*>(args.saved) + slot.at(s));
-      raw[s].load(static_cast<const Y*>(args.grad) + slot.at(s));
+      grad[s].load(static_cast<const Y*>(args.grad) + slot.at(s));
     }
     MEMKIT_UNROLL
     for (int r = 0; r < rows; ++r) {
@@ -158,35 +153,100 @@ __global__ void __launch_bounds__(kHeldBackward) backward_held_kernel(const RowN
       if (args.mean) mean[r] = static_cast<const float*>(args.mean)[slot.row(r)];
       rstd[r] = static_cast<const float*>(args.rstd)[slot.row(r)];
     }
+  }
+};
+
+// The sums of a block's rows, of eight columns a thread, to its part of the partial sums.
+__device__ void store_sums(const RowNormArgs& args, int column, const Vector<float>& weight,
+                           const Vector<float>& bias) {
+  constexpr int kinds = 2 * kWidth;
+  __shared__ float shared[kinds][kHeldBackward];
+  float sums[kinds];
+  MEMKIT_UNROLL
+  for (int k = 0; k < kWidth; ++k) sums[k] = weight.x[k], sums[kWidth + k] = bias.x[k];
+  // Of several rows in a warp first.
+  for (unsigned d = blockDim.x; d < kLanes; d *= 2) MEMKIT_UNROLL
+  for (int j = 0; j < kinds; ++j) sums[j] += __shfl_xor_sync(0xffffffffu, sums[j], d);
+  float* const partial = static_cast<float*>(args.partial) + int64_t(blockIdx.x) * 2 * args.columns;
+  const auto store = [&](int j, float sum) {
+    if (column < args.columns) partial[(j < kWidth ? 0 : args.columns) + column + j % kWidth] = sum;
+  };
+  const int each =
+      blockDim.x < kLanes ? kLanes : int(blockDim.x);  // threads of the columns, of which there are `sharers`
+  const int thread = threadIdx.y * blockDim.x + threadIdx.x, sharers = int(blockDim.x * blockDim.y) / each;
+  if (sharers == 1) {
+    if (threadIdx.y == 0) MEMKIT_UNROLL
+    for (int j = 0; j < kinds; ++j) store(j, sums[j]);
+    return;
+  }
+  __syncthreads();
+  MEMKIT_UNROLL
+  for (int j = 0; j < kinds; ++j) shared[j][thread] = sums[j];
+  __syncthreads();
+  if (thread % each >= int(blockDim.x)) return;
+  for (int j = thread / each; j < kinds; j += sharers) {
+    float sum = 0;
+    for (int other = 0; other < sharers; ++other) sum += shared[j][other * each + thread % each];
+    store(j, sum);
+  }
+}
+
+// across: vectors of a row that a thread takes; with one it holds the parameters of its columns.
+template <class X, class Y, int rows, int across, bool parameters, bool from_output>
+__global__ void __launch_bounds__(kHeldBackward) backward_held_kernel(const RowNormArgs args) {
+  constexpr int slots = rows * across;
+  constexpr bool ahead = across == 1 && rows * sizeof(Y) < 8;  // where there are registers for it
+  const float count = float(args.columns);
+  Vector<float> weight, inverse, bias, grad_weight[across] = {}, grad_bias[across] = {};
+  const auto load_parameters = [&](int column) {
+    weight = held_parameter(args.weight, args.weight_dtype, column, int(args.columns), 1);
+    if (!from_output) return;
+    bias = held_parameter(args.bias, args.weight_dtype, column, int(args.columns), 0);
+    if constexpr (across == 1) MEMKIT_UNROLL
+    for (int k = 0; k < kWidth; ++k) inverse.x[k] = inverse_weight(weight.x[k]);
+  };
+  if (across == 1) load_parameters(threadIdx.x * kWidth);
+  const int64_t each = int64_t(blockDim.y) * rows, step = gridDim.x * each;
+  Incoming<X, Y, rows, slots> next;
+  if (ahead) next.load(args, Slots<rows>{int64_t(blockIdx.x) * each, args.rows, int(args.columns)});
+  for (int64_t first = blockIdx.x * each; first < args.rows; first += step) {
+    const Slots<rows> slot{first, args.rows, int(args.columns)};
+    Incoming<X, Y, rows, slots> now;
+    if (ahead) {
+      now = next;
+      next.load(args, Slots<rows>{first + step, args.rows, int(args.columns)});
+    } else {
+      now.load(args, slot);
+    }
     Vector<float> x_hat[slots], gw[slots];
     Pair<float> sums[rows] = {};
     MEMKIT_UNROLL
     for (int s = 0; s < slots; ++s) {
-      const int r = rows == 1 ? 0 : s, v = rows == 1 ? s : 0;
-      if (rows == 1) load_parameters(slot.column(s));
-      x_hat[s] = saved[s].values(), gw[s] = raw[s].values();
+      const int r = across > 1 ? 0 : s, v = across > 1 ? s : 0;
+      if (across > 1) load_parameters(slot.column(s));
+      x_hat[s] = now.saved[s].values(), gw[s] = now.grad[s].values();
       MEMKIT_UNROLL
       for (int k = 0; k < kWidth; ++k) {
         float& x = x_hat[s].x[k];
         const float g = gw[s].x[k];
-        x = from_output ? memkit::from_output(x, inverse_weight(weight.x[k]), bias.x[k])
-                        : normalised(x, mean[r], rstd[r]);
+        x = !from_output ? normalised(x, now.mean[r], now.rstd[r])
+                         : memkit::from_output(x, across > 1 ? inverse_weight(weight.x[k]) : inverse.x[k], bias.x[k]);
         gw[s].x[k] = g * weight.x[k];
         sums[r].a += gw[s].x[k];
         sums[r].b += gw[s].x[k] * x;
         if constexpr (parameters) grad_weight[v].x[k] += g * x, grad_bias[v].x[k] += g;
       }
     }
-    if (!args.grad_input) return;
+    if (!args.grad_input) continue;
     block_sums(sums);
     MEMKIT_UNROLL
     for (int s = 0; s < slots; ++s) {
       if (!slot.exists(s)) continue;
-      const int r = rows == 1 ? 0 : s;
+      const int r = across > 1 ? 0 : s;
       const float mean_gw = args.centered ? sums[r].a / count : 0.0f, mean_gw_x_hat = sums[r].b / count;
       MEMKIT_UNROLL
       for (int k = 0; k < kWidth; ++k)
-        gw[s].x[k] = norm_gradient(gw[s].x[k], x_hat[s].x[k], rstd[r], mean_gw, mean_gw_x_hat);
+        gw[s].x[k] = norm_gradient(gw[s].x[k], x_hat[s].x[k], now.rstd[r], mean_gw, mean_gw_x_hat);
       if (args.grad_sum) {
         Eight<X> more;
         more.load(static_cast<const X*>(args.grad_sum) + slot.at(s));
@@ -196,24 +256,11 @@ __global__ void __launch_bounds__(kHeldBackward) backward_held_kernel(const RowN
       }
       store_words<X>(gw[s], args.grad_input, slot.at(s));
     }
-  });
+  }
   if constexpr (parameters) {
-    float* partial = static_cast<float*>(args.partial) + int64_t(blockIdx.x) * 2 * args.columns;
     MEMKIT_UNROLL
-    for (int v = 0; v < vectors; ++v) {
-      const int column = (v * int(blockDim.x) + int(threadIdx.x)) * kWidth;
-      MEMKIT_UNROLL
-      for (int k = 0; k < kWidth; ++k) {
-        Pair<float> sum{grad_weight[v].x[k], grad_bias[v].x[k]};
-        // The rows of a block are those of its one warp.
-        for (unsigned d = blockDim.x; d < blockDim.x * blockDim.y; d *= 2) {
-          sum.a += __shfl_xor_sync(0xffffffffu, sum.a, d);
-          sum.b += __shfl_xor_sync(0xffffffffu, sum.b, d);
-        }
-        if (threadIdx.y == 0 && column < args.columns)
-          partial[column + k] = sum.a, partial[args.columns + column + k] = sum.b;
-      }
-    }
+    for (int v = 0; v < across; ++v)
+      store_sums(args, (v * int(blockDim.x) + int(threadIdx.x)) * kWidth, grad_weight[v], grad_bias[v]);
   }
 }
 
@@ -271,22 +318,69 @@ std::optional<int> row_norm_forward_held(const RowNormArgs& args, cudaStream_t s
   });
 }
 
-std::optional<int> row_norm_backward_held(const RowNormArgs& args, int64_t parts, cudaStream_t stream) {
-  if (args.columns > int64_t(kHeldBackward) * kHeldBackwardSlots * kWidth) return std::nullopt;
-  if (args.from_output && args.dtype != args.out_dtype) return std::nullopt;
-  return with_dtypes(args, [&](auto x, auto y) {
+namespace {
+
+using BackwardKernel = void (*)(RowNormArgs);
+
+template <class X, class Y, int rows, int across>
+BackwardKernel backward_kernel(const RowNormArgs& args, bool parameters) {
+  if constexpr (std::is_same_v<X, Y>) {
+    if (args.from_output)
+      return parameters ? backward_held_kernel<X, Y, rows, across, true, true>
+                        : backward_held_kernel<X, Y, rows, across, false, true>;
+  }
+  return parameters ? backward_held_kernel<X, Y, rows, across, true, false>
+                    : backward_held_kernel<X, Y, rows, across, false, false>;
+}
+
+struct BackwardShape {
+  BackwardKernel kernel = nullptr;  // null: none for such a call
+  dim3 block;
+  int64_t rows = 1;  // of a block at a time
+};
+
+BackwardShape backward_shape(const RowNormArgs& args, bool parameters) {
+  BackwardShape shape;
+  if (args.columns > kOneVectorColumns * kHeldBackwardSlots) return shape;
+  if (args.from_output && args.dtype != args.out_dtype) return shape;
+  const bool few = args.columns <= kShortColumns, one = args.columns <= kOneVectorColumns;
+  with_dtypes(args, [&](auto x, auto y) {
     using X = decltype(x);
     using Y = decltype(y);
-    const bool few = args.columns <= kShortColumns;
-    const int threads = threads_of(args, kHeldBackwardSlots);
-    const dim3 block(threads, std::max(1, kLanes / threads));
-    const auto kernel =
-        few ? (args.partial ? backward_held_kernel<X, Y, kHeldBackwardRows, true>
-                            : backward_held_kernel<X, Y, kHeldBackwardRows, false>)
-            : (args.partial ? backward_held_kernel<X, Y, 1, true> : backward_held_kernel<X, Y, 1, false>);
-    launch_kernel(kernel, unsigned(parts), block, stream, args);
-    return int(cudaGetLastError());
+    shape.kernel = few   ? backward_kernel<X, Y, kHeldBackwardRows, 1>(args, parameters)
+                   : one ? backward_kernel<X, Y, 1, 1>(args, parameters)
+                         : backward_kernel<X, Y, 1, kHeldBackwardSlots>(args, parameters);
+    return 0;
   });
+  // Few blocks of many rows make few sums for row_norm_reduce to add up, which is most of the time that a small tensor
+  // takes; in a large one the blocks of a multiprocessor hide each other's waiting.
+  constexpr int64_t kSmall = int64_t(1) << 23;
+  const bool half = few || args.rows * args.columns > kSmall;
+  const int threads = threads_of(args, one ? 1 : kHeldBackwardSlots);
+  shape.block = dim3(threads, std::max(1, kHeldBackward / (half ? 2 : 1) / threads));
+  shape.rows = int64_t(shape.block.y) * (few ? kHeldBackwardRows : 1);
+  return shape;
+}
+
+}  // namespace
+
+std::optional<int> row_norm_backward_held_parts(const RowNormArgs& args, bool parameters, int processors,
+                                                int64_t& parts) {
+  const BackwardShape shape = backward_shape(args, parameters);
+  if (!shape.kernel) return std::nullopt;
+  int resident = 0;
+  const int threads = int(shape.block.x * shape.block.y);
+  if (const int error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, shape.kernel, threads, 0))
+    return error;
+  parts = std::min<int64_t>((args.rows + shape.rows - 1) / shape.rows, int64_t(processors) * std::max(1, resident));
+  return int(cudaSuccess);
+}
+
+std::optional<int> row_norm_backward_held(const RowNormArgs& args, int64_t parts, cudaStream_t stream) {
+  const BackwardShape shape = backward_shape(args, args.partial);
+  if (!shape.kernel) return std::nullopt;
+  launch_kernel(shape.kernel, unsigned(parts), shape.block, stream, args);
+  return int(cudaGetLastError());
 }
 
 }  // namespace memkit::cuda

@@ -11,6 +11,8 @@ struct CUstream_st;
 namespace memkit::cuda {
 
 std::optional<int> row_norm_forward_held(const RowNormArgs& args, CUstream_st* stream);
+std::optional<int> row_norm_backward_held_parts(const RowNormArgs& args, bool parameters, int processors,
+                                                int64_t& parts);
 std::optional<int> row_norm_backward_held(const RowNormArgs& args, int64_t parts, CUstream_st* stream);
 
 }  // namespace memkit::cuda

@@ -171,8 +171,8 @@ struct Pair {
   T a, b;
 };
 
-// The sums over a row of a block's threads, for all of them: a power of two of them up to a warp, of which the block may
-// have several rows, or up to 32 warps, the whole block.
+// The sums over a row of a block's threads, for all of them: a power of two of them up to a warp, or whole warps. The block
+// may have several rows.
 template <class T, int n>
 __device__ void block_sums(Pair<T> (&own)[n]) {
   for (int d = (blockDim.x < kLanes ? int(blockDim.x) : kLanes) / 2; d > 0; d /= 2) {
@@ -184,14 +184,15 @@ __device__ void block_sums(Pair<T> (&own)[n]) {
   }
   if (blockDim.x <= kLanes) return;
   __shared__ Pair<T> warps[n][kLanes];
+  const auto first = [](unsigned row) { return int(row * (blockDim.x / kLanes)); };
   __syncthreads();  // the last sums have been read
   MEMKIT_UNROLL
   for (int i = 0; i < n; ++i) {
-    if (threadIdx.x % kLanes == 0) warps[i][threadIdx.x / kLanes] = own[i];
+    if (threadIdx.x % kLanes == 0) warps[i][first(threadIdx.y) + threadIdx.x / kLanes] = own[i];
     own[i] = {0, 0};
   }
   __syncthreads();
-  for (int w = 0; w < int(blockDim.x) / kLanes; ++w) {
+  for (int w = first(threadIdx.y); w < first(threadIdx.y + 1); ++w) {
     MEMKIT_UNROLL
     for (int i = 0; i < n; ++i) own[i].a += warps[i][w].a, own[i].b += warps[i][w].b;
   }

@@ -77,7 +77,7 @@ void run_row_norm_backward(RowNormArgs args, const Tensor& grad, Tensor& grad_we
   void* bias = grad_bias.defined() ? grad_bias.mutable_data_ptr() : nullptr;
   on_stream(grad.device(), [&](auto stream) {
     int64_t parts = 0;
-    if (const int error = cuda::row_norm_parts(args, parts)) return error;
+    if (const int error = cuda::row_norm_parts(args, weight || bias, parts)) return error;
     Tensor partials;
     if (weight || bias) {
       partials = at::empty({parts, 2, args.columns},

@@ -50,8 +50,12 @@ class Layer(Changed):
     _op: str
     keeps: ClassVar[tuple[str, str]] = "mask", "seed"
     """Stock and swapped; of a dropout."""
+    records_only: ClassVar[bool] = False
+    """It brings something where autograd records, and nothing elsewhere."""
 
     def forward(self, input: Tensor) -> Tensor:
+        if self.records_only and not torch.is_grad_enabled():
+            return self._stock_forward(input)
         if not serves(input, sharded=True) or self._stays(input):
             return self._stock_forward(input)
         try:
@@ -167,6 +171,7 @@ class BatchNorm(Layer):
     """Stands alone, so that all it brings is that memkit.lean() can rebuild its result."""
 
     _op = "batch_norm_act"
+    records_only = True
 
     def _stays(self, input: Tensor) -> bool:
         return output_dtype(input) != input.dtype or not is_lean() or not has_statistics(self, input)
@@ -188,6 +193,7 @@ class InstanceNorm(Layer):
     """A group norm with a group a channel. As a batch norm it brings that memkit.lean() can rebuild its result."""
 
     _op = "group_norm"
+    records_only = True
     _dims: int
 
     def _stays(self, input: Tensor) -> bool:
@@ -223,12 +229,13 @@ class Conv2d(Layer, memkit_nn.Conv2d):
     is much larger than the weight (`conv_parts` in csrc/torch/consumer_layers.cpp), and the layer not pointwise."""
 
     _op = "conv2d"
+    records_only = True
 
     def _stays(self, input: Tensor) -> bool:
         return not (
-            is_lean()
+            input.device.type == "cpu"
+            and is_lean()
             and not is_dynamo_compiling()
-            and input.device.type == "cpu"
             and _C.conv_parts(input.numel(), self.weight.numel()) > 1
             and takes(self, input)
             and not torch.is_autocast_enabled("cpu")
