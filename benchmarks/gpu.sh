@@ -4,7 +4,8 @@
 #   summary.json  hardware, versions, and one entry a stage: ok, failed, out of time, absent; seconds; the last lines
 #   build.log tests.log memcheck.log racecheck.log
 #   checks.json     what tests and sanitizers said in the end
-#   kernels.json steps.json large.json pool.json families.json (a list of results)
+#   kernels.json steps.json large.json batch.json pool.json families.json (a list of results)
+#   batch.json      stage batch: steps of big models beside Liger-Kernel (in .whl/, else left out), largest batches in 40 GiB
 # A stage that fails does not stop the next; the exit status is 1 if any failed. BUDGET seconds in all.
 # STAGES="NAME..." leaves out the others but the build; QUICK=1 takes fewer steps, and no compiled ones.
 set -uo pipefail
@@ -66,7 +67,7 @@ stage() {
   return "$status"
 }
 
-rm -f "$OUT"/{summary,checks,kernels,steps,large,pool,families}.json "$OUT"/{build,tests,memcheck,racecheck}.log
+rm -f "$OUT"/{summary,checks,kernels,steps,large,batch,pool,families}.json "$OUT"/{build,tests,memcheck,racecheck}.log
 
 "$PYTHON" - >"$SCRATCH/machine.json" 2>"$SCRATCH/machine.log" <<'PY'
 import json, platform, subprocess, torch
@@ -138,6 +139,8 @@ if stage build 240 "$OUT/build.log" "$PYTHON" setup.py -q build_ext --inplace; t
   stage large 90 "$SCRATCH/large.log" "$PYTHON" -m memkit.cli bench --device cuda --model gpt --variants eager,memkit \
     --dtype bfloat16 --layers 24 --d-model 1024 --heads 16 --seq-len 2048 --batch 4 --vocab 32768 --steps 10 \
     --json "$OUT/large.json"
+  stage batch 120 "$SCRATCH/batch.log" "$PYTHON" benchmarks/bench_steps.py --device cuda --quick --no-compile \
+    --json "$OUT/batch.json"
   stage ops 100 "$SCRATCH/ops.log" "$PYTHON" benchmarks/bench_ops.py --device cuda --sizes 1Mi,32Mi \
     --dtypes float32,bfloat16 --no-compile --quick --json "$SCRATCH/ops.json"
   "$PYTHON" - "$OUT/families.json" "$SCRATCH"/{ops,loss,optim}.json <<'PY'
