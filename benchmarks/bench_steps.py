@@ -157,7 +157,7 @@ def resnet50(args: argparse.Namespace) -> Case:
         generator = torch.Generator(args.device).manual_seed(0)
         images = torch.randn(rows, 3, side, side, device=args.device, generator=generator)
         targets = torch.randint(classes, (rows,), device=args.device, generator=generator)
-        return images.bfloat16().contiguous(memory_format=torch.channels_last), targets
+        return images.contiguous(memory_format=torch.channels_last), targets
 
     return Case(
         build=lambda: ResNet(Bottleneck, layers, classes).to(memory_format=torch.channels_last),
