@@ -5,7 +5,8 @@
 #   build.log tests.log memcheck.log racecheck.log
 #   checks.json     what tests and sanitizers said in the end
 #   kernels.json steps.json large.json pool.json families.json (a list of results)
-#   peers.json      operators beside Liger-Kernel's, if its wheel lies in .whl/ or the machine has it
+#   peers.json batch.json   operators and steps beside Liger-Kernel, if its wheel lies in .whl/ or the machine has it; the
+#                           largest batches in 40 GiB
 # A stage that fails does not stop the next; the exit status is 1 if any failed. BUDGET seconds in all.
 # STAGES="NAME..." leaves out the others but the build; QUICK=1 takes fewer steps, and no compiled ones.
 set -uo pipefail
@@ -67,7 +68,7 @@ stage() {
   return "$status"
 }
 
-rm -f "$OUT"/{summary,checks,kernels,steps,large,pool,peers,families}.json "$OUT"/{build,tests,memcheck,racecheck}.log
+rm -f "$OUT"/{summary,checks,kernels,steps,large,batch,pool,peers,families}.json "$OUT"/{build,tests,memcheck,racecheck}.log
 
 "$PYTHON" - >"$SCRATCH/machine.json" 2>"$SCRATCH/machine.log" <<'PY'
 import json, platform, subprocess, torch
@@ -143,6 +144,8 @@ if stage build 240 "$OUT/build.log" "$PYTHON" setup.py -q build_ext --inplace; t
     --dtypes float32,bfloat16 --no-compile --quick --json "$SCRATCH/ops.json"
   stage peers 70 "$SCRATCH/peers.log" "$PYTHON" benchmarks/bench_peers.py --device cuda --quick --no-compile \
     --json "$OUT/peers.json"
+  stage batch 120 "$SCRATCH/batch.log" "$PYTHON" benchmarks/bench_steps.py --device cuda --quick --no-compile \
+    --json "$OUT/batch.json"
   "$PYTHON" - "$OUT/families.json" "$SCRATCH"/{ops,loss,optim}.json <<'PY'
 import json, pathlib, sys
 out, *parts = map(pathlib.Path, sys.argv[1:])

@@ -11,6 +11,7 @@
     python benchmarks/bench_optim.py --json
     python benchmarks/bench_models.py --json
     python benchmarks/bench_matrix.py --json
+    python benchmarks/bench_steps.py --json
     python benchmarks/report.py                 # fills README.md; --check only says whether it is up to date
 
 A table stands between `<!-- table:NAME -->` and `<!-- /table:NAME -->`; TABLES lists the names. The newest
@@ -32,6 +33,7 @@ import bench_matrix
 import bench_models
 import bench_peers
 import bench_pool
+import bench_steps
 
 from memkit.bench import report
 
@@ -367,6 +369,16 @@ def models_table(results: Results) -> str:
     return "\n\n".join(parts)
 
 
+def steps_table(results: Results) -> str:
+    """A row for each model and variant, on a GPU."""
+    result = results.get((bench_steps.KIND, "cuda"))
+    if result is None:
+        return "Not yet run on a GPU."
+    table = report.markdown_table(bench_steps.columns(result), bench_steps.rows(result))
+    said = f"{bench_steps.libraries(result)}{report.origin(result)}"
+    return "\n\n".join([table, bench_steps.conditions(result), said])
+
+
 def matrix_table(results: Results) -> str:
     """A row for each model: ticks, and the numbers of notes."""
     parts = []
@@ -395,6 +407,7 @@ def matrix_table(results: Results) -> str:
 TABLES: dict[str, Callable[[Results], str]] = {
     "bench": bench_table,
     "large": lambda results: bench_table(results, LARGE),
+    "steps": steps_table,
     "losses": losses_text,
     "ablation": ablation_table,
     "activation": activation_table,
