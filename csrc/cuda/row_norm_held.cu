@@ -11,8 +11,8 @@ namespace memkit::cuda {
 namespace {
 
 constexpr int kHeldForward = 256, kHeldBackward = 512;  // threads of a block at most
-constexpr int kShortRowsThreads = 128;                  // of a block of several rows, each of up to a warp
-constexpr int kShortColumns = kLanes * kWidth, kHeldForwardRows = 4, kHeldBackwardRows = 2;
+constexpr int kShortRowsThreads = 256;                  // of a block of several rows, each of up to a warp
+constexpr int kShortColumns = kLanes * kWidth, kHeldForwardRows = 2, kHeldBackwardRows = 2;
 constexpr int kHeldForwardSlots = 4, kHeldBackwardSlots = 2;            // vectors of a long row
 constexpr int64_t kOneVectorColumns = int64_t(kHeldBackward) * kWidth;  // rows of which a thread takes one, backward
 
@@ -141,6 +141,7 @@ struct Incoming {
   float mean[rows] = {}, rstd[rows] = {};
 
   __device__ void load(const RowNormArgs& args, const Slots<rows>& slot) {
+    *this = Incoming();  // 0 where there is nothing: it counts in no sum
     MEMKIT_UNROLL
     for (int s = 0; s < slots; ++s) {
       if (!slot.exists(s)) continue;
