@@ -574,7 +574,8 @@ def conditions(result: dict[str, Any]) -> str:
     grains = "".join(f"; of the {name} a multiple of {grain}" for name, grain in coarse.items())
     dropped = f", the gpt with {options['dropout']:.0%} dropout" if "gpt" in result["models"] else ""
     return (
-        f"{'; '.join(parts)}; bfloat16{dropped}. Random data; AdamW, stock's fused but for memkit's own. Peak and saved "
+        f"{'; '.join(parts)}; bfloat16{dropped}. Random data; AdamW, stock's fused but for memkit's own, which rounds "
+        "weights in bfloat16 stochastically. Peak and saved "
         "are bytes above the start of a step (weights and optimizer state not counted). Times are medians of "
         f"{options['steps']} interleaved warm steps, and of each round's ratio to stock eager. The largest batch is what "
         f"{'a step' if trials == 1 else f'{trials} steps'} got through with {budget_text(result)} for all of it, weights, "

@@ -364,3 +364,41 @@ def test_a_function_is_changed_again_after_a_first_disagreement(monkeypatch, act
     assert not answers
     assert any(row.path == "activation" and row.changed for row in report.rows)
     assert_as_stock(layer, batch(2, 3, D))
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_model_of_whose_gradients_autocast_leaves_nothing(monkeypatch, wrong):
+    """Deep, with batch norms over few values: compared in float32, where an error of a hundredth shows."""
+    torch.manual_seed(0)
+    layers = (nn.Linear(D, D), nn.GELU(), nn.BatchNorm1d(D))
+    model = nn.Sequential(*(copy.deepcopy(layer) for _ in range(20) for layer in layers))
+    for linear in model[::3]:
+        nn.init.normal_(linear.weight, std=2 / D**0.5)
+    x = torch.randn(16, D)
+    real = types._C.activation
+
+    class Planted:
+        @staticmethod
+        def activation(op, input, *rest):
+            rounding = 4e-3 * torch.rand_like(input) if input.dtype == torch.bfloat16 else 0.0
+            return real(op, input * (1 + rounding + 0.05 * wrong), *rest)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        stock, rounded = (trial.Trial(model, x).run("", noise=noise) for noise in (0.0, 2e-3))
+        assert not rounded.agrees_with(stock, 0.25)
+        monkeypatch.setattr(types, "_C", Planted)
+        report = swap(model, sample=x, exact=False)
+    changed = [row.changed for row in report.rows if row.before == "GELU"]
+    assert len(changed) == 20
+    assert not any(changed) if wrong else all(changed)
+
+
+def test_nearness_to_what_is_exact():
+    def outcome(*values):
+        probes = torch.tensor(values, dtype=torch.float64)
+        return trial.Outcome([(probes.norm().item(), probes)], [])
+
+    truth = outcome(1.0, 0.0)
+    assert outcome(1.0, 0.19).is_as_near(outcome(0.9, 0.0), truth, 1e-6)
+    assert not outcome(1.0, 0.21).is_as_near(outcome(0.9, 0.0), truth, 1e-6)
+    assert not trial.Outcome([], []).is_as_near(truth, truth, 1.0)

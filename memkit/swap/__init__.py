@@ -24,8 +24,9 @@ a run on a sample that watch.py looks at):
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 from typing import Any, Literal
 
@@ -40,7 +41,7 @@ from .prove import prove
 from .report import Row, SwapReport
 from .sites import Decision, Decisions
 from .structure import by_structure, check
-from .trial import TOLERANCE, Trial, tensors
+from .trial import TOLERANCE, Outcome, Trial, tensors
 
 __all__ = ["Row", "SwapReport", "swap", "unswap"]
 
@@ -138,9 +139,10 @@ def _swap_by_sample(trial: Trial, found: Found, exact: bool, lean: bool | str) -
         return SwapReport(_rows(decisions, found))
     # Elements dropped are not the same: compared without those dropouts, counted with them.
     dropouts = [site.module for site, d in decisions.items() if d.proof and "dropout" in site.name]
+    change_over = partial(_apply, trial.model, decisions, found, lean)
     stock = trial.run("stock", dropouts)
     before = trial.run("stock, with dropout").saved if dropouts else stock.saved
-    _apply(trial.model, decisions, found, lean)
+    change_over()
     swapped = trial.run("swapped", dropouts)
     dtypes = dtypes or {parameter.dtype for parameter in trial.model.parameters()}
     tolerance = max((TOLERANCE.get(dtype, 0.0) for dtype in dtypes), default=0.0)
@@ -150,18 +152,17 @@ def _swap_by_sample(trial: Trial, found: Found, exact: bool, lean: bool | str) -
     if not swapped.agrees_with(stock, tolerance):
         # Rounding may be what a model with kinks, or a norm over few values, makes much of. Then stock does it too.
         change.undo(trial.model)
-        for noise in (1e-3 * tolerance, 1e-2 * tolerance):
-            rounded = trial.run("stock, its sample rounded", dropouts, noise)
-            while not rounded.agrees_with(stock, tolerance / 2) and tolerance < 0.25:
-                tolerance *= 2
-        _apply(trial.model, decisions, found, lean)
-    if not swapped.agrees_with(stock, tolerance):
+        tolerance = _widened(trial, stock, dropouts, tolerance)
+        change_over()
+    if not swapped.agrees_with(stock, tolerance) and not _exact_alike(
+        trial, stock, swapped, dropouts, change_over
+    ):
         change.undo(trial.model)
         repeats = stock.agrees_with(trial.run("stock, again", dropouts), tolerance)
         # A kink that rounding crosses lies elsewhere on a sample whose numbers are a little others.
         nearby = 0.01, 0.02
         theirs = [trial.run("stock, its sample changed", dropouts, noise) for noise in nearby if repeats]
-        _apply(trial.model, decisions, found, lean)
+        change_over()
         ours = [trial.run("swapped, its sample changed", dropouts, noise) for noise in nearby if repeats]
         if not repeats:
             note = "stock does not repeat itself on the sample, so values were not compared"
@@ -176,6 +177,45 @@ def _swap_by_sample(trial: Trial, found: Found, exact: bool, lean: bool | str) -
         decisions = _refused(decisions, found, "swapped, the model would keep more on the sample")
         after = before
     return SwapReport(_rows(decisions, found), before, after, note)
+
+
+def _widened(trial: Trial, stock: Outcome, dropouts: Sequence[nn.Module], tolerance: float) -> float:
+    """For what the stock model makes of rounding alone, up to a bound."""
+    for noise in (1e-3 * tolerance, 1e-2 * tolerance):
+        rounded = trial.run("stock, its sample rounded", dropouts, noise)
+        while not rounded.agrees_with(stock, tolerance / 2) and tolerance < 0.25:
+            tolerance *= 2
+    return tolerance
+
+
+def _exact_alike(
+    trial: Trial,
+    stock: Outcome,
+    swapped: Outcome,
+    dropouts: Sequence[nn.Module],
+    change_over: Callable[[], None],
+) -> bool:
+    """Whether a model under autocast, of whose gradients half precision leaves nothing to compare (a deep network with batch
+    norms, as it is initialised), agrees with the stock one in float32, and is no farther from that under autocast than twice
+    as far as the stock one."""
+    device = trial.device().type
+    if not torch.is_autocast_enabled(device):
+        return False
+    exact = trial.in_float32()
+    with torch.autocast(device, enabled=False):
+        try:
+            ours = exact.run("swapped, in float32", dropouts)
+        except (RuntimeError, TypeError, ValueError):  # it needs autocast
+            return False
+        change.undo(trial.model)
+        try:
+            theirs = exact.run("stock, in float32", dropouts)
+            tolerance = TOLERANCE[torch.float32]
+            if not ours.agrees_with(theirs, tolerance):
+                tolerance = _widened(exact, theirs, dropouts, tolerance)
+        finally:
+            change_over()
+    return ours.agrees_with(theirs, tolerance) and swapped.is_as_near(stock, theirs, tolerance)
 
 
 def _refused(decisions: Decisions, found: Found, reason: str) -> Decisions:

@@ -39,6 +39,24 @@ class Outcome:
             self.gradients, other.gradients, tolerance
         )
 
+    def is_as_near(self, other: Outcome, truth: Outcome, tolerance: float) -> bool:
+        """As `truth`, over all outputs and gradients, at most twice as far as `other`."""
+        mine, theirs, exact = ([*o.outputs, *o.gradients] for o in (self, other, truth))
+        largest = max((norm for norm, _ in exact if math.isfinite(norm)), default=0.0)
+
+        def far(ones: list[tuple[float, Tensor]]) -> float:
+            pairs = zip(ones, exact, strict=True)
+            errors = (
+                torch.linalg.vector_norm(torch.nan_to_num(a - b)) / (norm + 1e-2 * largest or 1.0)
+                for (_, a), (norm, b) in pairs
+                if math.isfinite(norm)
+            )
+            return math.sqrt(sum(float(error) ** 2 for error in errors))
+
+        if not len(mine) == len(theirs) == len(exact):
+            return False
+        return far(mine) <= 2 * far(theirs) + tolerance * math.sqrt(len(exact))
+
 
 class Trial:
     def __init__(self, model: nn.Module, sample: Any) -> None:
@@ -63,6 +81,17 @@ class Trial:
                 [_digest(leaf.grad) for leaf in leaves if leaf.grad is not None],
                 measured.saved,
             )
+
+    def in_float32(self) -> Trial:
+        """With the numbers of the sample in float32 where they are in half precision."""
+        half = torch.float16, torch.bfloat16
+
+        def wide(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or leaf.dtype not in half:
+                return leaf
+            return leaf.detach().float().requires_grad_(leaf.requires_grad)
+
+        return Trial(self.model, tree_map(wide, self.sample))
 
     @contextmanager
     def disturbed(self, inputs: Any, noise: float) -> Iterator[None]:

@@ -8,6 +8,7 @@ is either the same function or left alone, with the reason in the report.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -143,10 +144,14 @@ class Verifier:
         if sharded or any(tensor.is_meta for tensor in (*match.probe, *module.parameters())):
             return "its parameters have no values yet"
         # In both modes: a dropout that its forward writes out would not show in evaluation.
-        for training in (module.training, not module.training):
-            for probe in (match.probe, *match.further):
-                if reason := _why_not(module, match._replace(probe=probe), training):
-                    return reason
+        device = match.probe[0].device.type
+        # Autocast rounds: what is compared to the last digits is compared without it, too.
+        for autocast in (True, False) if torch.is_autocast_enabled(device) else (False,):
+            for training in (module.training, not module.training):
+                for probe in (match.probe, *match.further):
+                    with nullcontext() if autocast else torch.autocast(device, enabled=False):
+                        if reason := _why_not(module, match._replace(probe=probe), training):
+                            return reason
         return ""
 
 
@@ -181,6 +186,8 @@ def _why_not(module: nn.Module, match: Match, training: bool) -> str:
     tolerance = TOLERANCE.get(match.probe[0].dtype, 0.0)
     if match.further:  # float32 inside is what a norm without a weight may have, whatever it is given
         tolerance = max(tolerance, TOLERANCE[torch.float32])
+    if torch.is_autocast_enabled(device := match.probe[0].device.type):
+        tolerance = max(tolerance, TOLERANCE[torch.get_autocast_dtype(device)])
     same = ours is not None and _agree(ours, theirs, len(match.probe), tolerance)
     return "" if same else f"this version of {name} computes something else"
 
