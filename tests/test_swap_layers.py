@@ -387,3 +387,26 @@ def test_an_activation_behind_a_norm_that_stays(norm):
         (row,) = (row for row in report if row.path == "act")
         assert (row.after == "in lean()") == (norm == "memkit's"), report
         assert memory.measure(lambda: model(x).sum().backward()).saved <= stock.saved
+
+
+def test_without_autograd_stock_computes_what_brings_something_to_autograd_alone(monkeypatch):
+    stock = nn.Sequential(
+        nn.Conv2d(3, D, 3), nn.BatchNorm2d(D), nn.Conv2d(D, D, 3), nn.InstanceNorm2d(D)
+    ).eval()
+    model, x = copy.deepcopy(stock), torch.randn(2, 3, 8, 8)
+    swap(model, sample=x, lean="call")
+    assert isinstance(model[1], layers.BatchNorm2d)
+
+    def refuse(*args):
+        raise AssertionError("memkit's")
+
+    with monkeypatch.context() as patch:
+        for layer in (layers.BatchNorm2d, layers.InstanceNorm2d, layers.Conv2d):
+            patch.setattr(layer, "_memkit", refuse)
+        with torch.no_grad():
+            assert torch.equal(model(x), stock(x))
+        with torch.inference_mode():
+            assert torch.equal(model(x), stock(x))
+        with pytest.raises(AssertionError, match="memkit's"):
+            model(x)
+    model(x)

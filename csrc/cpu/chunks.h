@@ -8,8 +8,6 @@ namespace memkit::cpu {
 
 constexpr int64_t kChunk = 2048;  // elements: a few chunks fit in the first-level cache
 
-inline int64_t size_of(Dtype dtype) { return dtype == Dtype::float64 ? 8 : dtype == Dtype::float32 ? 4 : 2; }
-
 // Calls f with a value of the type that the dtype is stored as, of those computed in float.
 template <class F>
 MEMKIT_FN void with_storage(Dtype dtype, const F& f) {

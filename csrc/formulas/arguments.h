@@ -11,6 +11,9 @@ namespace memkit {
 // Halves are computed in float.
 enum class Dtype : int { float32, float64, float16, bfloat16 };
 
+// Bytes of an element.
+constexpr int64_t size_of(Dtype dtype) { return dtype == Dtype::float64 ? 8 : dtype == Dtype::float32 ? 4 : 2; }
+
 // Element i of the flat tensor gets data[(i / inner) % size] added; no bias when data is null.
 struct Bias {
   const void* data = nullptr;
