@@ -38,7 +38,7 @@ KIND = "memkit-pool"
 FORMAT = 3
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
-PARTS = {"cpu": ("calls", "step", "core", "plans"), "cuda": ("calls", "step")}
+PARTS = {"cpu": ("calls", "step", "core", "plans"), "cuda": ("calls", "step", "lengths")}
 
 Cases = dict[str, tuple[int, dict[str, str]]]
 CPU_CASES: Cases = {  # name: (statements a sample, contenders as statements, stock first)
@@ -252,6 +252,18 @@ def step_table(step: dict[str, Any]) -> str:
     return text_table([title, "ms", "to stock", "peak MiB", "to alive"], body) + "\n" + live
 
 
+def lengths_table(lengths: dict[str, dict[str, int]]) -> str:
+    title = f"{pool_step.LENGTHS} steps of varying length"
+    return text_table([title, "reserved MiB", "to alive"], lengths_rows(lengths))
+
+
+def lengths_rows(lengths: dict[str, dict[str, int]]) -> list[list[str]]:
+    return [
+        [variant, f"{found['reserved'] / 2**20:.1f}", f"{found['reserved'] / found['live']:.3f}×"]
+        for variant, found in lengths.items()
+    ]
+
+
 def calls_table(cases: list[dict[str, Any]]) -> str:
     body = [
         [case["case"] if each == "stock" else "", each, f"{seconds * 1e6:.2f}", f"{case['ratio'][each]:.3f}×"]
@@ -276,7 +288,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--device", choices=("auto", *PARTS), default="auto", help="default: a GPU if there is one"
     )
-    parser.add_argument("--parts", metavar="A,B", help=f"of {', '.join(PARTS['cpu'])} (default: all)")
+    parser.add_argument(
+        "--parts",
+        metavar="A,B",
+        help=f"of {', '.join(dict.fromkeys(sum(PARTS.values(), ())))} (default: all)",
+    )
     parser.add_argument("--rounds", type=int, default=21, help="of the calls")
     parser.add_argument("--batch", type=int, default=BATCH["gpt"], help="of the training step")
     parser.add_argument("--steps", type=int, default=15, metavar="ROUNDS", help="of the training step")
@@ -295,6 +311,7 @@ def main(argv: list[str] | None = None) -> int:
     parts: dict[str, tuple[Callable[[], Any], Callable[[Any], str]]] = {
         "calls": (lambda: run_calls(args.rounds, device), calls_table),
         "step": (lambda: pool_step.run(args.steps, args.batch, device), step_table),
+        "lengths": (lambda: pool_step.varying_apart(args.batch), lengths_table),
         "core": (run_core, core_table),
         "plans": (run_plans, plans_table),
     }

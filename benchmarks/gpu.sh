@@ -130,7 +130,7 @@ if stage build 240 "$OUT/build.log" "$PYTHON" setup.py -q build_ext --inplace; t
   fi
   stage kernels 90 "$SCRATCH/kernels.log" "$PYTHON" benchmarks/bench_activation.py --device cuda --sizes 1Mi,32Mi \
     --no-compile --json "$OUT/kernels.json"
-  stage pool 40 "$SCRATCH/pool.log" "$PYTHON" benchmarks/bench_pool.py --device cuda --rounds 5 --json "$OUT/pool.json"
+  stage pool 60 "$SCRATCH/pool.log" "$PYTHON" benchmarks/bench_pool.py --device cuda --rounds 5 --json "$OUT/pool.json"
   for each in loss optim; do
     stage $each 25 "$SCRATCH/$each.log" "$PYTHON" benchmarks/bench_$each.py --device cuda --quick --json "$SCRATCH/$each.json"
   done

@@ -1,7 +1,8 @@
 """A training step whose memory comes from a pool, against stock: time, and the memory that it adds to weights and optimizer
 state. The step is one of the models that `memkit bench` trains.
 
-    python benchmarks/pool_step.py BATCH        # bytes by which the process grows over a stock step on the CPU
+    python benchmarks/pool_step.py BATCH            # bytes by which the process grows over a stock step on the CPU
+    python benchmarks/pool_step.py BATCH VARIANT    # of steps with sequences of varying length on a GPU, as JSON
 
 Stock's memory is, on the CPU, the growth of the resident set in a process of its own, whose free memory went back to the
 system just before; on a GPU what its caching allocator reserves for a step after empty_cache(), and what the segments of
@@ -12,6 +13,9 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import json
+import os
+import random
 import statistics
 import subprocess
 import sys
@@ -26,11 +30,14 @@ from memkit.bench import models, train
 from memkit.bench.options import Options
 from memkit.bench.timing import interleave, ratio, seconds
 
+LENGTHS = 40  # steps, each with sequences of a length of its own
+VARIANTS = {"stock": "", "stock, expandable segments": "expandable_segments:True", "pool.use()": ""}
+"""Settings of PyTorch's caching allocator."""
 PRECISION = 1 << 20  # bytes, of the least memory that a pool gets through a step with
 
 
-def training_step(batch: int, device: str, model: str = "gpt") -> Callable[[], None]:
-    """A step of stock training, warm: its optimizer state exists."""
+def training_step(batch: int, device: str, model: str = "gpt") -> Callable[..., None]:
+    """A step of stock training, warm: its optimizer state exists. Of sequences that are cut, where a length is given."""
     options = Options(models=(model,), device=device, dtype="float32", batch=batch)
     torch.manual_seed(options.seed)
     if model == "gpt":
@@ -43,9 +50,10 @@ def training_step(batch: int, device: str, model: str = "gpt") -> Callable[[], N
     task = train.Task(model, build, [data], None, learning_rate=1e-3).to(device, torch.float32)
     variant = train.Variant("eager", (), task, options)
 
-    def step() -> None:
+    def step(length: int | None = None) -> None:
         variant.optimizer.zero_grad(set_to_none=True)  # of a step that ran out of memory
-        variant.step(task.batches[0])
+        inputs, targets = task.batches[0]
+        variant.step((inputs, targets) if length is None else (inputs[:, :length], targets[:, :length]))
 
     step()
     return step
@@ -83,6 +91,38 @@ def cached_peak(step: Callable[[], None]) -> int:
     before = torch.cuda.memory_allocated()
     step()
     return torch.cuda.max_memory_reserved() - before
+
+
+def varying(batch: int, variant: str) -> dict[str, int]:
+    """Over steps of varying length on a GPU, in this process: bytes that are alive at most, and that are reserved."""
+    step = training_step(batch, "cuda")
+    lengths = random.Random(0).choices(range(32, Options().seq_len + 1), k=LENGTHS)
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    if variant == "pool.use()":
+        with memkit.Pool(1 << 20, "cuda") as pool:
+            for length in lengths:
+                with pool.use():
+                    step(length)
+            reserved = pool.stats().reserved_peak
+    else:
+        for length in lengths:
+            step(length)
+        reserved = torch.cuda.max_memory_reserved() - before
+    return {"live": torch.cuda.max_memory_allocated() - before, "reserved": reserved}
+
+
+def varying_apart(batch: int) -> dict[str, dict[str, int]]:
+    """Each variant in a process of its own, as PyTorch reads its settings when it starts."""
+    found = {}
+    for variant, settings in VARIANTS.items():
+        environment = {**os.environ, "PYTORCH_ALLOC_CONF": settings, "PYTORCH_CUDA_ALLOC_CONF": settings}
+        command = [sys.executable, __file__, str(batch), variant]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
+        found[variant] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def least(step: Callable[[], None], low: int, device: str) -> int:
@@ -153,4 +193,5 @@ def run(rounds: int, batch: int, device: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(resident_peak(int(sys.argv[1])))
+    rows, *variants = sys.argv[1:]
+    print(json.dumps(varying(int(rows), *variants)) if variants else resident_peak(int(rows)))

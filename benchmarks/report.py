@@ -284,6 +284,10 @@ def pool_table(results: Results) -> str:
             f"alive at once{planned}. Stock's peak is {measured}; the pool's is the smallest "
             "pool that a step gets through. Ratios are medians of each round's own."
         )
+        if "lengths" in result:
+            title = f"{bench_pool.pool_step.LENGTHS} steps of varying length"
+            rows = bench_pool.lengths_rows(result["lengths"])
+            parts.append(report.markdown_table([title, "reserved MiB", "to what is alive at most"], rows))
         body = []
         for case in result["calls"]:
             for name, taken in case["seconds"].items():
@@ -437,7 +441,8 @@ def _whole_pool(results: Results) -> list[Result]:
     found = of_kind(results, POOL)
     for result in found:
         parts = bench_pool.PARTS[result["hardware"]["device"]]
-        missing = [part for part in parts if "error" in result.get(part, ["error"])]
+        # Lengths are optional: there were results before there were lengths.
+        missing = [part for part in parts if part != "lengths" and "error" in result.get(part, ["error"])]
         if missing:
             raise ReportError(
                 f"report: expected pool results with every part, got none of {', '.join(missing)}"

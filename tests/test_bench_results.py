@@ -241,6 +241,11 @@ def pool_benchmark(file: Path, device: str) -> Path:
         patch.setattr(bench_pool, "BATCH", {"gpt": 2, "cnn": 2})
         patch.setattr(bench_pool, "run_core", lambda: core)
         patch.setattr(pool_step, "resident_peak_apart", lambda batch: None)  # a full step, in another process
+        patch.setattr(pool_step, "LENGTHS", 3)
+        here = ("stock", "pool.use()")  # the other one needs a process of its own
+        patch.setattr(
+            pool_step, "varying_apart", lambda batch: {each: pool_step.varying(batch, each) for each in here}
+        )
         once = {name: (1, contenders) for name, (_, contenders) in bench_pool.CASES[device].items()}
         patch.setattr(bench_pool, "CASES", {device: once})
         assert bench_pool.main(f"--device {device} --rounds 2 --steps 2 --batch 2 --json {file}".split()) == 0
@@ -272,8 +277,10 @@ def test_pool_benchmark_on_a_gpu(scripts: tuple[ModuleType, ModuleType], tmp_pat
     step = result["step"]
     assert 0 < step["live_bytes"] <= step["reserved_bytes"]["pool.use()"]
     assert 0 < step["live_bytes"] <= step["reserved_bytes"]["stock"]
+    assert all(0 < found["live"] <= found["reserved"] for found in result["lengths"].values())
     results = scripts[0].load(tmp_path)
     assert "after empty_cache()" in scripts[0].pool_table(results)
+    assert "steps of varying length" in scripts[0].pool_table(results)
     assert "run on" in scripts[0].support_table(results)
 
 
