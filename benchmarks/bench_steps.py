@@ -69,6 +69,7 @@ COLUMNS = (
 )
 LEARNING_RATE = 1e-4
 WARM_STEPS = 2
+LEFT = 32 << 20  # bytes that another variant may leave behind: libraries' workspaces
 TRIAL_STEPS = 2  # of a batch that fits: the second has the optimizer's state and what the first left behind
 
 Batch = tuple[Tensor, Tensor]
@@ -196,7 +197,7 @@ class Trainer:
         fused = {} if self.in_backward else {"fused": True}
         self.optimizer = make(self.model.parameters(), lr=LEARNING_RATE, **fused)
         if self.in_backward:
-            memkit.optim.step_in_backward(self.optimizer)
+            self.handle = memkit.optim.step_in_backward(self.optimizer)
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device, torch.bfloat16, enabled=self.case.autocast)
@@ -446,12 +447,16 @@ def largest(fits: Callable[[int], bool], guess: int, grain: int = 1) -> int:
 
 
 def search(case: Case, variant: str, args: argparse.Namespace) -> dict[str, Any]:
-    """The largest batch within the budget."""
+    """The largest batch within the budget, of a variant that is alone on the device."""
+    others = torch.cuda.memory_allocated() if args.device == "cuda" else 0
+    if others > LEFT:
+        raise RuntimeError(f"expected a device without tensors, got {size(others)} that others hold")
     with memory_limit(args.budget, args.device):
         trials = Trials(case, variant, args)
         guess = trials.guess()
         found = largest(trials.fits, guess, case.grain)
     return {
+        "others_bytes": others,
         "largest": found,
         "guess": guess,
         "tried": {str(rows): fitting for rows, fitting in trials.tried.items()},
@@ -530,7 +535,8 @@ def rows(result: dict[str, Any]) -> list[list[str]]:
         variants = measured["variants"]
         stock = variants["eager"]
         for name, found in variants.items():
-            head = [model, VARIANTS[name]]
+            nothing = found.get("swap", {}).get("changed") == 0
+            head = [model, f"{VARIANTS[name]} (no layer changed)" if nothing else VARIANTS[name]]
             if "peak_bytes" not in found:
                 reason = found.get("absent") or found.get("error", "interrupted")
                 body.append([*head, reason, *[""] * (len(COLUMNS) - len(head) - 1)])
@@ -554,6 +560,9 @@ def beside(text: str, count: int, stock: int) -> str:
 
 
 def largest_text(found: dict[str, Any], stock: dict[str, Any]) -> str:
+    """Nothing of a search that does not say that it was alone."""
+    if "largest" in found and "others_bytes" not in found:
+        return ""
     if found.get("largest") == 0:
         return "none fits"
     if "largest" in found:
@@ -575,7 +584,8 @@ def conditions(result: dict[str, Any]) -> str:
     dropped = f", the gpt with {options['dropout']:.0%} dropout" if "gpt" in result["models"] else ""
     return (
         f"{'; '.join(parts)}; bfloat16{dropped}. Random data; AdamW, stock's fused but for memkit's own, which rounds "
-        "weights in bfloat16 stochastically. Peak and saved "
+        "weights in bfloat16 stochastically. Stock's loss is taken of logits in float32, as transformers has it; those of "
+        "Liger-Kernel and memkit are one operator with the head, put in by hand. Peak and saved "
         "are bytes above the start of a step (weights and optimizer state not counted). Times are medians of "
         f"{options['steps']} interleaved warm steps, and of each round's ratio to stock eager. The largest batch is what "
         f"{'a step' if trials == 1 else f'{trials} steps'} got through with {budget_text(result)} for all of it, weights, "
@@ -593,7 +603,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     choices = Choices(__doc__, {"models": MODELS, "variants": VARIANTS}, few, "steps", compiler=True)
     parser = choices.parser
     parser.add_argument("--budget", default="40GiB", help="bytes of the search for the largest batch: 40GiB")
-    parser.add_argument("--steps", type=int, help="timed steps of each variant (default: 10; --quick 5)")
+    parser.add_argument("--steps", type=int, help="timed steps of each variant (default: 10)")
     parser.add_argument("--sequence", type=int, default=4096, help="the llama's (default: 4096)")
     parser.add_argument("--dropout", type=float, default=0.1, help="the gpt's (default: 0.1)")
     parser.add_argument("--tiny", action="store_true", help="small models: whether the script works")
@@ -602,7 +612,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         args.budget = parse_size(args.budget, "--budget")
     except ValueError as error:
         parser.error(str(error))
-    args.steps = args.steps if args.steps is not None else 5 if args.quick else 10
+    args.steps = args.steps if args.steps is not None else 10
     if args.steps < 1 or args.sequence < 2:
         parser.error("--steps, --sequence: expected at least 1 and 2")
     args.trial_steps = 1 if args.quick else TRIAL_STEPS

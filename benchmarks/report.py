@@ -204,8 +204,15 @@ def peers_table(results: Results) -> str:
         note = f"Liger-Kernel {liger}" if liger else f"Liger-Kernel left out ({result['left_out']['liger']})"
         parts.append(
             "Time as a ratio to stock eager; the most bytes alive at a time above the inputs and incoming gradients, over "
-            f"which Liger writes in some operators. {note}; {report.origin(result)}"
+            "which Liger writes in some operators. Its two losses wait for the device inside of the call, so that their "
+            f"times hold the host's. {note}; {report.origin(result)}"
         )
+        slow = [line for line in result["slower"] if line.endswith("Liger")]
+        if slow:
+            parts.append(
+                f"Slower than Liger-Kernel by more than 5%, forward alone included, in {len(slow)} cases:"
+            )
+            parts.append("\n".join(f"- {line}" for line in slow))
     return "\n\n".join(parts) or "Not yet run."
 
 

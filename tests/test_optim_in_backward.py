@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
+import warnings
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -351,3 +354,37 @@ def test_gradients_that_are_reduced_after_they_arrive(engine: str) -> None:
         handle.remove()
     finally:
         dist.destroy_process_group()
+
+
+def test_parameters_and_optimizer_die_together() -> None:
+    """What holds a parameter's hooks is hidden from the garbage collector."""
+    model = nn.Linear(4, 4)
+    optimizer = optim.AdamW(model.parameters())
+    step_in_backward(optimizer)
+    model(torch.ones(2, 4)).sum().backward()
+    gone = weakref.ref(model.weight), weakref.ref(optimizer)
+    del model, optimizer
+    gc.collect()
+    assert [each() for each in gone] == [None, None]
+
+
+def test_an_optimizer_that_was_freed_leaves_gradients_and_says_so() -> None:
+    model = nn.Linear(4, 4)
+    handle = step_in_backward(optim.AdamW(model.parameters()))
+    model(torch.ones(2, 4)).sum().backward()
+    assert model.weight.grad is None  # the handle keeps it
+    del handle
+    gc.collect()
+    with pytest.warns(UserWarning, match="step_in_backward: the optimizer was freed"):
+        model(torch.ones(2, 4)).sum().backward()
+    assert model.weight.grad is not None
+    before = model.weight.detach().clone()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(torch.ones(2, 4)).sum().backward()  # once
+    assert torch.equal(model.weight, before)
+    optimizer = optim.AdamW(model.parameters())
+    step_in_backward(optimizer)
+    model.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    assert not torch.equal(model.weight, before)

@@ -393,6 +393,54 @@ def test_a_model_of_whose_gradients_autocast_leaves_nothing(monkeypatch, wrong):
     assert not any(changed) if wrong else all(changed)
 
 
+class LargeInside(nn.Module):
+    """In half precision there is nothing left of what memkit's norm hands on, or no number; then `ends` looks at it."""
+
+    def __init__(self, weight=1.0, bias=0.0, scale=1.0, ends=None, deep=0):
+        super().__init__()
+        self.norm, self.out, self.ends = nn.LayerNorm(D), nn.Linear(D, 8), ends
+        self.scale, self.bias = scale, bias
+        nn.init.constant_(self.norm.weight, weight)
+        nn.init.constant_(self.norm.bias, bias)
+        layers = (nn.Linear(D, D, bias=False), nn.BatchNorm1d(D), nn.ReLU())
+        self.deep = nn.Sequential(*(copy.deepcopy(layer) for _ in range(deep) for layer in layers))
+
+    def forward(self, x):
+        y = self.out((self.norm(x) - self.bias) * self.scale)
+        return self.deep(x), self.ends(y) if self.ends else y
+
+
+def bfloat16_alone(y):
+    assert y.dtype == torch.bfloat16
+    return y
+
+
+def as_many_as_digits(y):
+    return y[: 4 if y.dtype == torch.bfloat16 else 5]
+
+
+@pytest.mark.parametrize("deep", [0, 40])
+@pytest.mark.parametrize(
+    ("dtype", "kwargs"),
+    [
+        (torch.float16, {"weight": 1e6, "scale": 1e-6}),  # infinity
+        (torch.bfloat16, {"bias": 3000.0}),
+        (torch.bfloat16, {"bias": 3000.0, "ends": bfloat16_alone}),
+        (torch.bfloat16, {"bias": 3000.0, "ends": as_many_as_digits}),
+    ],
+)
+def test_what_autocast_makes_wrong_is_refused(dtype, kwargs, deep):
+    """Also beside a network of whose gradients half precision leaves nothing, and of a model that needs autocast."""
+    torch.manual_seed(0)
+    model, x = LargeInside(deep=deep, **kwargs), torch.randn(32, D)
+    with torch.autocast("cpu", dtype):
+        report = swap(model, sample=x, exact=False)
+        assert torch.get_autocast_dtype("cpu") is dtype
+        assert torch.is_autocast_enabled("cpu")
+    assert not any(row.changed for row in report.rows)
+    assert type(model.norm) is nn.LayerNorm
+
+
 def test_nearness_to_what_is_exact():
     def outcome(*values):
         probes = torch.tensor(values, dtype=torch.float64)
@@ -401,4 +449,11 @@ def test_nearness_to_what_is_exact():
     truth = outcome(1.0, 0.0)
     assert outcome(1.0, 0.19).is_as_near(outcome(0.9, 0.0), truth, 1e-6)
     assert not outcome(1.0, 0.21).is_as_near(outcome(0.9, 0.0), truth, 1e-6)
+    assert not outcome(math.nan, math.nan).is_as_near(outcome(-9.0, 9.0), truth, 1.0)
+    assert not outcome(1.0).is_as_near(outcome(-9.0, 9.0), truth, 1.0)
     assert not trial.Outcome([], []).is_as_near(truth, truth, 1.0)
+    # An error of stock's in one gradient excuses none in another.
+    both = trial.Outcome(truth.outputs, [*outcome(5.0, 0.0).outputs, *outcome(1.0, 0.0).outputs])
+    other = trial.Outcome(truth.outputs, [*outcome(1.0, 0.0).outputs, *outcome(-1.0, 0.0).outputs])
+    exact = trial.Outcome(truth.outputs, [*outcome(1.0, 0.0).outputs] * 2)
+    assert not other.is_as_near(both, exact, 0.05)

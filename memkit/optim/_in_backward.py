@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +23,27 @@ from ._sharded import gradient
 WAITING_BYTES = 32 << 20
 
 STEP, ALONE = _C.Arrivals.STEP, _C.Arrivals.ALONE
+
+
+class _Hook:
+    """Of a parameter, which it does not keep alive: what holds a parameter's hooks is hidden from the garbage collector, and
+    an optimizer holds its parameters."""
+
+    def __init__(self, take: Callable[[Tensor], None]) -> None:
+        self.take = weakref.WeakMethod(take)
+        self.handle: Any = None
+
+    def __call__(self, param: Tensor) -> None:
+        take = self.take()
+        if take is not None:
+            take(param)
+        else:
+            self.handle.remove()
+            warnings.warn(
+                "step_in_backward: the optimizer was freed, so that gradients stay with their parameters from now on; "
+                "keep it as long as backward is to step",
+                stacklevel=2,
+            )
 
 
 class StepInBackward:
@@ -44,8 +67,10 @@ class StepInBackward:
                     f"{list(param.shape)}: remove() that optimizer's handle first"
                 )
         clips = self._clip_value is not None or self._max_norm is not None
-        hook = self._clip_and_take if clips else self._take
-        self._handles += [param.register_post_accumulate_grad_hook(hook) for param in watched]
+        for param in watched:
+            hook = _Hook(self._clip_and_take if clips else self._take)
+            hook.handle = param.register_post_accumulate_grad_hook(hook)
+            self._handles.append(hook.handle)
 
     def _take(self, param: Tensor) -> None:
         if self._deferred:
@@ -113,7 +138,7 @@ class StepInBackward:
 
 
 def _steps(hook: Any) -> bool:
-    return isinstance(getattr(hook, "__self__", None), StepInBackward)
+    return isinstance(hook, _Hook) and hook.take() is not None
 
 
 def step_in_backward(
@@ -141,7 +166,8 @@ def step_in_backward(
     would reduce gradients too late, are refused in backward. Not for weights shared between checkpoints of
     ``use_reentrant=True``, whose parts of the gradient arrive one by one. A GradScaler is refused.
 
-    Returns a handle: `remove()`, `accumulate()`.
+    Returns a handle: `remove()`, `accumulate()`. Parameters keep neither it nor the optimizer alive: where both are gone,
+    backward warns once and leaves gradients where they are.
 
     Example:
         >>> optimizer = memkit.optim.AdamW(model.parameters())

@@ -20,13 +20,15 @@ from ..memory import measure
 PROBES = 4096
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
 
+Digests = list[tuple[float, Tensor]]
+
 
 @dataclass(frozen=True)
 class Outcome:
     """What a run gave, in a few numbers: norm and probes of each output, then of each gradient."""
 
-    outputs: list[tuple[float, Tensor]]
-    gradients: list[tuple[float, Tensor]]
+    outputs: Digests
+    gradients: Digests
     saved: int | None = None
 
     @property
@@ -40,22 +42,10 @@ class Outcome:
         )
 
     def is_as_near(self, other: Outcome, truth: Outcome, tolerance: float) -> bool:
-        """As `truth`, over all outputs and gradients, at most twice as far as `other`."""
-        mine, theirs, exact = ([*o.outputs, *o.gradients] for o in (self, other, truth))
-        largest = max((norm for norm, _ in exact if math.isfinite(norm)), default=0.0)
-
-        def far(ones: list[tuple[float, Tensor]]) -> float:
-            pairs = zip(ones, exact, strict=True)
-            errors = (
-                torch.linalg.vector_norm(torch.nan_to_num(a - b)) / (norm + 1e-2 * largest or 1.0)
-                for (_, a), (norm, b) in pairs
-                if math.isfinite(norm)
-            )
-            return math.sqrt(sum(float(error) ** 2 for error in errors))
-
-        if not len(mine) == len(theirs) == len(exact):
-            return False
-        return far(mine) <= 2 * far(theirs) + tolerance * math.sqrt(len(exact))
+        """As `truth`, each output and each gradient, at most twice as far as `other`."""
+        return _is_as_near(self.outputs, other.outputs, truth.outputs, tolerance) and _is_as_near(
+            self.gradients, other.gradients, truth.gradients, tolerance
+        )
 
 
 class Trial:
@@ -85,11 +75,14 @@ class Trial:
     def in_float32(self) -> Trial:
         """With the numbers of the sample in float32 where they are in half precision."""
         half = torch.float16, torch.bfloat16
+        copies: dict[int, Tensor] = {}
 
         def wide(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or leaf.dtype not in half:
                 return leaf
-            return leaf.detach().float().requires_grad_(leaf.requires_grad)
+            if id(leaf) not in copies:
+                copies[id(leaf)] = leaf.detach().float().requires_grad_(leaf.requires_grad)
+            return copies[id(leaf)]
 
         return Trial(self.model, tree_map(wide, self.sample))
 
@@ -255,7 +248,7 @@ def _digest(tensor: Tensor) -> tuple[float, Tensor]:
     return torch.linalg.vector_norm(flat, dtype=wide).item(), probes
 
 
-def _agree(ours: list[tuple[float, Tensor]], theirs: list[tuple[float, Tensor]], tolerance: float) -> bool:
+def _agree(ours: Digests, theirs: Digests, tolerance: float) -> bool:
     if len(ours) != len(theirs):
         return False
     largest = max((norm for norm, _ in theirs if math.isfinite(norm)), default=0.0)
@@ -267,5 +260,20 @@ def _agree(ours: list[tuple[float, Tensor]], theirs: list[tuple[float, Tensor]],
         error = torch.linalg.vector_norm(torch.nan_to_num(probes) - torch.nan_to_num(expected_probes)).item()
         near = error <= tolerance * (torch.linalg.vector_norm(expected_probes).item() + 1e-2 * largest)
         if math.isfinite(expected) and not (close and near):
+            return False
+    return True
+
+
+def _is_as_near(ours: Digests, theirs: Digests, exact: Digests, tolerance: float) -> bool:
+    if not len(ours) == len(theirs) == len(exact):
+        return False
+    largest = max((norm for norm, _ in exact if math.isfinite(norm)), default=0.0)
+    for (own, a), (norm, b), (expected, c) in zip(ours, theirs, exact, strict=True):
+        if not a.shape == b.shape == c.shape:
+            return False
+        if not (math.isfinite(norm) and math.isfinite(expected)):
+            continue
+        far, stock = (float(torch.linalg.vector_norm(x - c)) for x in (a, b))
+        if not (math.isfinite(own) and far <= 2 * stock + tolerance * (expected + 1e-2 * largest)):
             return False
     return True

@@ -8,7 +8,6 @@ is either the same function or left alone, with the reason in the report.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -144,23 +143,71 @@ class Verifier:
         if sharded or any(tensor.is_meta for tensor in (*match.probe, *module.parameters())):
             return "its parameters have no values yet"
         # In both modes: a dropout that its forward writes out would not show in evaluation.
-        device = match.probe[0].device.type
-        # Autocast rounds: what is compared to the last digits is compared without it, too.
-        for autocast in (True, False) if torch.is_autocast_enabled(device) else (False,):
-            for training in (module.training, not module.training):
-                for probe in (match.probe, *match.further):
-                    with nullcontext() if autocast else torch.autocast(device, enabled=False):
-                        if reason := _why_not(module, match._replace(probe=probe), training):
-                            return reason
+        for training in (module.training, not module.training):
+            for probe in (match.probe, *match.further):
+                probed = match._replace(probe=probe)
+                if (reason := _why_not(module, probed, training)) and not _rounds_alike(
+                    module, probed, training
+                ):
+                    return reason
         return ""
 
 
+def _rounds_alike(module: nn.Module, match: Match, training: bool) -> bool:
+    """Whether a twin differs under autocast alone, and there is as near to what is computed without as stock."""
+    device = match.probe[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return False
+    theirs, ours = _both(module, match, training)
+    with torch.autocast(device, enabled=False):
+        exact, own = _both(module, match, training)
+    if isinstance(theirs, Exception) or isinstance(exact, Exception) or ours is None or own is None:
+        return False
+    # A bias before a batch norm has no gradient but for rounding: compared at the scale of the others, as in _agree.
+    inputs = len(match.probe)
+    largest = max((float(c.double().norm()) for c in exact[1 + inputs :] if c is not None), default=0.0)
+    slack = 1e-2 * TOLERANCE[torch.get_autocast_dtype(device)] * largest
+    return _agree(own, exact, inputs, _tolerance(match)) and all(
+        a is b is c or (None not in (a, b, c) and _is_as_near(a, b, c, slack if i > inputs else 0.0))  # type: ignore[arg-type]
+        for i, (a, b, c) in enumerate(zip(ours, theirs, exact, strict=True))
+    )
+
+
+def _is_as_near(ours: Tensor, theirs: Tensor, exact: Tensor, slack: float) -> bool:
+    if ours.dtype != theirs.dtype or not ours.shape == theirs.shape == exact.shape:
+        return False
+    mine, stock = (float((x.double() - exact.double()).norm()) for x in (ours, theirs))
+    return mine <= 2 * stock + TOLERANCE[torch.float32] * float(exact.double().norm()) + slack
+
+
 def _why_not(module: nn.Module, match: Match, training: bool) -> str:
+    name = type(module).__name__
+    theirs, ours = _both(module, match, training)
+    if isinstance(theirs, AttributeError) and theirs.args == (_NO_MODE,):
+        return f"{name} has {_NO_MODE}"
+    if isinstance(theirs, Exception):
+        where = "" if training == module.training else f" in {'training' if training else 'evaluation'}"
+        return f"{name} takes other arguments{where}: {type(theirs).__name__}"
+    same = ours is not None and _agree(ours, theirs, len(match.probe), _tolerance(match))
+    return "" if same else f"this version of {name} computes something else"
+
+
+def _tolerance(match: Match) -> float:
+    tolerance = TOLERANCE.get(match.probe[0].dtype, 0.0)
+    if match.further:  # float32 inside is what a norm without a weight may have, whatever it is given
+        tolerance = max(tolerance, TOLERANCE[torch.float32])
+    return tolerance
+
+
+Values = list[Tensor | None]
+_NO_MODE = "a part whose mode cannot be set"
+
+
+def _both(module: nn.Module, match: Match, training: bool) -> tuple[Values | Exception, Values | None]:
+    """Of stock, or what it raises, and of its twin, if that does not raise."""
     stock = type(module)
     twin = twin_of(match.kind, stock)
-    name = stock.__name__
     changed: Any = module
-    before = module.training
     with untouched(module), torch.enable_grad():
         try:
             for part in module.modules():
@@ -168,31 +215,23 @@ def _why_not(module: nn.Module, match: Match, training: bool) -> str:
                 if part.training != mode:
                     part.training = mode
         except AttributeError:
-            return f"{name} has a part whose mode cannot be set"
+            return AttributeError(_NO_MODE), None
         for parameter in module.parameters():  # frozen ones too: what they are used for is compared
             parameter.requires_grad_(parameter.is_floating_point())
         try:
             theirs = _values(module, match)
         except Exception as error:
-            where = "" if training == before else f" in {'training' if training else 'evaluation'}"
-            return f"{name} takes other arguments{where}: {type(error).__name__}"
+            return error, None
         changed._swap, changed.__class__ = match.choice, twin
         try:
-            ours = _values(module, match)
+            return theirs, _values(module, match)
         except Exception:  # names propose a twin, whose shapes may not even fit
-            ours = None
+            return theirs, None
         finally:
             changed.__class__ = stock
-    tolerance = TOLERANCE.get(match.probe[0].dtype, 0.0)
-    if match.further:  # float32 inside is what a norm without a weight may have, whatever it is given
-        tolerance = max(tolerance, TOLERANCE[torch.float32])
-    if torch.is_autocast_enabled(device := match.probe[0].device.type):
-        tolerance = max(tolerance, TOLERANCE[torch.get_autocast_dtype(device)])
-    same = ours is not None and _agree(ours, theirs, len(match.probe), tolerance)
-    return "" if same else f"this version of {name} computes something else"
 
 
-def _values(module: nn.Module, match: Match) -> list[Tensor | None]:
+def _values(module: nn.Module, match: Match) -> Values:
     """What it gives, and the gradients of what it was given and of its parameters; None of those that it does not use.
 
     A parameter of its own may start at a value that changes nothing, which only its gradient shows.
@@ -205,7 +244,7 @@ def _values(module: nn.Module, match: Match) -> list[Tensor | None]:
     return [output.detach(), *torch.autograd.grad(output, leaves, weights, allow_unused=True)]
 
 
-def _agree(ours: list[Tensor | None], theirs: list[Tensor | None], inputs: int, tolerance: float) -> bool:
+def _agree(ours: Values, theirs: Values, inputs: int, tolerance: float) -> bool:
     """Of the output and the inputs each by itself, of a parameter beside the largest gradient of one: a bias before a batch
     norm has none but for rounding."""
     norms = [0.0 if b is None else float(b.double().norm()) for b in theirs]
