@@ -21,7 +21,7 @@ from torch import nn
 
 from memkit import lean, swap, unswap
 from memkit.memory import measure
-from memkit.swap import types
+from memkit.swap import library, types
 from memkit.swap.library.twin import computes_in
 
 pytestmark = pytest.mark.usefixtures("repeatable")
@@ -507,3 +507,36 @@ def test_a_weight_that_a_wrapper_passes_on_counts():
     x = torch.zeros(2, 4)
     assert computes_in(x, Wrapper(nn.Linear(4, 4)))
     assert not computes_in(x, Wrapper(nn.Linear(4, 4, dtype=torch.bfloat16)))
+
+
+def test_a_block_whose_rounding_autocast_shows(monkeypatch):
+    """The twin rounds elsewhere than stock, to which digit is the processor's: here they differ in any case."""
+    resnet = pytest.importorskip("torchvision.models.resnet")
+    torch.manual_seed(0)
+    model, x = nn.Sequential(resnet.resnet50().layer4), torch.randn(2, 1024, 6, 6)
+    asked = []
+    real, strict = library._rounds_alike, library._why_not
+
+    def rounds_alike(*given):
+        asked.append(real(*given))
+        return asked[-1]
+
+    monkeypatch.setattr(library, "_rounds_alike", rounds_alike)
+    monkeypatch.setattr(
+        library, "_why_not", lambda *a: "differs" if torch.is_autocast_enabled("cpu") else strict(*a)
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        report = swap(model, sample=x, lean=True)
+    assert asked
+    assert all(asked)
+    assert all(row.changed for row in report.rows)
+
+
+def test_nearness_of_a_twin():
+    exact, stock, slack = torch.tensor([1.0, 0.0]), torch.tensor([1.0, 0.1]), 0.0
+    assert library._is_as_near(torch.tensor([1.0, -0.19]), stock, exact, slack)
+    assert not library._is_as_near(torch.tensor([1.0, -0.21]), stock, exact, slack)
+    assert not library._is_as_near(torch.tensor([1.0, torch.nan]), stock, exact, slack)
+    assert not library._is_as_near(stock.double(), stock, exact, slack)
+    assert not library._is_as_near(None, stock, exact, slack)
+    assert library._is_as_near(None, None, None, slack)

@@ -168,12 +168,14 @@ def _rounds_alike(module: nn.Module, match: Match, training: bool) -> bool:
     largest = max((float(c.double().norm()) for c in exact[1 + inputs :] if c is not None), default=0.0)
     slack = 1e-2 * TOLERANCE[torch.get_autocast_dtype(device)] * largest
     return _agree(own, exact, inputs, _tolerance(match)) and all(
-        a is b is c or (None not in (a, b, c) and _is_as_near(a, b, c, slack if i > inputs else 0.0))  # type: ignore[arg-type]
+        _is_as_near(a, b, c, slack if i > inputs else 0.0)
         for i, (a, b, c) in enumerate(zip(ours, theirs, exact, strict=True))
     )
 
 
-def _is_as_near(ours: Tensor, theirs: Tensor, exact: Tensor, slack: float) -> bool:
+def _is_as_near(ours: Tensor | None, theirs: Tensor | None, exact: Tensor | None, slack: float) -> bool:
+    if ours is None or theirs is None or exact is None:
+        return ours is theirs is exact
     if ours.dtype != theirs.dtype or not ours.shape == theirs.shape == exact.shape:
         return False
     mine, stock = (float((x.double() - exact.double()).norm()) for x in (ours, theirs))
