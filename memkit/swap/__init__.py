@@ -197,15 +197,20 @@ def _exact_alike(
 ) -> bool:
     """Whether a model under autocast, of whose gradients half precision leaves nothing to compare (a deep network with batch
     norms, as it is initialised), agrees with the stock one in float32, and has none under autocast that is farther from
-    float32's than twice as far as the stock one's."""
+    float32's than twice as far as the stock one's, whose sample is rounded in several ways."""
     device = trial.device().type
     if not torch.is_autocast_enabled(device):
         return False
     exact, tolerance = trial.in_float32(), TOLERANCE[torch.float32]
+    half = TOLERANCE[torch.get_autocast_dtype(device)]
+    rounded = [stock]
     try:
         with torch.autocast(device, enabled=False):
             ours = exact.run("swapped, in float32", dropouts)
-            change.undo(trial.model)
+        change.undo(trial.model)
+        for noise in (0.01 * half, 0.02 * half, 0.04 * half):
+            rounded.append(trial.run("stock, its sample rounded", dropouts, noise))
+        with torch.autocast(device, enabled=False):
             theirs = exact.run("stock, in float32", dropouts)
             if not ours.agrees_with(theirs, tolerance):
                 tolerance = _widened(exact, theirs, dropouts, tolerance)
@@ -214,8 +219,7 @@ def _exact_alike(
     finally:
         change.undo(trial.model)
         change_over()
-    half = TOLERANCE[torch.get_autocast_dtype(device)]
-    return ours.agrees_with(theirs, tolerance) and swapped.is_as_near(stock, theirs, half)
+    return ours.agrees_with(theirs, tolerance) and swapped.is_as_near(rounded, theirs, half)
 
 
 def _refused(decisions: Decisions, found: Found, reason: str) -> Decisions:

@@ -41,10 +41,11 @@ class Outcome:
             self.gradients, other.gradients, tolerance
         )
 
-    def is_as_near(self, other: Outcome, truth: Outcome, tolerance: float) -> bool:
-        """As `truth`, each output and each gradient, at most twice as far as `other`."""
-        return _is_as_near(self.outputs, other.outputs, truth.outputs, tolerance) and _is_as_near(
-            self.gradients, other.gradients, truth.gradients, tolerance
+    def is_as_near(self, others: Sequence[Outcome], truth: Outcome, tolerance: float) -> bool:
+        """As `truth`, each output and each gradient, at most twice as far as the farthest of `others`."""
+        outputs, gradients = [o.outputs for o in others], [o.gradients for o in others]
+        return _is_as_near(self.outputs, outputs, truth.outputs, tolerance) and _is_as_near(
+            self.gradients, gradients, truth.gradients, tolerance
         )
 
 
@@ -264,16 +265,16 @@ def _agree(ours: Digests, theirs: Digests, tolerance: float) -> bool:
     return True
 
 
-def _is_as_near(ours: Digests, theirs: Digests, exact: Digests, tolerance: float) -> bool:
-    if not len(ours) == len(theirs) == len(exact):
+def _is_as_near(ours: Digests, others: Sequence[Digests], exact: Digests, tolerance: float) -> bool:
+    if any(len(each) != len(exact) for each in (ours, *others)):
         return False
     largest = max((norm for norm, _ in exact if math.isfinite(norm)), default=0.0)
-    for (own, a), (norm, b), (expected, c) in zip(ours, theirs, exact, strict=True):
-        if not a.shape == b.shape == c.shape:
+    for (own, probes), (expected, truth), *theirs in zip(ours, exact, *others, strict=True):
+        if any(each.shape != truth.shape for each in (probes, *(b for _, b in theirs))):
             return False
-        if not (math.isfinite(norm) and math.isfinite(expected)):
+        if not all(math.isfinite(norm) for norm in (expected, *(norm for norm, _ in theirs))):
             continue
-        far, stock = (float(torch.linalg.vector_norm(x - c)) for x in (a, b))
-        if not (math.isfinite(own) and far <= 2 * stock + tolerance * (expected + 1e-2 * largest)):
+        far, *stock = (float(torch.linalg.vector_norm(x - truth)) for x in (probes, *(b for _, b in theirs)))
+        if not (math.isfinite(own) and far <= 2 * max(stock) + tolerance * (expected + 1e-2 * largest)):
             return False
     return True
