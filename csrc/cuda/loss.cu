@@ -196,7 +196,7 @@ cudaError_t launch(const LossArgs& args, cudaStream_t stream) {
   constexpr int walked = both ? 4 : most, threads = kMost<S, both>;
   TeamShape shape;
   const int64_t words = args.classes / RowWalk<S>::width;
-  if (const cudaError_t error = team_shape(args.rows, words, true, plain ? most : 2, threads, shape)) return error;
+  if (const cudaError_t error = team_shape(args.rows, words, true, 2, plain ? most : 2, threads, shape)) return error;
   auto kernel = rows_kernel<S, forward, backward, 2, false>;
   if constexpr (sizeof(S) < 8) {
     const bool together = !both || uintptr_t(args.x) % sizeof(Word) == uintptr_t(args.out) % sizeof(Word);

@@ -23,6 +23,9 @@ struct RowWalk {
     words = (n - head) / width;
   }
 
+  // Aligned to a word, and words alone.
+  MEMKIT_FN explicit RowWalk(int64_t n) : head(0), words(n / width), n(n) {}
+
   MEMKIT_FN int64_t element(int64_t word) const { return head + word * width; }
   // The words that begin before element `end`.
   MEMKIT_FN int64_t words_before(int64_t end) const {
@@ -46,6 +49,12 @@ struct RowWalk {
 };
 
 constexpr int kMostSingles = 16;  // of a row with words, a bound
+
+template <class S, class T, int n>
+MEMKIT_FN void narrow_all(const T (&x)[n], S (&raw)[n]) {
+  MEMKIT_UNROLL
+  for (int k = 0; k < n; k += 2) narrow(x[k], x[k + 1], raw + k);
+}
 
 // W words of a thread, which have been asked for before the first is used.
 template <class S, int W>
@@ -79,17 +88,39 @@ struct RowWords {
     MEMKIT_UNROLL
     for (int k = 0; k < width; ++k) x[k] = widen(raw[k]);
   }
+  // In place of the word that was loaded.
+  template <class T>
+  MEMKIT_FN void hold(int w, const T (&x)[width]) {
+    S raw[width];
+    narrow_all(x, raw);
+    std::memcpy(&word[w], raw, sizeof(raw));
+  }
 };
 
-template <class S, class T>
-MEMKIT_FN void store_values(const T (&x)[RowWalk<S>::width], S* to) {
-  constexpr int width = RowWalk<S>::width;
-  S raw[width];
+// n neighbouring elements at an address that a word divides, or half of one if they are as few.
+template <class S, class T, int n>
+MEMKIT_FN void load_values(const S* from, T (&x)[n]) {
+  using Part = typename std::conditional<n * sizeof(S) % sizeof(Word) == 0, Word, HalfWord>::type;
+  S raw[n];
   MEMKIT_UNROLL
-  for (int k = 0; k < width; k += 2) narrow(x[k], x[k + 1], raw + k);
-  Word word;
-  std::memcpy(&word, raw, sizeof(word));
-  store_word(word, to);
+  for (int i = 0; i < int(sizeof(raw) / sizeof(Part)); ++i) {
+    const Part part = reinterpret_cast<const Part*>(from)[i];
+    std::memcpy(reinterpret_cast<char*>(raw) + i * sizeof(Part), &part, sizeof(Part));
+  }
+  MEMKIT_UNROLL
+  for (int k = 0; k < n; ++k) x[k] = widen(raw[k]);
+}
+template <class S, class T, int n>
+MEMKIT_FN void store_values(const T (&x)[n], S* to) {
+  using Part = typename std::conditional<n * sizeof(S) % sizeof(Word) == 0, Word, HalfWord>::type;
+  S raw[n];
+  narrow_all(x, raw);
+  MEMKIT_UNROLL
+  for (int i = 0; i < int(sizeof(raw) / sizeof(Part)); ++i) {
+    Part part;
+    std::memcpy(&part, reinterpret_cast<const char*>(raw) + i * sizeof(Part), sizeof(Part));
+    store_word(part, reinterpret_cast<Part*>(to) + i);
+  }
 }
 template <class S, class T>
 MEMKIT_FN void store_value(T x, S* to) {

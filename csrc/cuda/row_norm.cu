@@ -1,4 +1,4 @@
-// Norms over rows of any dtypes and lengths; row_norm_held.cu has what is usual.
+// Norms over rows of any dtypes and lengths; row_norm_held_*.cu have what is usual.
 //
 // A row is worked on by 8, 16 or 32 threads, or by the warps of a block, which take many rows in turn. Up to `held` elements
 // a thread are held in registers, so that memory is read once; of longer rows the passes after the first read again. A

@@ -11,10 +11,16 @@ constexpr int kBeside = 512;  // threads of a block where a thread does a row
 
 // Words of a thread, as many as 64 registers have room for beside the arithmetic: the most of a row that is held, and at a
 // time where it is not.
+template <class S>
+constexpr int kHeldWords = sizeof(S) == 8   ? 2
+                           : sizeof(S) == 2 ? 4
+                                            : 8;
+// Where a row is else too long to be held.
 template <class S, bool masked>
-constexpr int kHeldWords = sizeof(S) == 8             ? 2
-                           : masked && sizeof(S) == 2 ? 4
-                                                      : 8;
+constexpr int kLongWords = sizeof(S) == 2 && !masked ? 8 : kHeldWords<S>;
+// At the least, where rows are few.
+template <class S>
+constexpr int kFewWords = sizeof(S) == 4 ? 4 : 2;
 template <class S>
 constexpr int kHeldBackWords = sizeof(S) == 8 ? 2 : 4;
 template <class S, bool masked>
@@ -128,7 +134,7 @@ using Kernel = void (*)(SoftmaxArgs);
 template <class S, bool log, bool masked>
 Kernel forward_kernel(const TeamShape& shape) {
   if (!shape.held) return forward_walk<S, log, masked>;
-  constexpr int most = kHeldWords<S, masked>;
+  constexpr int most = kLongWords<S, masked>;
   return shape.words == 2   ? forward_held<S, 2, log, masked>
          : shape.words == 4 ? forward_held<S, std::min(4, most), log, masked>
                             : forward_held<S, most, log, masked>;
@@ -152,10 +158,12 @@ cudaError_t launch(const SoftmaxArgs& args, bool backward, cudaStream_t stream) 
   const uintptr_t at = off(args.y);
   const bool alike = backward ? off(args.grad) == at && off(args.grad_input) == at : off(args.x) == at;
   const bool singles = at != 0 || args.columns % width != 0;
-  const int most = backward ? kHeldBackWords<S> : args.masked ? kHeldWords<S, true> : kHeldWords<S, false>;
-  TeamShape shape;
   const int64_t words = alike ? args.columns / width : args.columns;
-  if (const cudaError_t error = team_shape(args.rows, words, singles, most, kTeamMost, shape)) return error;
+  const int longest = args.masked ? kLongWords<S, true> : kLongWords<S, false>;
+  const int least = backward ? 2 : kFewWords<S>;
+  const int most = backward ? kHeldBackWords<S> : words > int64_t(kTeamMost) * kHeldWords<S> ? longest : kHeldWords<S>;
+  TeamShape shape;
+  if (const cudaError_t error = team_shape(args.rows, words, singles, least, most, kTeamMost, shape)) return error;
   shape.held = shape.held && alike;
   const Kernel kernel = backward      ? backward_kernel<S, log>(shape)
                         : args.masked ? forward_kernel<S, log, true>(shape)

@@ -75,7 +75,7 @@ template <class S, int W, bool log, bool masked>
 struct SoftmaxHeld {
   using T = typename ComputeType<S>::type;
   static constexpr int width = RowWalk<S>::width;
-  static constexpr bool wide = masked || sizeof(S) > 2;
+  static constexpr bool wide = masked || sizeof(S) > 2 || W <= 2;
 
   SoftmaxRow<S, masked> row;
   RowWalk<S> walk;

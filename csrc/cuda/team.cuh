@@ -68,9 +68,11 @@ struct TeamShape {
 
 constexpr int kTeamMost = 1024;  // threads
 
-// The fewest threads that hold a row with `most` words each, at least a warp's where a row needs as many. Of few rows, which
-// leave the card idle, more threads each.
-inline cudaError_t team_shape(int64_t rows, int64_t words, bool singles, int most, int threads_most, TeamShape& shape) {
+// The fewest threads that hold a row with `most` words each, but four at least where a row has words for them. Of few rows,
+// which leave the card idle, more threads with fewer words each, down to `least`.
+inline cudaError_t team_shape(int64_t rows, int64_t words, bool singles, int least, int most, int threads_most,
+                              TeamShape& shape) {
+  constexpr int kFew = 4;
   int processors = 0;
   if (const cudaError_t error = processor_count(processors)) return error;
   const auto threads_of = [&](int each) {
@@ -80,9 +82,9 @@ inline cudaError_t team_shape(int64_t rows, int64_t words, bool singles, int mos
     while (power < need) power *= 2;
     return power;
   };
-  int each = 2;
-  while (each < most && threads_of(each) > kLanes) each *= 2;
-  while (each > 2 && rows * threads_of(each) < int64_t(processors) * kTeamMost / 2 &&
+  int each = least;
+  while (each < most && words >= 2 * each * kFew) each *= 2;
+  while (each > least && rows * threads_of(each) < int64_t(processors) * kTeamMost / 2 &&
          threads_of(each / 2) <= threads_most)
     each /= 2;
   int64_t threads = threads_of(each);

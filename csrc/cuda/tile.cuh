@@ -29,9 +29,13 @@ constexpr int kLanes = 32;
 // What one instruction loads or stores.
 #if defined(__CUDACC__)
 using Word = uint4;
+using HalfWord = uint2;
 #else
 struct alignas(16) Word {
   uint32_t parts[4];
+} __attribute__((may_alias));
+struct alignas(8) HalfWord {
+  uint32_t parts[2];
 } __attribute__((may_alias));
 #endif
 
@@ -43,6 +47,13 @@ MEMKIT_FN void store_word(Word word, void* target) {
                : "memory");
 #else
   *static_cast<Word*>(target) = word;
+#endif
+}
+MEMKIT_FN void store_word(HalfWord word, void* target) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(target), "r"(word.x), "r"(word.y) : "memory");
+#else
+  *static_cast<HalfWord*>(target) = word;
 #endif
 }
 

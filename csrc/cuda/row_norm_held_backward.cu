@@ -1,20 +1,18 @@
-// Norms over rows of dtypes that the kernel knows, aligned and held in registers. Of rows up to 256 columns a thread takes a
-// vector of several at a time, so that what one waits for the others hide; forward of longer ones several vectors. Backward
-// a thread takes one vector as long as that fits, holds weight and bias of its columns, and has the next row's words under way.
+// The backward of norms over rows that are held in registers. A thread takes a vector of a row, of two up to 256 columns, as
+// long as that fits; it holds weight and bias of its columns and has the next row's words under way.
 #include <algorithm>
 #include <type_traits>
 
-#include "row_norm_held.h"
+#include "row_norm_held.cuh"
 #include "vector.cuh"
 
 namespace memkit::cuda {
 namespace {
 
-constexpr int kHeldForward = 256, kHeldBackward = 512;  // threads of a block at most
-constexpr int kShortRowsThreads = 256;                  // of a block of several rows, each of up to a warp
-constexpr int kShortColumns = kLanes * kWidth, kHeldForwardRows = 2, kHeldBackwardRows = 2;
-constexpr int kHeldForwardSlots = 4, kHeldBackwardSlots = 2;            // vectors of a long row
-constexpr int64_t kOneVectorColumns = int64_t(kHeldBackward) * kWidth;  // rows of which a thread takes one, backward
+constexpr int kHeldBackward = 512;  // threads of a block at most
+constexpr int kShortColumns = kLanes * kWidth, kHeldBackwardRows = 2;
+constexpr int kHeldBackwardSlots = 2;                                   // vectors of a long row
+constexpr int64_t kOneVectorColumns = int64_t(kHeldBackward) * kWidth;  // rows of which a thread takes one
 
 // Where a thread's slots lie: of `rows` rows a vector each, or of one row several.
 template <int rows>
@@ -29,13 +27,6 @@ struct Slots {
   __device__ int64_t at(int s) const { return row(s) * columns + column(s); }
 };
 
-template <int rows, class F>
-__device__ void for_slots(const RowNormArgs& args, F&& f) {
-  const int64_t each = int64_t(blockDim.y) * rows;
-  for (int64_t first = blockIdx.x * each; first < args.rows; first += gridDim.x * each)
-    f(Slots<rows>{first, args.rows, int(args.columns)});
-}
-
 // Weight or bias; `missing` where there is none, or no such column.
 __device__ Vector<float> held_parameter(const void* array, Dtype dtype, int column, int columns, float missing) {
   if (array && column < columns) return load_eight<float>(array, dtype, column, columns, true);
@@ -43,94 +34,6 @@ __device__ Vector<float> held_parameter(const void* array, Dtype dtype, int colu
   MEMKIT_UNROLL
   for (int k = 0; k < kWidth; ++k) v.x[k] = missing;
   return v;
-}
-
-template <class X, class Y, int rows, bool centered, bool adds>
-__global__ void __launch_bounds__(kHeldForward) forward_held_kernel(const RowNormArgs args) {
-  constexpr int slots = rows == 1 ? kHeldForwardSlots : rows;
-  const float count = float(args.columns);
-  Vector<float> weight, bias;  // of the one column that all slots of short rows have
-  const auto load_parameters = [&](int column) {
-    weight = held_parameter(args.weight, args.weight_dtype, column, int(args.columns), 1);
-    if (centered) bias = held_parameter(args.bias, args.weight_dtype, column, int(args.columns), 0);
-  };
-  if (rows > 1) load_parameters(threadIdx.x * kWidth);
-  for_slots<rows>(args, [&](const Slots<rows>& slot) {
-    Eight<X> raw[slots] = {}, more[adds ? slots : 1] = {};
-    MEMKIT_UNROLL
-    for (int s = 0; s < slots; ++s) {
-      if (!slot.exists(s)) continue;
-      raw[s].load(static_cast<const X*>(args.x) + slot.at(s));
-      if constexpr (adds) more[s].load(static_cast<const X*>(args.residual) + slot.at(s));
-    }
-    Vector<float> x[slots];
-    Pair<float> sums[rows] = {};
-    MEMKIT_UNROLL
-    for (int s = 0; s < slots; ++s) {
-      x[s] = raw[s].values();
-      if constexpr (adds) {
-        const Vector<float> r = more[s].values();
-        MEMKIT_UNROLL
-        for (int k = 0; k < kWidth; ++k) x[s].x[k] += r.x[k];
-        if constexpr (sizeof(X) == 2) round_to<X>(x[s]);  // what is normalised is the sum as it is stored
-        if (slot.exists(s)) store_words<X>(x[s], args.sum, slot.at(s));
-      }
-      Pair<float>& sum = sums[rows == 1 ? 0 : s];
-      MEMKIT_UNROLL
-      for (int k = 0; k < kWidth; ++k) {
-        if constexpr (centered) {
-          sum.a += x[s].x[k];
-        } else {
-          sum.b += x[s].x[k] * x[s].x[k];
-        }
-      }
-    }
-    block_sums(sums);
-    float mean[rows] = {}, squares[rows];
-    if constexpr (centered) {
-      Pair<float> distances[rows] = {};
-      MEMKIT_UNROLL
-      for (int s = 0; s < slots; ++s) {
-        const int r = rows == 1 ? 0 : s;
-        const float about = sums[r].a / count;
-        if (!slot.exists(s)) continue;
-        MEMKIT_UNROLL
-        for (int k = 0; k < kWidth; ++k) {
-          const float d = x[s].x[k] - about;
-          distances[r].a += d, distances[r].b += d * d;
-        }
-      }
-      block_sums(distances);
-      MEMKIT_UNROLL
-      for (int r = 0; r < rows; ++r) {
-        const auto moments = Moments<float>::from_sums(count, sums[r].a / count, distances[r].a, distances[r].b);
-        mean[r] = moments.mean, squares[r] = moments.m2;
-      }
-    } else {
-      MEMKIT_UNROLL
-      for (int r = 0; r < rows; ++r) squares[r] = sums[r].b;
-    }
-    float rstd[rows];
-    MEMKIT_UNROLL
-    for (int r = 0; r < rows; ++r) {
-      rstd[r] = reciprocal_root(squares[r] / count, float(args.eps));
-      if (threadIdx.x != 0 || slot.row(r) >= args.rows) continue;
-      if (args.mean) static_cast<float*>(args.mean)[slot.row(r)] = mean[r];
-      static_cast<float*>(args.rstd)[slot.row(r)] = rstd[r];
-    }
-    MEMKIT_UNROLL
-    for (int s = 0; s < slots; ++s) {
-      if (!slot.exists(s)) continue;
-      const int r = rows == 1 ? 0 : s;
-      if (rows == 1) load_parameters(slot.column(s));
-      MEMKIT_UNROLL
-      for (int k = 0; k < kWidth; ++k) {
-        x[s].x[k] = normalised(x[s].x[k], mean[r], rstd[r]) * weight.x[k];
-        if (centered) x[s].x[k] += bias.x[k];
-      }
-      store_words<Y>(x[s], args.y, slot.at(s));
-    }
-  });
 }
 
 // What a thread reads of its slots of two tensors.
@@ -272,54 +175,6 @@ int threads_of(const RowNormArgs& args, int slots) {
   while (threads < each) threads *= 2;
   return threads;
 }
-
-// f(X(), Y()) for the dtypes that there are kernels for.
-template <class F>
-std::optional<int> with_dtypes(const RowNormArgs& args, const F& f) {
-  switch (args.dtype) {
-    case Dtype::float32:
-      if (args.out_dtype == Dtype::float32) return f(float(), float());
-      if (args.out_dtype == Dtype::bfloat16) return f(float(), Bfloat());
-      if (args.out_dtype == Dtype::float16) return f(float(), Half());
-      return std::nullopt;
-    case Dtype::bfloat16:
-      return args.out_dtype == Dtype::bfloat16 ? std::optional(f(Bfloat(), Bfloat())) : std::nullopt;
-    case Dtype::float16: return args.out_dtype == Dtype::float16 ? std::optional(f(Half(), Half())) : std::nullopt;
-    case Dtype::float64: break;
-  }
-  return std::nullopt;
-}
-
-template <class X, class Y, bool centered>
-int forward(const RowNormArgs& args, cudaStream_t stream) {
-  const bool few = args.columns <= kShortColumns, adds = args.residual;
-  const int threads = threads_of(args, kHeldForwardSlots);
-  const dim3 block(threads, threads > kLanes ? 1 : kShortRowsThreads / threads);
-  const int64_t rows = int64_t(block.y) * (few ? kHeldForwardRows : 1);
-  int count = 0;
-  if (const cudaError_t error = processor_count(count)) return error;
-  // More than fit at a time: the hardware's scheduler evens out the end.
-  const int64_t blocks = std::min<int64_t>((args.rows + rows - 1) / rows, int64_t(count) * 64);
-  const auto kernel =
-      few ? (adds ? forward_held_kernel<X, Y, kHeldForwardRows, centered, true>
-                  : forward_held_kernel<X, Y, kHeldForwardRows, centered, false>)
-          : (adds ? forward_held_kernel<X, Y, 1, centered, true> : forward_held_kernel<X, Y, 1, centered, false>);
-  launch_kernel(kernel, unsigned(blocks), block, stream, args);
-  return cudaGetLastError();
-}
-
-}  // namespace
-
-std::optional<int> row_norm_forward_held(const RowNormArgs& args, cudaStream_t stream) {
-  if (args.columns > int64_t(kHeldForward) * kHeldForwardSlots * kWidth) return std::nullopt;
-  return with_dtypes(args, [&](auto x, auto y) {
-    using X = decltype(x);
-    using Y = decltype(y);
-    return args.centered ? forward<X, Y, true>(args, stream) : forward<X, Y, false>(args, stream);
-  });
-}
-
-namespace {
 
 using BackwardKernel = void (*)(RowNormArgs);
 

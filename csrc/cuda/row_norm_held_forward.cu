@@ -1,0 +1,150 @@
+// The forward of norms over rows that are held in registers. What a thread has of a row stays as narrow as it lies in memory
+// between two looks at it, and weight and bias are loaded last: few registers a row, so that many rows are at work at a time.
+#include "row_norm_held.cuh"
+#include "team.cuh"
+
+namespace memkit::cuda {
+namespace {
+
+constexpr int kLeastWords = 2, kMostWords = 4;  // of a thread
+
+// The sums of x - about and of its square.
+struct Distances {
+  float sum = 0, squares = 0;
+  MEMKIT_FN void merge(const Distances& other) { sum += other.sum, squares += other.squares; }
+};
+
+// Weight or bias of some columns; `missing` where there is none.
+template <class P, int n>
+__device__ void load_parameter(const void* array, int column, float missing, float (&x)[n]) {
+  if (array) return load_values(static_cast<const P*>(array) + column, x);
+  MEMKIT_UNROLL
+  for (int k = 0; k < n; ++k) x[k] = missing;
+}
+
+// f(P()), of the parameters' dtype.
+template <class F>
+__device__ void with_parameters(Dtype dtype, const F& f) {
+  if (dtype == Dtype::float32) {
+    f(float());
+  } else if (dtype == Dtype::float16) {
+    f(Half());
+  } else {
+    f(Bfloat());
+  }
+}
+
+// W words of X a thread.
+template <class X, class Y, int W, bool centered, bool adds>
+__global__ void __launch_bounds__(kTeamMost) forward_held_kernel(const RowNormArgs args) {
+  constexpr int width = RowWalk<X>::width;
+  const int64_t row = team_row();
+  const bool real = row < args.rows;
+  const int thread = int(threadIdx.x), threads = int(blockDim.x);
+  const float count = float(args.columns);
+  const RowWalk<X> walk(real ? args.columns : 0);
+  const int64_t first = real ? row * args.columns : 0;
+  const auto has = [&](int w) { return thread + w * threads < int(walk.words); };
+  const auto column = [&](int w) { return (thread + w * threads) * width; };
+  RowWords<X, W> words;
+  words.load(static_cast<const X*>(args.x) + first, walk, thread, threads, walk.words);
+  if constexpr (adds) {
+    RowWords<X, W> more;
+    more.load(static_cast<const X*>(args.residual) + first, walk, thread, threads, walk.words);
+    MEMKIT_UNROLL
+    for (int w = 0; w < W; ++w) {
+      float x[width], r[width];
+      words.values(w, x);
+      more.values(w, r);
+      MEMKIT_UNROLL
+      for (int k = 0; k < width; ++k) x[k] += r[k];
+      words.hold(w, x);  // what is normalised is the sum as it is stored
+      if (has(w)) store_word(words.word[w], static_cast<X*>(args.sum) + first + column(w));
+    }
+  }
+  TeamSum<float> sum;
+  MEMKIT_UNROLL
+  for (int w = 0; w < W; ++w) {
+    float x[width];
+    words.values(w, x);
+    MEMKIT_UNROLL
+    for (int k = 0; k < width; ++k) sum.value += centered ? x[k] : x[k] * x[k];
+  }
+  sum = team_merge(sum);
+  float mean = 0, squares = sum.value;
+  if constexpr (centered) {
+    words.stay_narrow();
+    const float about = sum.value / count;
+    Distances distances;
+    MEMKIT_UNROLL
+    for (int w = 0; w < W; ++w) {
+      if (!has(w)) continue;
+      float x[width];
+      words.values(w, x);
+      MEMKIT_UNROLL
+      for (int k = 0; k < width; ++k) {
+        const float d = x[k] - about;
+        distances.sum += d, distances.squares += d * d;
+      }
+    }
+    distances = team_merge(distances);
+    const auto moments = Moments<float>::from_sums(count, about, distances.sum, distances.squares);
+    mean = moments.mean, squares = moments.m2;
+  }
+  const float rstd = reciprocal_root(squares / count, float(args.eps));
+  if (real && thread == 0) {
+    if (args.mean) static_cast<float*>(args.mean)[row] = mean;
+    static_cast<float*>(args.rstd)[row] = rstd;
+  }
+  words.stay_narrow();
+  with_parameters(args.weight_dtype, [&](auto parameter) {
+    using P = decltype(parameter);
+    MEMKIT_UNROLL
+    for (int w = 0; w < W; ++w) {
+      if (!has(w)) continue;
+      float x[width], weight[width];
+      [[maybe_unused]] float bias[width];
+      load_parameter<P>(args.weight, column(w), 1, weight);
+      if constexpr (centered) load_parameter<P>(args.bias, column(w), 0, bias);
+      words.values(w, x);
+      MEMKIT_UNROLL
+      for (int k = 0; k < width; ++k) {
+        x[k] = normalised(x[k], mean, rstd) * weight[k];
+        if constexpr (centered) x[k] += bias[k];
+      }
+      store_values(x, static_cast<Y*>(args.y) + first + column(w));
+    }
+  });
+}
+
+using ForwardKernel = void (*)(RowNormArgs);
+
+template <class X, class Y, bool centered>
+ForwardKernel forward_kernel(int words, bool adds) {
+  if (words == kLeastWords)
+    return adds ? forward_held_kernel<X, Y, kLeastWords, centered, true>
+                : forward_held_kernel<X, Y, kLeastWords, centered, false>;
+  return adds ? forward_held_kernel<X, Y, kMostWords, centered, true>
+              : forward_held_kernel<X, Y, kMostWords, centered, false>;
+}
+
+}  // namespace
+
+std::optional<int> row_norm_forward_held(const RowNormArgs& args, cudaStream_t stream) {
+  return with_dtypes(args, [&](auto x, auto y) -> std::optional<int> {
+    using X = decltype(x);
+    using Y = decltype(y);
+    TeamShape shape;
+    const int64_t words = args.columns / RowWalk<X>::width;
+    if (const cudaError_t error = team_shape(args.rows, words, false, kLeastWords, kMostWords, kTeamMost, shape))
+      return int(error);
+    if (!shape.held) return std::nullopt;
+    const bool adds = args.residual;
+    launch_kernel(
+        args.centered ? forward_kernel<X, Y, true>(shape.words, adds) : forward_kernel<X, Y, false>(shape.words, adds),
+        shape.grid, shape.block, stream, args);
+    return int(cudaGetLastError());
+  });
+}
+
+}  // namespace memkit::cuda
