@@ -188,6 +188,116 @@ def test_channels(dtype: torch.dtype, last: bool, shape: tuple[int, ...]) -> Non
         assert_as_good_as_stock("y input weight bias", mine, theirs, want, units=2)
 
 
+# Groups (0: batch norm), then the shape. A block does a whole statistic, but for the last ones: groups of more channels than
+# it keeps terms of, few large statistics, and on an emulated GPU all that are too large for its small cache.
+STATISTICS = [
+    (0, (4, 6, 16, 16)),
+    (0, (3, 5, 7, 7)),
+    (0, (16, 4, 3)),
+    (0, (1, 3, 49)),
+    (0, (20, 200, 1, 2)),  # short, and too many on an emulated GPU
+    (4, (3, 8, 16, 16)),
+    (2, (3, 6, 7, 7)),
+    (2, (5, 6)),
+    (8, (2, 8, 4, 4)),
+    (1, (2, 100, 3)),
+    (1, (1, 7, 520)),  # a thread's range is of two channels
+    (2, (2, 12, 14, 14)),
+    (2, (2, 512, 8)),
+    (2, (2, 514, 8)),
+    (0, (4, 3, 48, 48)),
+    (0, (5, 3, 96, 96)),
+    (2, (2, 6, 64, 49)),
+]
+
+
+def norm_of(groups: int, act: str | None = None, stock: bool = False) -> Callable[..., Any]:
+    if groups:
+        return lambda x, *p: (F if stock else M).group_norm(x, groups, *p)
+    batch = STOCK["batch_norm_act"] if stock else M.batch_norm_act
+    return lambda x, *p: batch(x, None, None, *(p or (None, None)), True, 0.1, 1e-5, act=act)
+
+
+def channel_inputs(
+    shape: tuple[int, ...], dtype: torch.dtype, mean: float = 0.5
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Input, weight, bias; gradient."""
+    x = normal(shape, dtype, 0, mean)
+    weight, bias = uniform(shape[1:2], dtype, 1, -1.5, 1.5), normal(shape[1:2], dtype, 2)
+    return [x.to(CUDA), weight.to(CUDA), bias.to(CUDA)], [normal(shape, dtype, 3).to(CUDA)]
+
+
+def unaligned(x: Tensor) -> Tensor:
+    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+
+
+@pytest.mark.parametrize(("groups", "shape"), STATISTICS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_whole_statistics(dtype: torch.dtype, groups: int, shape: tuple[int, ...]) -> None:
+    tensors, grads = channel_inputs(shape, dtype)
+    for act in (None, "silu") if groups == 0 else (None,):
+        for count in (3, 1):  # with parameters, without
+            mine, theirs = norm_of(groups, act), norm_of(groups, act, stock=True)
+            own = tensors[:count]
+            want = run(theirs, own, grads, torch.float64)
+            stock = run(theirs, own, grads)
+            for x in (own[0], unaligned(own[0])):
+                got = run(mine, [x, *own[1:]], grads)
+                if dtype == torch.float64:
+                    for a, b in zip(got, want, strict=True):
+                        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+                else:
+                    names = "y input weight bias" if count == 3 else "y input"
+                    assert_as_good_as_stock(names, got, stock, want, units=2)
+
+
+@pytest.mark.parametrize(("groups", "shape"), STATISTICS, ids=str)
+def test_whole_statistics_of_a_large_mean(groups: int, shape: tuple[int, ...]) -> None:
+    tensors, grads = channel_inputs(shape, torch.float32, 1e4)
+    tensors[0][:, : max(1, shape[1] // 2)] += 3e4  # and groups of channels that differ
+    want = run(norm_of(groups, stock=True), tensors, grads, torch.float64)
+    stock = run(norm_of(groups, stock=True), tensors, grads)
+    assert_as_good_as_stock("y input weight bias", run(norm_of(groups), tensors, grads), stock, want, units=2)
+
+
+@pytest.mark.parametrize(("groups", "shape"), STATISTICS, ids=str)
+def test_whole_statistics_in_the_gradients_memory(groups: int, shape: tuple[int, ...]) -> None:
+    """That of a copy which is the norm's own. And every time the same bits."""
+    for dtype in (torch.float32, torch.bfloat16):
+        tensors, [grad] = channel_inputs(shape, dtype)
+        strided = torch.stack([grad, grad], -1)[..., 0]
+        assert not strided.is_contiguous()
+        want, got = (run(norm_of(groups, "silu"), tensors, [g]) for g in (grad, strided))
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize(("groups", "shape"), STATISTICS, ids=str)
+def test_whole_statistics_of_another_dtype_than_the_result(groups: int, shape: tuple[int, ...]) -> None:
+    [x, *parameters], [grad] = channel_inputs(shape, torch.float32)
+    x = x.bfloat16()
+
+    def under_autocast(x: Tensor, *p: Tensor) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return norm_of(groups)(x, *p).float()
+
+    want = run(norm_of(groups, stock=True), [x, *parameters], [grad], torch.float64)
+    for a, b in zip(run(under_autocast, [x, *parameters], [grad]), want, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=2e-2, atol=1e-2 * b.abs().max().item())
+
+
+@pytest.mark.parametrize("shape", [shape for groups, shape in STATISTICS if groups == 0], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_whole_statistics_move_the_running_ones(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    x = normal(shape, torch.float32, 0, 2).to(CUDA)
+    want = [torch.zeros(shape[1], device=CUDA), torch.ones(shape[1], device=CUDA)]
+    got = [t.to(dtype) for t in want]
+    for _ in range(2):
+        F.batch_norm(x, *want, training=True, momentum=0.25)
+        M.batch_norm_act(x, *got, training=True, momentum=0.25)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b.to(dtype), rtol=4 * torch.finfo(dtype).eps, atol=0)
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_a_batch_norm_is_one_operator(training: bool) -> None:
     """Nothing of PyTorch's beside it: a small tensor would take longer for that than for the norm."""

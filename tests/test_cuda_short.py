@@ -89,7 +89,7 @@ def test_row_norms(op: str, dtype: torch.dtype) -> None:
 
 @dtypes
 def test_channel_norms(dtype: torch.dtype) -> None:
-    for channels, side in ((8, 1), (16, 7), (64, 8), (8, 16), (16, 56), (100, 4)):
+    for channels, side in ((8, 1), (16, 7), (64, 8), (8, 16), (16, 56), (100, 4), (1028, 4), (4, 96)):
         weight, bias = 1 + 0.1 * normal((channels,), dtype, 1), normal((channels,), dtype, 2)
         for form in (torch.contiguous_format, torch.channels_last):
             x = normal((5, channels, side, side), dtype).contiguous(memory_format=form)

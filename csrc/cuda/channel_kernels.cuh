@@ -108,6 +108,18 @@ __global__ void channel_backward_kernel(const ChannelArgs args, const SetFinder 
   }
 }
 
+__device__ inline void move(const Running& running, int64_t channel, double mean, double variance) {
+  running.mean.put(channel, moved(running.mean[channel], mean, running.momentum));
+  running.variance.put(channel, moved(running.variance[channel], running.factor * variance, running.momentum));
+}
+
+// What sums of dz and of dz x_hat are to a channel's parameters.
+template <class T>
+__device__ void put_parameters(const FromSums<T>& to, int64_t channel, const typename Statistics<T>::Sums& sums) {
+  if (to.grad_weight) to.grad_weight.put(channel, sums.distance);
+  if (to.grad_bias) to.grad_bias.put(channel, sums.dz);
+}
+
 // A block for each plane, or a warp of a block of several.
 template <class F>
 __device__ void for_planes(const ChannelArgs& args, F&& f) {

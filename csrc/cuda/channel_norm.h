@@ -48,6 +48,24 @@ int channel_finish_sums(const Statistics<T>& s, int64_t parts, const double* dz,
                         const FromSums<T>& to, CUstream_st* stream);
 int channel_backward(const ChannelArgs& args, CUstream_st* stream);
 
+// Group norm's gradients of parameters alone.
+template <class T>
+int channel_finish_parameters(const Statistics<T>& s, int64_t parts, const double* dz, const double* dz_distance,
+                              const FromSums<T>& to, CUstream_st* stream);
+
+// Whether a block for each statistic is the faster way, in which one call does what lies above: enough statistics for the
+// device or little of each, and so much that the second look of blocks under way finds it in the cache.
+template <class T>
+int channel_by_statistics(const ChannelArgs& args, const Statistics<T>& s, bool backward, bool& whole);
+// Statistics, running ones and y; terms are the kernel's own.
+template <class T>
+int channel_whole_forward(const ChannelArgs& args, const Statistics<T>& s, const Running& running, CUstream_st* stream);
+// grad_input, batch norm's gradients of parameters, and group norm's sums over planes, where dz is given, for
+// channel_finish_parameters.
+template <class T>
+int channel_whole_backward(const ChannelArgs& args, const Statistics<T>& s, double* dz, double* dz_distance,
+                           const FromSums<T>& to, CUstream_st* stream);
+
 // Terms of statistics that are given; with c1 and c2, backward's.
 template <class T>
 int channel_terms(const Statistics<T>& s, const Numbers& c1, const Numbers& c2, T* terms, CUstream_st* stream);

@@ -165,11 +165,6 @@ __device__ void for_statistic(const Statistics<T>& s, F&& f) {
   }
 }
 
-__device__ void move(const Running& running, int64_t channel, double mean, double variance) {
-  running.mean.put(channel, moved(running.mean[channel], mean, running.momentum));
-  running.variance.put(channel, moved(running.variance[channel], running.factor * variance, running.momentum));
-}
-
 __global__ void move_running_kernel(const Running running, const double* mean, const double* variance,
                                     const int64_t channels) {
   const int64_t channel = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -198,10 +193,6 @@ template <class T>
 __global__ void finish_sums_kernel(const Statistics<T> s, const int64_t of_statistics, const int64_t parts,
                                    const double* dz, const double* dz_distance, const FromSums<T> to) {
   using Sums = typename Statistics<T>::Sums;
-  const auto put = [&](int64_t channel, const Sums& sums) {
-    if (to.grad_weight) to.grad_weight.put(channel, sums.distance);
-    if (to.grad_bias) to.grad_bias.put(channel, sums.dz);
-  };
   const auto add_up = [](const auto& team, const Sums& own) {
     const Pair<double> sums = team.sums({own.dz, own.distance});
     return Sums{sums.a, sums.b};
@@ -210,7 +201,7 @@ __global__ void finish_sums_kernel(const Statistics<T> s, const int64_t of_stati
     const Together team;
     const int64_t channel = blockIdx.x - of_statistics;
     const Sums sums = add_up(team, s.parameter_sums(channel, parts, dz, dz_distance, team.first, team.step));
-    if (threadIdx.x == 0) put(channel, sums);
+    if (threadIdx.x == 0) put_parameters(to, channel, sums);
     return;
   }
   for_statistic(s, [&](const auto& team, int64_t i, int64_t set, int64_t end) {
@@ -218,7 +209,7 @@ __global__ void finish_sums_kernel(const Statistics<T> s, const int64_t of_stati
     const Sums own = s.sums_of(i, dz, dz_distance, team.first, team.step);
     const Sums sums = s.normalised(add_up(team, own), mean, root), share = s.share_of(i, sums);
     if (set == i * s.sets_of_one()) {
-      if (s.groups == 0) put(i, sums);
+      if (s.groups == 0) put_parameters(to, i, sums);
       if (to.c1) to.c1.put(i, share.dz), to.c2.put(i, share.distance);
     }
     if (!to.terms) return;
@@ -298,6 +289,13 @@ int channel_finish_sums(const Statistics<T>& s, int64_t parts, const double* dz,
 }
 
 template <class T>
+int channel_finish_parameters(const Statistics<T>& s, int64_t parts, const double* dz, const double* dz_distance,
+                              const FromSums<T>& to, CUstream_st* stream) {
+  launch_kernel(finish_sums_kernel<T>, unsigned(s.channels), kPartThreads, stream, s, 0, parts, dz, dz_distance, to);
+  return cudaGetLastError();
+}
+
+template <class T>
 int channel_terms(const Statistics<T>& s, const Numbers& c1, const Numbers& c2, T* terms, CUstream_st* stream) {
   launch_kernel(terms_kernel<T>, unsigned((s.sets() + kPartThreads - 1) / kPartThreads), kPartThreads, stream, s, c1,
                 c2, TermArrays<T>{terms, s.sets()});
@@ -309,6 +307,8 @@ int channel_terms(const Statistics<T>& s, const Numbers& c1, const Numbers& c2, 
                                          CUstream_st*);                                                                \
   template int channel_finish_sums<T>(const Statistics<T>&, int64_t, const double*, const double*, const FromSums<T>&, \
                                       CUstream_st*);                                                                   \
+  template int channel_finish_parameters<T>(const Statistics<T>&, int64_t, const double*, const double*,               \
+                                            const FromSums<T>&, CUstream_st*);                                         \
   template int channel_terms<T>(const Statistics<T>&, const Numbers&, const Numbers&, T*, CUstream_st*);
 MEMKIT_STEPS(float)
 MEMKIT_STEPS(double)

@@ -145,6 +145,7 @@ struct ChannelStatistics {
     return {sums.dz, (sums.distance - lost_of(mean) * sums.dz) * root};
   }
 
+  MEMKIT_FN double weight_in_sums(int64_t part) const { return groups == 0 ? 1.0 : weight_of(part % channels); }
   // Over the parts first, first + step, ... of a statistic, group norm's weighted; then c1 and c2 from those over all of
   // them.
   MEMKIT_FN Sums sums_of(int64_t s, const double* dz, const double* dz_distance, int64_t first = 0,
@@ -152,7 +153,7 @@ struct ChannelStatistics {
     Sums sums;
     for (int64_t j = first; j < count; j += step) {
       const int64_t k = part(s, j);
-      const double w = groups == 0 ? 1.0 : weight_of(k % channels);
+      const double w = weight_in_sums(k);
       sums.dz += w * dz[k], sums.distance += w * dz_distance[k];
     }
     return sums;

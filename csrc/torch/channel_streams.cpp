@@ -42,6 +42,12 @@ void launch_passes(const ChannelCall& call, const Launch& launch) {
 void launch_norm(ChannelCall call, bool forward) {
   launch_passes(call, [&](auto computed, auto stream) -> int {
     using T = decltype(computed);
+    if (forward) {
+      const auto s = device_statistics<T>(call, call.args.planes());
+      bool whole = false;
+      if (const int error = cuda::channel_by_statistics(call.args, s, false, whole)) return error;
+      if (whole) return cuda::channel_whole_forward(call.args, s, call.running, stream);
+    }
     const ChannelArgs groups = by_groups(call).args;
     int64_t parts = 0;
     if (const int error = cuda::channel_parts(groups, parts)) return error;
@@ -55,6 +61,17 @@ void launch_norm(ChannelCall call, bool forward) {
   });
 }
 
+// Group norm's parameters take sums over planes, which then stay.
+template <class T>
+int launch_whole_gradients(const ChannelCall& call, const cuda::Statistics<T>& s, int64_t parts,
+                           const cuda::FromSums<T>& to, CUstream_st* stream) {
+  if (s.groups == 0 || !(to.grad_weight || to.grad_bias))
+    return cuda::channel_whole_backward(call.args, s, nullptr, nullptr, to, stream);
+  const Workspace<T> space(call, parts, false);
+  if (const int error = cuda::channel_whole_backward(call.args, s, space.first, space.second, to, stream)) return error;
+  return cuda::channel_finish_parameters(s, parts, space.first, space.second, to, stream);
+}
+
 void launch_gradients(ChannelCall call, const Numbers& weight, const Numbers& bias, const Numbers& c1,
                       const Numbers& c2, bool backward) {
   launch_passes(call, [&](auto computed, auto stream) -> int {
@@ -62,6 +79,10 @@ void launch_gradients(ChannelCall call, const Numbers& weight, const Numbers& bi
     int64_t parts = 0;
     if (const int error = cuda::channel_parts(call.args, parts)) return error;
     const cuda::Statistics<T> s = device_statistics<T>(call, parts);
+    bool whole = false;
+    if (backward)
+      if (const int error = cuda::channel_by_statistics(call.args, s, true, whole)) return error;
+    if (whole) return launch_whole_gradients(call, s, parts, cuda::FromSums<T>{weight, bias}, stream);
     const Workspace<T> space(call, parts, backward);
     call.args.terms = space.terms;
     if (const int error = cuda::channel_sums<T>(call.args, s, parts, space.first, space.second, stream)) return error;

@@ -1,4 +1,5 @@
-// Batch and group norm on a CUDA stream: what lies between the passes is kernels too, three launches each way.
+// Batch and group norm on a CUDA stream. What lies between the passes is kernels too, three launches each way, or all of it
+// one kernel, a block for each statistic.
 #pragma once
 
 #include "channel_engine.h"

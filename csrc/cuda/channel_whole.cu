@@ -1,0 +1,401 @@
+// Batch and group norm with a block for each statistic: it reads the statistic's elements from memory once, finds them in a
+// cache at its later looks, and makes statistics, terms and gradients in between. One launch each way, two for group norm's
+// gradients with those of parameters, which are sums over samples.
+#include "channel_kernels.cuh"
+#include "team.cuh"
+
+namespace memkit::cuda {
+namespace {
+
+constexpr int kWholeSets = 256;  // of a statistic, the most: their terms are in shared memory
+constexpr int64_t kWholeMost = int64_t(1) << 28;
+
+// Threads of a block, the most, and of a multiprocessor, which tells the compiler how many registers each has.
+template <class T>
+constexpr int kWholeThreads = sizeof(T) == 8 ? 256 : 512;
+template <class T>
+constexpr int kForwardResident = sizeof(T) == 8 ? 256 : 768;
+template <class T>
+constexpr int kBackwardResident = sizeof(T) == 8 ? 256 : 640;
+
+// Divisor for 0 <= n < 2^31, in half the registers.
+struct ShortDivisor {
+  uint32_t multiplier = 0;  // 0: division by 1
+  int shift = 0;
+
+  ShortDivisor() = default;
+  explicit ShortDivisor(int64_t value) {
+    if (value == 1) return;
+    while (int64_t(1) << (shift + 1) < value) ++shift;
+    multiplier = uint32_t(((uint64_t(1) << (32 + shift)) + uint64_t(value) - 1) / uint64_t(value));
+  }
+  MEMKIT_FN int divide(int n) const {
+    return multiplier == 0 ? n : int(uint32_t(uint64_t(uint32_t(n)) * multiplier >> 32) >> shift);
+  }
+};
+
+// How a block shares out the elements of its statistic, which are numbered set by set in the order of memory. Teams of
+// neighbouring lanes have a range each; what it has of one set is a piece.
+struct WholeShape {
+  int threads, sets, size;  // size: elements of the statistic
+  int of_set;               // elements
+  int lane_bits = 0;        // 1 << lane_bits lanes are a team
+  int share;                // elements of a team
+  int pieces;               // of a team, the most
+  int64_t stride, gap;      // in memory: from a statistic to the next, between its runs
+  ShortDivisor run;
+  bool
+      wide;  // all eight elements of a thread are neighbours and aligned; else a team's lanes have neighbouring elements
+};
+
+// A thread's place in it.
+struct Walk {
+  const WholeShape& shape;
+  int64_t first;  // element of the statistic, in memory
+  int team, lane;
+
+  __device__ explicit Walk(const WholeShape& shape)
+      : shape(shape),
+        first(blockIdx.x * shape.stride),
+        team(int(threadIdx.x) >> shape.lane_bits),
+        lane(int(threadIdx.x) & ((1 << shape.lane_bits) - 1)) {}
+
+  __device__ int64_t at(int i) const { return first + i + (shape.gap ? shape.run.divide(i) * shape.gap : 0); }
+  __device__ int begin() const { return at_most(team * shape.share, shape.size); }
+  __device__ int end() const { return at_most((team + 1) * shape.share, shape.size); }
+
+  // Of a thread's eight elements, which are `apart`, the first being i.
+  __device__ int apart() const { return shape.wide ? 1 : 1 << shape.lane_bits; }
+  __device__ int exist(int i, int end) const {
+    if (i >= end) return 0;
+    return shape.wide ? kWidth : at_most(((end - i - 1) >> shape.lane_bits) + 1, kWidth);
+  }
+  template <class T>
+  __device__ void load(const void* array, Dtype dtype, int i, int end, RawVector<T>& raw) const {
+    if (shape.wide) {
+      if (i < end) raw.load(array, dtype, at(i));
+      return;
+    }
+    Vector<T> x = {};
+    with_stored<T>(dtype, [&](auto stored) {
+      using S = decltype(stored);
+      MEMKIT_UNROLL
+      for (int k = 0; k < kWidth; ++k)
+        if (i + k * apart() < end) x.x[k] = widen(static_cast<const S*>(array)[at(i + k * apart())]);
+    });
+    memcpy(&raw, &x, sizeof(x));
+  }
+  template <class T>
+  __device__ Vector<T> values(const RawVector<T>& raw, Dtype dtype) const {
+    return raw.values(shape.wide ? dtype : Dtype::float32);
+  }
+  template <class T>
+  __device__ void store(const Vector<T>& x, void* array, Dtype dtype, int i, int end) const {
+    if (shape.wide) return store_eight(x, array, dtype, at(i), 0, true);
+    MEMKIT_UNROLL
+    for (int k = 0; k < kWidth; ++k)
+      if (i + k * apart() < end) store_one(x.x[k], array, dtype, at(i + k * apart()));
+  }
+
+  // f(i, step): the thread's first elements are i, i + step, ..., n of them, as far as they are below `end`. What was seen
+  // last is the likeliest to be in a cache: a second pass goes backwards.
+  template <int n, bool backwards, class F>
+  __device__ void for_chunks(int begin, int end, F&& f) const {
+    const int step = kWidth << shape.lane_bits, own = shape.wide ? lane * kWidth : lane;
+    const int chunks = (end - begin + step * n - 1) / (step * n);
+    for (int c = 0; c < chunks; ++c) f(begin + (backwards ? chunks - 1 - c : c) * (step * n) + own, step);
+  }
+
+  // f(set, begin, end): all threads of a block come equally often, some with nothing to do, where begin == end.
+  template <bool backwards, class F>
+  __device__ void for_pieces(F&& f) const {
+    const int first_set = begin() / shape.of_set;
+    for (int p = 0; p < shape.pieces; ++p) {
+      const int set = first_set + (backwards ? shape.pieces - 1 - p : p);
+      const int from = at_least(begin(), set * shape.of_set);
+      f(set, from, at_least(from, at_most(end(), (set + 1) * shape.of_set)));
+    }
+  }
+
+ private:
+  template <class T, class F>
+  static __device__ void with_stored(Dtype dtype, F&& f) {
+    if constexpr (sizeof(T) == 8) {
+      f(double());
+    } else if (dtype == Dtype::float32) {
+      f(float());
+    } else if (dtype == Dtype::float16) {
+      f(Half());
+    } else {
+      f(Bfloat());
+    }
+  }
+};
+
+// The terms of the block's sets, in shared memory. Sets differ in scale and shift alone.
+template <class T>
+struct WholeTerms {
+  Pair<T> sets[kWholeSets];
+  ChannelTerms<T> first;
+
+  // made(set), by a thread for each; all threads come.
+  template <class F>
+  __device__ void make(int count, F&& made) {
+    for (int set = threadIdx.x; set < count; set += blockDim.x) {
+      const ChannelTerms<T> terms = made(set);
+      sets[set] = {terms.scale, terms.shift};
+      if (set == 0) first = terms;
+    }
+    __syncthreads();
+  }
+  __device__ ChannelTerms<T> of(int set) const {
+    return {first.center, sets[set].a, sets[set].b, first.offset, first.slope};
+  }
+};
+
+struct WholeSquares : TeamSum<double> {};
+struct WholeSums {
+  double dz = 0, distance = 0;
+  __device__ void merge(const WholeSums& other) { dz += other.dz, distance += other.distance; }
+};
+
+// A thread takes distances from the mean of its first elements. Those are some hundredth of all it has at least, so that
+// their mean is at most some deviations from that of all; the rest is in double. All threads have the result.
+template <class T>
+__device__ Moments<double> whole_moments(const ChannelArgs& args, const Walk& walk) {
+  constexpr int n = sizeof(T) == 8 ? 2 : 4;
+  const int end = walk.end();
+  int count = 0;
+  T about = 0;
+  Pair<double> distance{0, 0};
+  walk.for_chunks<n, false>(walk.begin(), end, [&](int i, int step) {
+    RawVector<T> raw[n];
+    MEMKIT_UNROLL
+    for (int a = 0; a < n; ++a) walk.load(args.x, args.dtype, i + a * step, end, raw[a]);
+    const auto over = [&](auto&& term) {
+      MEMKIT_UNROLL
+      for (int a = 0; a < n; ++a) {
+        const int exist = walk.exist(i + a * step, end);
+        const Vector<T> x = walk.values(raw[a], args.dtype);
+        MEMKIT_UNROLL
+        for (int k = 0; k < kWidth; ++k)
+          if (k < exist) term(x.x[k]);
+      }
+    };
+    int exist = 0;
+    MEMKIT_UNROLL
+    for (int a = 0; a < n; ++a) exist += walk.exist(i + a * step, end);
+    if (exist == 0) return;
+    if (count == 0) {
+      T sum = 0;
+      over([&](T x) { sum += x; });
+      about = sum / T(exist);
+    }
+    Pair<T> own{0, 0};
+    over([&](T x) { own.a += x - about, own.b += (x - about) * (x - about); });
+    distance.a += double(own.a), distance.b += double(own.b), count += exist;
+  });
+  const double size = walk.shape.size;
+  TeamSum<double> sum;
+  sum.value = count * double(about) + distance.a;
+  const double mean = team_merge(sum).value / size, off = double(about) - mean;
+  WholeSquares squares;
+  squares.value = distance.b + off * (2 * distance.a + count * off);
+  return {size, mean, at_least(team_merge(squares).value, 0.0)};
+}
+
+template <class T>
+__global__ void __launch_bounds__(kForwardResident<T>)
+    whole_forward_kernel(const ChannelArgs args, const Statistics<T> s, const WholeShape shape, const Running running) {
+  constexpr int n = 2;
+  __shared__ WholeTerms<T> terms;
+  const Walk walk(shape);
+  const int64_t i = blockIdx.x, first_set = i * shape.sets;
+  const Moments<double> all = whole_moments<T>(args, walk);
+  const double variance = all.m2 / all.count;
+  if (threadIdx.x == 0) {
+    s.mean.put(i, all.mean), s.variance.put(i, variance);
+    if (running.mean) move(running, i, all.mean, variance);
+  }
+  terms.make(shape.sets, [&](int set) {
+    return s.terms_from(all.mean, reciprocal_root(variance, s.eps), (first_set + set) % s.channels);
+  });
+  walk.for_pieces<true>([&](int set, int begin, int end) {
+    if (begin == end) return;
+    const ChannelTerms<T> t = terms.of(set);
+    walk.for_chunks<n, true>(begin, end, [&](int at, int step) {
+      RawVector<T> raw[n];
+      MEMKIT_UNROLL
+      for (int a = 0; a < n; ++a) walk.load(args.x, args.dtype, at + a * step, end, raw[a]);
+      MEMKIT_UNROLL
+      for (int a = 0; a < n; ++a) {
+        if (at + a * step >= end) continue;
+        Vector<T> x = walk.values(raw[a], args.dtype);
+        MEMKIT_UNROLL
+        for (int k = 0; k < kWidth; ++k) x.x[k] = t.value(x.x[k]);
+        visit(act_of(args), ActValue<T>{}, args.params, x);
+        walk.store(x, args.y, args.out_dtype, at + a * step, end);
+      }
+    });
+  });
+}
+
+// A piece's sums have a place of their own, the set's number and the team's together: from a piece to the next one of them
+// grows. grad_input may be grad's memory: both passes give a thread the same elements, which it reads before it writes them.
+template <class T>
+__global__ void __launch_bounds__(kBackwardResident<T>)
+    whole_backward_kernel(const ChannelArgs args, const Statistics<T> s, const WholeShape shape, double* dz,
+                          double* dz_distance, const FromSums<T> to) {
+  constexpr int n = 2;
+  __shared__ WholeTerms<T> terms;
+  __shared__ Pair<double> pieces[kWholeSets + kWholeThreads<T>];
+  const Walk walk(shape);
+  const int64_t i = blockIdx.x, first_set = i * shape.sets;
+  // f(x, gradient, the first of their eight elements) for a chunk's vectors, which are all read before.
+  const auto over = [&](int at, int step, int end, auto&& f) {
+    RawVector<T> x[n], g[n];
+    MEMKIT_UNROLL
+    for (int a = 0; a < n; ++a) {
+      walk.load(args.x, args.dtype, at + a * step, end, x[a]);
+      walk.load(args.grad, args.out_dtype, at + a * step, end, g[a]);
+    }
+    MEMKIT_UNROLL
+    for (int a = 0; a < n; ++a)
+      if (at + a * step < end) f(walk.values(x[a], args.dtype), walk.values(g[a], args.out_dtype), at + a * step);
+  };
+
+  terms.make(shape.sets, [&](int set) { return s.terms_from(s.mean[i], s.rstd(i), (first_set + set) % s.channels); });
+  walk.for_pieces<false>([&](int set, int begin, int end) {
+    Pair<double> sum{0, 0};
+    if (begin < end) {
+      const ChannelTerms<T> t = terms.of(set);
+      walk.for_chunks<n, false>(begin, end, [&](int at, int step) {
+        Pair<T> own{0, 0};
+        over(at, step, end, [&](const Vector<T>& x, const Vector<T>& g, int first) {
+          add_sums(args, t, x, g, walk.exist(first, end), own);
+        });
+        sum.a += double(own.a), sum.b += double(own.b);
+      });
+    }
+    for (int d = (1 << shape.lane_bits) / 2; d > 0; d /= 2) {
+      sum.a += __shfl_xor_sync(0xffffffffu, sum.a, d);
+      sum.b += __shfl_xor_sync(0xffffffffu, sum.b, d);
+    }
+    if (walk.lane == 0 && begin < end) pieces[set + walk.team] = sum;
+  });
+  __syncthreads();
+
+  WholeSums own;
+  for (int set = threadIdx.x; set < shape.sets; set += blockDim.x) {
+    Pair<double> sum{0, 0};
+    const int last = ((set + 1) * shape.of_set - 1) / shape.share;
+    for (int team = set * shape.of_set / shape.share; team <= last; ++team)
+      sum.a += pieces[set + team].a, sum.b += pieces[set + team].b;
+    const int64_t plane = first_set + set;
+    if (dz) dz[plane] = sum.a, dz_distance[plane] = sum.b;
+    const double weight = s.weight_in_sums(plane);
+    own.dz += weight * sum.a, own.distance += weight * sum.b;
+  }
+  own = team_merge(own);
+  terms.make(shape.sets, [&](int set) {
+    const double mean = s.mean[i], root = s.rstd(i);
+    const auto sums = s.normalised({own.dz, own.distance}, mean, root), share = s.share_of(i, sums);
+    if (s.groups == 0) put_parameters(to, i, sums);
+    return s.terms_from(mean, root, (first_set + set) % s.channels, share.dz, share.distance);
+  });
+  walk.for_pieces<true>([&](int set, int begin, int end) {
+    if (begin == end) return;
+    const ChannelTerms<T> t = terms.of(set);
+    walk.for_chunks<n, true>(begin, end, [&](int at, int step) {
+      over(at, step, end, [&](const Vector<T>& x, Vector<T> g, int first) {
+        Vector<T> z;
+        MEMKIT_UNROLL
+        for (int k = 0; k < kWidth; ++k) z.x[k] = t.value(x.x[k]);
+        visit(act_of(args), ActGradient<T>{}, args.params, z, g);
+        MEMKIT_UNROLL
+        for (int k = 0; k < kWidth; ++k) g.x[k] = t.gradient(x.x[k], g.x[k]);
+        walk.store(g, args.grad_input, args.dtype, first, end);
+      });
+    });
+  });
+}
+
+template <class T>
+WholeShape whole_shape(const ChannelArgs& args, const Statistics<T>& s, bool backward, int processors) {
+  WholeShape shape;
+  shape.sets = int(s.sets_of_one()), shape.size = int(s.size), shape.of_set = shape.size / shape.sets;
+  shape.wide = channel_aligned(args) && args.inner % kWidth == 0;
+  shape.stride = s.groups ? s.size : args.inner;
+  shape.gap = s.groups ? 0 : (args.channels - 1) * args.inner;
+  shape.run = ShortDivisor(args.inner);
+  // Of many statistics each has few threads: a multiprocessor's blocks hide what one of them waits for.
+  const int each = s.statistics <= 2 * int64_t(processors) ? kWidth : backward ? 8 * kWidth : 4 * kWidth;
+  shape.threads = kLanes;
+  while (shape.threads < kWholeThreads<T> && shape.threads * each < shape.size) shape.threads *= 2;
+  while ((1 << shape.lane_bits) < kLanes && (kWidth << shape.lane_bits) < shape.of_set) ++shape.lane_bits;
+  const int teams = shape.threads >> shape.lane_bits, unit = shape.wide ? kWidth : 1;
+  shape.share = (shape.size + teams * unit - 1) / (teams * unit) * unit;
+  shape.pieces = shape.share % shape.of_set == 0   ? shape.share / shape.of_set
+                 : shape.of_set % shape.share == 0 ? 1
+                                                   : (shape.share + shape.of_set - 2) / shape.of_set + 1;
+  return shape;
+}
+
+}  // namespace
+
+template <class T>
+int channel_by_statistics(const ChannelArgs& args, const Statistics<T>& s, bool backward, bool& whole) {
+  constexpr int64_t kSmall = int64_t(1) << 15, kShort = kLanes * kWidth, kMostThreads = 2048;
+  whole = false;
+  if (args.columns() || s.sets_of_one() > kWholeSets || s.size > kWholeMost) return cudaSuccess;
+  int processors = 0, cache = 0;
+  if (const cudaError_t error = processor_count(processors)) return error;
+  if (const cudaError_t error = cache_bytes(cache)) return error;
+  if (s.size > kSmall && 2 * s.statistics < processors) return cudaSuccess;  // most of the device would be idle
+  if (s.size < kShort && s.statistics > 64 * int64_t(processors)) return cudaSuccess;  // or most of each block
+  // What the blocks under way look at twice has to stay in the cache, beside what is written.
+  const int threads = whole_shape(args, s, backward, processors).threads;
+  const int64_t bytes = s.size * (bytes_of(args.dtype) + (backward ? bytes_of(args.out_dtype) : 0));
+  const auto fits = [&](int64_t resident) {
+    return std::min<int64_t>(s.statistics, processors * resident) * bytes <= int64_t(cache) / 3 * 2;
+  };
+  if (fits(kMostThreads / threads)) return whole = true, cudaSuccess;
+  int resident = 0;
+  const cudaError_t error =
+      backward ? cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, whole_backward_kernel<T>, threads, 0)
+               : cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, whole_forward_kernel<T>, threads, 0);
+  whole = fits(std::max(1, resident));
+  return error;
+}
+
+template <class T>
+int channel_whole_forward(const ChannelArgs& args, const Statistics<T>& s, const Running& running,
+                          CUstream_st* stream) {
+  int processors = 0;
+  if (const cudaError_t error = processor_count(processors)) return error;
+  const WholeShape shape = whole_shape(args, s, false, processors);
+  launch_kernel(whole_forward_kernel<T>, unsigned(s.statistics), shape.threads, stream, args, s, shape, running);
+  return cudaGetLastError();
+}
+
+template <class T>
+int channel_whole_backward(const ChannelArgs& args, const Statistics<T>& s, double* dz, double* dz_distance,
+                           const FromSums<T>& to, CUstream_st* stream) {
+  int processors = 0;
+  if (const cudaError_t error = processor_count(processors)) return error;
+  const WholeShape shape = whole_shape(args, s, true, processors);
+  launch_kernel(whole_backward_kernel<T>, unsigned(s.statistics), shape.threads, stream, args, s, shape, dz,
+                dz_distance, to);
+  return cudaGetLastError();
+}
+
+#define MEMKIT_WHOLE(T)                                                                                          \
+  template int channel_by_statistics<T>(const ChannelArgs&, const Statistics<T>&, bool, bool&);                  \
+  template int channel_whole_forward<T>(const ChannelArgs&, const Statistics<T>&, const Running&, CUstream_st*); \
+  template int channel_whole_backward<T>(const ChannelArgs&, const Statistics<T>&, double*, double*,             \
+                                         const FromSums<T>&, CUstream_st*);
+MEMKIT_WHOLE(float)
+MEMKIT_WHOLE(double)
+#undef MEMKIT_WHOLE
+
+}  // namespace memkit::cuda
