@@ -80,6 +80,13 @@ struct ActGradient {
     MEMKIT_UNROLL
     for (int k = 0; k < kWidth; ++k) g.x[k] = gradient_at_input(op, g.x[k], z.x[k]);
   }
+  template <template <class, bool> class Formula>
+  __device__ void operator()(const ActParams& params, const ChannelTerms<T>& t, const Vector<T>& x,
+                             Vector<T>& g) const {
+    const Formula<T, false> op(params);
+    MEMKIT_UNROLL
+    for (int k = 0; k < kWidth; ++k) g.x[k] = gradient_at_input(op, g.x[k], t.value(x.x[k]));
+  }
 };
 
 template <class T>
@@ -198,14 +205,17 @@ __device__ ChannelTerms<T> plane_terms(const ChannelArgs& args, const Statistics
   return shared;
 }
 
+// dz of eight elements from their gradients. acts: whether there may be an activation.
+template <bool acts, class T>
+__device__ void to_dz(const ChannelArgs& args, const ChannelTerms<T>& t, const Vector<T>& x, Vector<T>& g) {
+  if constexpr (acts) visit(act_of(args), ActGradient<T>{}, args.params, t, x, g);
+}
+
 // dz and dz (x - center) of eight elements, added up.
-template <class T>
-__device__ void add_sums(const ChannelArgs& args, const ChannelTerms<T>& t, const Vector<T>& x, Vector<T> g,
-                         int64_t exist, Pair<T>& sum) {
-  Vector<T> z;
-  MEMKIT_UNROLL
-  for (int k = 0; k < kWidth; ++k) z.x[k] = t.value(x.x[k]);
-  visit(act_of(args), ActGradient<T>{}, args.params, z, g);
+template <class T, bool acts = true>
+__device__ void add_sums(const ChannelArgs& args, const ChannelTerms<T>& t, const Vector<T>& x, Vector<T> g, int exist,
+                         Pair<T>& sum) {
+  to_dz<acts>(args, t, x, g);
   MEMKIT_UNROLL
   for (int k = 0; k < kWidth; ++k)
     if (k < exist) sum.a += g.x[k], sum.b += g.x[k] * (x.x[k] - t.center);
@@ -249,7 +259,8 @@ __global__ void plane_sums_kernel(const ChannelArgs args, const Statistics<T> s,
     Pair<double> sum{0, 0};
     for_eights<T, 2>(begin, end, wide, args.x, args.dtype, [&](const Vector<T>& x, int64_t i) {
       Pair<T> own{0, 0};
-      add_sums(args, t, x, load_eight<T>(args.grad, args.out_dtype, i, end, wide), wide ? kWidth : end - i, own);
+      add_sums(args, t, x, load_eight<T>(args.grad, args.out_dtype, i, end, wide),
+               wide ? kWidth : int(at_most(end - i, int64_t(kWidth))), own);
       sum.a += double(own.a), sum.b += double(own.b);
     });
     sum = block_sum(sum);

@@ -54,9 +54,9 @@ int channel_finish_parameters(const Statistics<T>& s, int64_t parts, const doubl
                               const FromSums<T>& to, CUstream_st* stream);
 
 // Whether a block for each statistic is the faster way, in which one call does what lies above: enough statistics for the
-// device or little of each, and so much that the second look of blocks under way finds it in the cache.
+// device or little of each.
 template <class T>
-int channel_by_statistics(const ChannelArgs& args, const Statistics<T>& s, bool backward, bool& whole);
+int channel_by_statistics(const ChannelArgs& args, const Statistics<T>& s, bool& whole);
 // Statistics, running ones and y; terms are the kernel's own.
 template <class T>
 int channel_whole_forward(const ChannelArgs& args, const Statistics<T>& s, const Running& running, CUstream_st* stream);

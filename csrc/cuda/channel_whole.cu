@@ -44,11 +44,11 @@ struct WholeShape {
   int pieces;               // of a team, the most
   int64_t stride, gap;      // in memory: from a statistic to the next, between its runs
   ShortDivisor run;
-  bool
-      wide;  // all eight elements of a thread are neighbours and aligned; else a team's lanes have neighbouring elements
+  int near_bits = 0;  // 1 << near_bits neighbouring elements a lane reads or writes at once, its team's lanes beside it
 };
 
-// A thread's place in it.
+// A thread's place in it. single: its elements are read and written one by one.
+template <bool single>
 struct Walk {
   const WholeShape& shape;
   int64_t first;  // element of the statistic, in memory
@@ -64,45 +64,74 @@ struct Walk {
   __device__ int begin() const { return at_most(team * shape.share, shape.size); }
   __device__ int end() const { return at_most((team + 1) * shape.share, shape.size); }
 
-  // Of a thread's eight elements, which are `apart`, the first being i.
-  __device__ int apart() const { return shape.wide ? 1 : 1 << shape.lane_bits; }
+  // Of a thread's eight elements, the first being i: where number k is that begins neighbours, and how many there are.
+  __device__ int element(int i, int k) const { return i + (k << shape.lane_bits); }
   __device__ int exist(int i, int end) const {
     if (i >= end) return 0;
-    return shape.wide ? kWidth : at_most(((end - i - 1) >> shape.lane_bits) + 1, kWidth);
+    const int bits = shape.near_bits;
+    return at_most((((end - i - 1) >> (bits + shape.lane_bits)) + 1) << bits, kWidth);
   }
+  // As they lie in memory; single ones each in a register of its own, since to put them together would wait for each.
   template <class T>
   __device__ void load(const void* array, Dtype dtype, int i, int end, RawVector<T>& raw) const {
-    if (shape.wide) {
-      if (i < end) raw.load(array, dtype, at(i));
-      return;
-    }
-    Vector<T> x = {};
-    with_stored<T>(dtype, [&](auto stored) {
+    with_stored<T>(dtype, [&](auto stored, auto near) {
       using S = decltype(stored);
-      MEMKIT_UNROLL
-      for (int k = 0; k < kWidth; ++k)
-        if (i + k * apart() < end) x.x[k] = widen(static_cast<const S*>(array)[at(i + k * apart())]);
+      const S* from = static_cast<const S*>(array);
+      if constexpr (near == 1) {
+        Slot<T> slots[kWidth] = {};
+        MEMKIT_UNROLL
+        for (int k = 0; k < kWidth; ++k) {
+          if (element(i, k) >= end) continue;
+          const S x = from[at(element(i, k))];
+          Slot<S> bits;
+          memcpy(&bits, &x, sizeof(x));
+          slots[k] = bits;
+        }
+        memcpy(raw.word, slots, sizeof(slots));
+      } else {
+        S x[kWidth] = {};
+        MEMKIT_UNROLL
+        for (int k = 0; k < kWidth; k += near)
+          if (element(i, k) < end) read_near<near>(from + at(element(i, k)), x + k);
+        memcpy(raw.word, x, sizeof(x));
+      }
     });
-    memcpy(&raw, &x, sizeof(x));
   }
   template <class T>
   __device__ Vector<T> values(const RawVector<T>& raw, Dtype dtype) const {
-    return raw.values(shape.wide ? dtype : Dtype::float32);
+    if constexpr (!single) return raw.values(dtype);
+    Slot<T> slots[kWidth];
+    memcpy(slots, raw.word, sizeof(slots));
+    Vector<T> v;
+    with_stored<T>(dtype, [&](auto stored, auto) {
+      MEMKIT_UNROLL
+      for (int k = 0; k < kWidth; ++k) {
+        const auto bits = Slot<decltype(stored)>(slots[k]);
+        memcpy(&stored, &bits, sizeof(stored));
+        v.x[k] = widen(stored);
+      }
+    });
+    return v;
   }
   template <class T>
-  __device__ void store(const Vector<T>& x, void* array, Dtype dtype, int i, int end) const {
-    if (shape.wide) return store_eight(x, array, dtype, at(i), 0, true);
-    MEMKIT_UNROLL
-    for (int k = 0; k < kWidth; ++k)
-      if (i + k * apart() < end) store_one(x.x[k], array, dtype, at(i + k * apart()));
+  __device__ void store(const Vector<T>& v, void* array, Dtype dtype, int i, int end) const {
+    with_stored<T>(dtype, [&](auto stored, auto near) {
+      using S = decltype(stored);
+      S x[kWidth];
+      narrow_all(v.x, x);
+      MEMKIT_UNROLL
+      for (int k = 0; k < kWidth; k += near)
+        if (element(i, k) < end) write_near<near>(x + k, static_cast<S*>(array) + at(element(i, k)));
+    });
   }
 
   // f(i, step): the thread's first elements are i, i + step, ..., n of them, as far as they are below `end`. What was seen
   // last is the likeliest to be in a cache: a second pass goes backwards.
   template <int n, bool backwards, class F>
   __device__ void for_chunks(int begin, int end, F&& f) const {
-    const int step = kWidth << shape.lane_bits, own = shape.wide ? lane * kWidth : lane;
+    const int step = kWidth << shape.lane_bits, own = lane << shape.near_bits;
     const int chunks = (end - begin + step * n - 1) / (step * n);
+    MEMKIT_ROLL
     for (int c = 0; c < chunks; ++c) f(begin + (backwards ? chunks - 1 - c : c) * (step * n) + own, step);
   }
 
@@ -110,6 +139,7 @@ struct Walk {
   template <bool backwards, class F>
   __device__ void for_pieces(F&& f) const {
     const int first_set = begin() / shape.of_set;
+    MEMKIT_ROLL
     for (int p = 0; p < shape.pieces; ++p) {
       const int set = first_set + (backwards ? shape.pieces - 1 - p : p);
       const int from = at_least(begin(), set * shape.of_set);
@@ -118,16 +148,52 @@ struct Walk {
   }
 
  private:
+  template <int n>
+  using Near = std::integral_constant<int, single ? 1 : n>;
+  template <class S>
+  using Slot = typename std::conditional<sizeof(S) == 8, uint64_t,
+                                         typename std::conditional<sizeof(S) == 4, uint32_t, uint16_t>::type>::type;
+
+  // f(S(), near) for the type that is stored.
   template <class T, class F>
-  static __device__ void with_stored(Dtype dtype, F&& f) {
+  __device__ void with_stored(Dtype dtype, F&& f) const {
     if constexpr (sizeof(T) == 8) {
-      f(double());
+      f(double(), Near<2>());
     } else if (dtype == Dtype::float32) {
-      f(float());
+      f(float(), Near<4>());
     } else if (dtype == Dtype::float16) {
-      f(Half());
+      with_halves(Half(), f);
     } else {
-      f(Bfloat());
+      with_halves(Bfloat(), f);
+    }
+  }
+  template <class S, class F>
+  __device__ void with_halves(S stored, F&& f) const {
+    if (!single && 1 << shape.near_bits == kWidth / 2) {
+      f(stored, Near<kWidth / 2>());
+    } else {
+      f(stored, Near<kWidth>());
+    }
+  }
+  // By a word or half of one.
+  template <int bytes>
+  using Part = typename std::conditional<bytes == sizeof(Word), Word, HalfWord>::type;
+
+  template <int near, class S>
+  static __device__ void read_near(const S* from, S* to) {
+    constexpr int bytes = near * int(sizeof(S));
+    const auto part = *reinterpret_cast<const Part<bytes>*>(from);
+    memcpy(to, &part, bytes);
+  }
+  template <int near, class S>
+  static __device__ void write_near(const S* from, S* to) {
+    constexpr int bytes = near * int(sizeof(S));
+    if constexpr (near == 1) {
+      *to = *from;
+    } else {
+      Part<bytes> part;
+      memcpy(&part, from, bytes);
+      store_word(part, to);
     }
   }
 };
@@ -161,14 +227,14 @@ struct WholeSums {
 
 // A thread takes distances from the mean of its first elements. Those are some hundredth of all it has at least, so that
 // their mean is at most some deviations from that of all; the rest is in double. All threads have the result.
-template <class T>
-__device__ Moments<double> whole_moments(const ChannelArgs& args, const Walk& walk) {
-  constexpr int n = sizeof(T) == 8 ? 2 : 4;
+template <class T, bool single>
+__device__ Moments<double> whole_moments(const ChannelArgs& args, const Walk<single>& walk) {
+  constexpr int n = 2;
   const int end = walk.end();
   int count = 0;
   T about = 0;
   Pair<double> distance{0, 0};
-  walk.for_chunks<n, false>(walk.begin(), end, [&](int i, int step) {
+  walk.template for_chunks<n, false>(walk.begin(), end, [&](int i, int step) {
     RawVector<T> raw[n];
     MEMKIT_UNROLL
     for (int a = 0; a < n; ++a) walk.load(args.x, args.dtype, i + a * step, end, raw[a]);
@@ -204,12 +270,12 @@ __device__ Moments<double> whole_moments(const ChannelArgs& args, const Walk& wa
   return {size, mean, at_least(team_merge(squares).value, 0.0)};
 }
 
-template <class T>
+template <class T, bool single>
 __global__ void __launch_bounds__(kForwardResident<T>)
     whole_forward_kernel(const ChannelArgs args, const Statistics<T> s, const WholeShape shape, const Running running) {
   constexpr int n = 2;
   __shared__ WholeTerms<T> terms;
-  const Walk walk(shape);
+  const Walk<single> walk(shape);
   const int64_t i = blockIdx.x, first_set = i * shape.sets;
   const Moments<double> all = whole_moments<T>(args, walk);
   const double variance = all.m2 / all.count;
@@ -220,10 +286,10 @@ __global__ void __launch_bounds__(kForwardResident<T>)
   terms.make(shape.sets, [&](int set) {
     return s.terms_from(all.mean, reciprocal_root(variance, s.eps), (first_set + set) % s.channels);
   });
-  walk.for_pieces<true>([&](int set, int begin, int end) {
+  walk.template for_pieces<true>([&](int set, int begin, int end) {
     if (begin == end) return;
     const ChannelTerms<T> t = terms.of(set);
-    walk.for_chunks<n, true>(begin, end, [&](int at, int step) {
+    walk.template for_chunks<n, true>(begin, end, [&](int at, int step) {
       RawVector<T> raw[n];
       MEMKIT_UNROLL
       for (int a = 0; a < n; ++a) walk.load(args.x, args.dtype, at + a * step, end, raw[a]);
@@ -242,14 +308,14 @@ __global__ void __launch_bounds__(kForwardResident<T>)
 
 // A piece's sums have a place of their own, the set's number and the team's together: from a piece to the next one of them
 // grows. grad_input may be grad's memory: both passes give a thread the same elements, which it reads before it writes them.
-template <class T>
+template <class T, bool single, bool acts>
 __global__ void __launch_bounds__(kBackwardResident<T>)
     whole_backward_kernel(const ChannelArgs args, const Statistics<T> s, const WholeShape shape, double* dz,
                           double* dz_distance, const FromSums<T> to) {
   constexpr int n = 2;
   __shared__ WholeTerms<T> terms;
   __shared__ Pair<double> pieces[kWholeSets + kWholeThreads<T>];
-  const Walk walk(shape);
+  const Walk<single> walk(shape);
   const int64_t i = blockIdx.x, first_set = i * shape.sets;
   // f(x, gradient, the first of their eight elements) for a chunk's vectors, which are all read before.
   const auto over = [&](int at, int step, int end, auto&& f) {
@@ -265,14 +331,14 @@ __global__ void __launch_bounds__(kBackwardResident<T>)
   };
 
   terms.make(shape.sets, [&](int set) { return s.terms_from(s.mean[i], s.rstd(i), (first_set + set) % s.channels); });
-  walk.for_pieces<false>([&](int set, int begin, int end) {
+  walk.template for_pieces<false>([&](int set, int begin, int end) {
     Pair<double> sum{0, 0};
     if (begin < end) {
       const ChannelTerms<T> t = terms.of(set);
-      walk.for_chunks<n, false>(begin, end, [&](int at, int step) {
+      walk.template for_chunks<n, false>(begin, end, [&](int at, int step) {
         Pair<T> own{0, 0};
         over(at, step, end, [&](const Vector<T>& x, const Vector<T>& g, int first) {
-          add_sums(args, t, x, g, walk.exist(first, end), own);
+          add_sums<T, acts>(args, t, x, g, walk.exist(first, end), own);
         });
         sum.a += double(own.a), sum.b += double(own.b);
       });
@@ -303,15 +369,12 @@ __global__ void __launch_bounds__(kBackwardResident<T>)
     if (s.groups == 0) put_parameters(to, i, sums);
     return s.terms_from(mean, root, (first_set + set) % s.channels, share.dz, share.distance);
   });
-  walk.for_pieces<true>([&](int set, int begin, int end) {
+  walk.template for_pieces<true>([&](int set, int begin, int end) {
     if (begin == end) return;
     const ChannelTerms<T> t = terms.of(set);
-    walk.for_chunks<n, true>(begin, end, [&](int at, int step) {
+    walk.template for_chunks<n, true>(begin, end, [&](int at, int step) {
       over(at, step, end, [&](const Vector<T>& x, Vector<T> g, int first) {
-        Vector<T> z;
-        MEMKIT_UNROLL
-        for (int k = 0; k < kWidth; ++k) z.x[k] = t.value(x.x[k]);
-        visit(act_of(args), ActGradient<T>{}, args.params, z, g);
+        to_dz<acts>(args, t, x, g);
         MEMKIT_UNROLL
         for (int k = 0; k < kWidth; ++k) g.x[k] = t.gradient(x.x[k], g.x[k]);
         walk.store(g, args.grad_input, args.dtype, first, end);
@@ -320,20 +383,36 @@ __global__ void __launch_bounds__(kBackwardResident<T>)
   });
 }
 
+// Of a word, or of half a word where the other tensor's elements take twice the bytes.
+template <class T>
+int most_near_bits(const ChannelArgs& args) {
+  if (sizeof(T) == 8) return 1;
+  return args.dtype == Dtype::float32 || args.out_dtype == Dtype::float32 ? 2 : 3;
+}
+
 template <class T>
 WholeShape whole_shape(const ChannelArgs& args, const Statistics<T>& s, bool backward, int processors) {
   WholeShape shape;
   shape.sets = int(s.sets_of_one()), shape.size = int(s.size), shape.of_set = shape.size / shape.sets;
-  shape.wide = channel_aligned(args) && args.inner % kWidth == 0;
+  while (shape.near_bits < most_near_bits<T>(args) && args.inner % (2 << shape.near_bits) == 0) ++shape.near_bits;
+  if (!channel_aligned(args) || (sizeof(T) == 4 && shape.near_bits == 1)) shape.near_bits = 0;
   shape.stride = s.groups ? s.size : args.inner;
   shape.gap = s.groups ? 0 : (args.channels - 1) * args.inner;
   shape.run = ShortDivisor(args.inner);
-  // Of many statistics each has few threads: a multiprocessor's blocks hide what one of them waits for.
-  const int each = s.statistics <= 2 * int64_t(processors) ? kWidth : backward ? 8 * kWidth : 4 * kWidth;
-  shape.threads = kLanes;
-  while (shape.threads < kWholeThreads<T> && shape.threads * each < shape.size) shape.threads *= 2;
-  while ((1 << shape.lane_bits) < kLanes && (kWidth << shape.lane_bits) < shape.of_set) ++shape.lane_bits;
-  const int teams = shape.threads >> shape.lane_bits, unit = shape.wide ? kWidth : 1;
+  // A team's lanes have so much of a plane that what one load waits for others hide. As many threads as the device has at
+  // work; of many statistics fewer for each, as its blocks hide each other's waiting.
+  const int own = shape.near_bits ? 4 * kWidth : 2 * kWidth;
+  while ((1 << shape.lane_bits) < kLanes && own << shape.lane_bits < shape.of_set) ++shape.lane_bits;
+  const auto threads_for = [&](int each, int most) {
+    int threads = kLanes;
+    while (threads < most && threads * each < shape.size) threads *= 2;
+    return threads;
+  };
+  const int least = std::max(threads_for(8 * kWidth, kWholeThreads<T> / 2), backward ? 2 * kLanes : kLanes);
+  shape.threads = std::max(least, threads_for(kWidth, kWholeThreads<T>));
+  while (shape.threads > least && s.statistics * shape.threads > int64_t(processors) * kWholeThreads<T>)
+    shape.threads /= 2;
+  const int teams = shape.threads >> shape.lane_bits, unit = 1 << shape.near_bits;
   shape.share = (shape.size + teams * unit - 1) / (teams * unit) * unit;
   shape.pieces = shape.share % shape.of_set == 0   ? shape.share / shape.of_set
                  : shape.of_set % shape.share == 0 ? 1
@@ -341,31 +420,24 @@ WholeShape whole_shape(const ChannelArgs& args, const Statistics<T>& s, bool bac
   return shape;
 }
 
+template <class T, bool single>
+auto backward_kernel(const ChannelArgs& args) {
+  return args.has_act ? whole_backward_kernel<T, single, true> : whole_backward_kernel<T, single, false>;
+}
+
 }  // namespace
 
 template <class T>
-int channel_by_statistics(const ChannelArgs& args, const Statistics<T>& s, bool backward, bool& whole) {
-  constexpr int64_t kSmall = int64_t(1) << 15, kShort = kLanes * kWidth, kMostThreads = 2048;
+int channel_by_statistics(const ChannelArgs& args, const Statistics<T>& s, bool& whole) {
+  constexpr int64_t kSmall = int64_t(1) << 15, kShort = kLanes * kWidth;
   whole = false;
   if (args.columns() || s.sets_of_one() > kWholeSets || s.size > kWholeMost) return cudaSuccess;
-  int processors = 0, cache = 0;
+  int processors = 0;
   if (const cudaError_t error = processor_count(processors)) return error;
-  if (const cudaError_t error = cache_bytes(cache)) return error;
-  if (s.size > kSmall && 2 * s.statistics < processors) return cudaSuccess;  // most of the device would be idle
-  if (s.size < kShort && s.statistics > 64 * int64_t(processors)) return cudaSuccess;  // or most of each block
-  // What the blocks under way look at twice has to stay in the cache, beside what is written.
-  const int threads = whole_shape(args, s, backward, processors).threads;
-  const int64_t bytes = s.size * (bytes_of(args.dtype) + (backward ? bytes_of(args.out_dtype) : 0));
-  const auto fits = [&](int64_t resident) {
-    return std::min<int64_t>(s.statistics, processors * resident) * bytes <= int64_t(cache) / 3 * 2;
-  };
-  if (fits(kMostThreads / threads)) return whole = true, cudaSuccess;
-  int resident = 0;
-  const cudaError_t error =
-      backward ? cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, whole_backward_kernel<T>, threads, 0)
-               : cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, whole_forward_kernel<T>, threads, 0);
-  whole = fits(std::max(1, resident));
-  return error;
+  const bool idle = s.size > kSmall && 2 * s.statistics < processors;             // most of the device
+  const bool empty = s.size < kShort && s.statistics > 64 * int64_t(processors);  // most of each block
+  whole = !idle && !empty;
+  return cudaSuccess;
 }
 
 template <class T>
@@ -374,7 +446,8 @@ int channel_whole_forward(const ChannelArgs& args, const Statistics<T>& s, const
   int processors = 0;
   if (const cudaError_t error = processor_count(processors)) return error;
   const WholeShape shape = whole_shape(args, s, false, processors);
-  launch_kernel(whole_forward_kernel<T>, unsigned(s.statistics), shape.threads, stream, args, s, shape, running);
+  launch_kernel(shape.near_bits ? whole_forward_kernel<T, false> : whole_forward_kernel<T, true>,
+                unsigned(s.statistics), shape.threads, stream, args, s, shape, running);
   return cudaGetLastError();
 }
 
@@ -384,13 +457,13 @@ int channel_whole_backward(const ChannelArgs& args, const Statistics<T>& s, doub
   int processors = 0;
   if (const cudaError_t error = processor_count(processors)) return error;
   const WholeShape shape = whole_shape(args, s, true, processors);
-  launch_kernel(whole_backward_kernel<T>, unsigned(s.statistics), shape.threads, stream, args, s, shape, dz,
-                dz_distance, to);
+  launch_kernel(shape.near_bits ? backward_kernel<T, false>(args) : backward_kernel<T, true>(args),
+                unsigned(s.statistics), shape.threads, stream, args, s, shape, dz, dz_distance, to);
   return cudaGetLastError();
 }
 
 #define MEMKIT_WHOLE(T)                                                                                          \
-  template int channel_by_statistics<T>(const ChannelArgs&, const Statistics<T>&, bool, bool&);                  \
+  template int channel_by_statistics<T>(const ChannelArgs&, const Statistics<T>&, bool&);                        \
   template int channel_whole_forward<T>(const ChannelArgs&, const Statistics<T>&, const Running&, CUstream_st*); \
   template int channel_whole_backward<T>(const ChannelArgs&, const Statistics<T>&, double*, double*,             \
                                          const FromSums<T>&, CUstream_st*);

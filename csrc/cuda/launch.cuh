@@ -22,20 +22,16 @@ void launch_kernel(void (*kernel)(P...), dim3 grid, dim3 block, cudaStream_t str
 #endif
 }
 
-// A number of the current device, asked once.
-template <cudaDeviceAttr attribute>
-cudaError_t device_number(int& number) {
+// Multiprocessors of the current device, asked once.
+inline cudaError_t processor_count(int& count) {
   static std::atomic<int> known[64];
   int device = 0;
   if (const cudaError_t error = cudaGetDevice(&device)) return error;
   std::atomic<int>& slot = known[device % 64];
-  if (device < 64 && (number = slot.load(std::memory_order_relaxed)) != 0) return cudaSuccess;
-  if (const cudaError_t error = cudaDeviceGetAttribute(&number, attribute, device)) return error;
-  if (device < 64) slot.store(number, std::memory_order_relaxed);
+  if (device < 64 && (count = slot.load(std::memory_order_relaxed)) != 0) return cudaSuccess;
+  if (const cudaError_t error = cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device)) return error;
+  if (device < 64) slot.store(count, std::memory_order_relaxed);
   return cudaSuccess;
 }
-
-inline cudaError_t processor_count(int& count) { return device_number<cudaDevAttrMultiProcessorCount>(count); }
-inline cudaError_t cache_bytes(int& bytes) { return device_number<cudaDevAttrL2CacheSize>(bytes); }
 
 }  // namespace memkit::cuda

@@ -45,7 +45,7 @@ void launch_norm(ChannelCall call, bool forward) {
     if (forward) {
       const auto s = device_statistics<T>(call, call.args.planes());
       bool whole = false;
-      if (const int error = cuda::channel_by_statistics(call.args, s, false, whole)) return error;
+      if (const int error = cuda::channel_by_statistics(call.args, s, whole)) return error;
       if (whole) return cuda::channel_whole_forward(call.args, s, call.running, stream);
     }
     const ChannelArgs groups = by_groups(call).args;
@@ -81,7 +81,7 @@ void launch_gradients(ChannelCall call, const Numbers& weight, const Numbers& bi
     const cuda::Statistics<T> s = device_statistics<T>(call, parts);
     bool whole = false;
     if (backward)
-      if (const int error = cuda::channel_by_statistics(call.args, s, true, whole)) return error;
+      if (const int error = cuda::channel_by_statistics(call.args, s, whole)) return error;
     if (whole) return launch_whole_gradients(call, s, parts, cuda::FromSums<T>{weight, bias}, stream);
     const Workspace<T> space(call, parts, backward);
     call.args.terms = space.terms;

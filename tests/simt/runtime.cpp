@@ -344,7 +344,6 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
            : attribute == cudaDevAttrComputeCapabilityMajor  ? 9
            : attribute == cudaDevAttrMaxThreadsPerBlock      ? 1024
            : attribute == cudaDevAttrMaxSharedMemoryPerBlock ? 48 << 10
-           : attribute == cudaDevAttrL2CacheSize             ? 128 << 10
            : attribute == cudaDevAttrWarpSize                ? 32
                                                              : 0;
   return cudaSuccess;
