@@ -140,7 +140,7 @@ if stage build 240 "$OUT/build.log" "$PYTHON" setup.py -q build_ext --inplace; t
   stage large 90 "$SCRATCH/large.log" "$PYTHON" -m memkit.cli bench --device cuda --model gpt --variants eager,memkit \
     --dtype bfloat16 --layers 24 --d-model 1024 --heads 16 --seq-len 2048 --batch 4 --vocab 32768 --steps 10 \
     --json "$OUT/large.json"
-  stage ops 100 "$SCRATCH/ops.log" "$PYTHON" benchmarks/bench_ops.py --device cuda --sizes 1Mi,32Mi \
+  stage ops 140 "$SCRATCH/ops.log" "$PYTHON" benchmarks/bench_ops.py --device cuda --sizes 1Mi,32Mi \
     --dtypes float32,bfloat16 --no-compile --quick --json "$SCRATCH/ops.json"
   stage peers 70 "$SCRATCH/peers.log" "$PYTHON" benchmarks/bench_peers.py --device cuda --quick --no-compile \
     --json "$OUT/peers.json"

@@ -101,26 +101,25 @@ struct RowWords {
 template <class S, class T, int n>
 MEMKIT_FN void load_values(const S* from, T (&x)[n]) {
   using Part = typename std::conditional<n * sizeof(S) % sizeof(Word) == 0, Word, HalfWord>::type;
-  S raw[n];
+  constexpr int parts = n * sizeof(S) / sizeof(Part);
+  Part part[parts];
   MEMKIT_UNROLL
-  for (int i = 0; i < int(sizeof(raw) / sizeof(Part)); ++i) {
-    const Part part = reinterpret_cast<const Part*>(from)[i];
-    std::memcpy(reinterpret_cast<char*>(raw) + i * sizeof(Part), &part, sizeof(Part));
-  }
+  for (int i = 0; i < parts; ++i) part[i] = reinterpret_cast<const Part*>(from)[i];
+  S raw[n];
+  std::memcpy(raw, part, sizeof(raw));
   MEMKIT_UNROLL
   for (int k = 0; k < n; ++k) x[k] = widen(raw[k]);
 }
 template <class S, class T, int n>
 MEMKIT_FN void store_values(const T (&x)[n], S* to) {
   using Part = typename std::conditional<n * sizeof(S) % sizeof(Word) == 0, Word, HalfWord>::type;
+  constexpr int parts = n * sizeof(S) / sizeof(Part);
   S raw[n];
   narrow_all(x, raw);
+  Part part[parts];
+  std::memcpy(part, raw, sizeof(raw));
   MEMKIT_UNROLL
-  for (int i = 0; i < int(sizeof(raw) / sizeof(Part)); ++i) {
-    Part part;
-    std::memcpy(&part, reinterpret_cast<const char*>(raw) + i * sizeof(Part), sizeof(Part));
-    store_word(part, reinterpret_cast<Part*>(to) + i);
-  }
+  for (int i = 0; i < parts; ++i) store_word(part[i], reinterpret_cast<Part*>(to) + i);
 }
 template <class S, class T>
 MEMKIT_FN void store_value(T x, S* to) {
@@ -170,6 +169,7 @@ struct RowSum {
 
   MEMKIT_FN void add(T x) { high += x; }
   MEMKIT_FN void add_product(T a, T b) { high += a * b; }
+  MEMKIT_FN T product_of(T a, T b) { return a * b; }
   template <int n>
   MEMKIT_FN void add_all(T (&x)[n]) {
     add(sum_of(x));
@@ -182,20 +182,28 @@ template <>
 struct RowSum<float> {
   float high = 0, low = 0;
 
-  MEMKIT_FN void add(float x) {
-    const float next = high + x, part = next - high;
-    low += (high - (next - part)) + (x - part);
-    high = next;
+  // a + b, and what rounding takes from it (Knuth 1969).
+  MEMKIT_FN float sum_of_two(float a, float b) {
+    const float sum = a + b, part = sum - a;
+    low += (a - (sum - part)) + (b - part);
+    return sum;
   }
-  MEMKIT_FN void add_product(float a, float b) {
+  MEMKIT_FN void add(float x) { high = sum_of_two(high, x); }
+  MEMKIT_FN void add_product(float a, float b) { add(product_of(a, b)); }
+  MEMKIT_FN float product_of(float a, float b) {
     const float product = a * b;
     low += std::fma(a, b, -product);
-    add(product);
+    return product;
   }
+  // In a tree: fewer sums that wait for another.
   template <int n>
-  MEMKIT_FN void add_all(const float (&x)[n]) {
+  MEMKIT_FN void add_all(float (&x)[n]) {
     MEMKIT_UNROLL
-    for (const float each : x) add(each);
+    for (int half = n / 2; half > 0; half /= 2) {
+      MEMKIT_UNROLL
+      for (int k = 0; k < half; ++k) x[k] = sum_of_two(x[k], x[k + half]);
+    }
+    add(x[0]);
   }
   MEMKIT_FN void merge(const RowSum& other) {
     low += other.low;

@@ -290,9 +290,12 @@ struct SoftmaxBack {
         if (I(i + w * threads) >= I(walk.words)) continue;
         T g[width], y[width];
         gs.values(w, g);
-        ys.values(w, y);
-        MEMKIT_UNROLL
-        for (int k = 0; k < width; ++k) add(sum, g[k], y[k]);
+        if constexpr (!log) {
+          ys.values(w, y);
+          MEMKIT_UNROLL
+          for (int k = 0; k < width; ++k) g[k] = sum.product_of(g[k], y[k]);
+        }
+        sum.add_all(g);
       }
     }
   };
