@@ -24,6 +24,7 @@ import importlib.util
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -69,7 +70,7 @@ COLUMNS = (
 )
 LEARNING_RATE = 1e-4
 WARM_STEPS = 2
-LEFT = 32 << 20  # bytes that another variant may leave behind: libraries' workspaces
+LEFT = 32 << 20  # bytes that another variant may leave behind
 TRIAL_STEPS = 2  # of a batch that fits: the second has the optimizer's state and what the first left behind
 
 Batch = tuple[Tensor, Tensor]
@@ -301,6 +302,7 @@ def absent(model: str, variant: str, device: str) -> str | None:
 def release(device: str) -> None:
     gc.collect()
     if device == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()  # tens of MiB a stream, which the next product takes again
         torch.cuda.empty_cache()
 
 
@@ -349,7 +351,12 @@ def compare(case: Case, names: list[str], args: argparse.Namespace, found: dict[
             "loss_final": losses[name][-1],
         }
         if trainer.swapped is not None:
-            found[name]["swap"] = {"changed": len(trainer.swapped.changed), "rows": len(trainer.swapped.rows)}
+            rows = trainer.swapped.rows
+            found[name]["swap"] = {
+                "changed": len(trainer.swapped.changed),
+                "rows": len(rows),
+                "reasons": dict(Counter(row.reason for row in rows if row.reason)),
+            }
 
 
 class Trials:

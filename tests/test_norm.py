@@ -194,6 +194,26 @@ def test_weights_of_another_dtype(op: str) -> None:
         assert M.norm_saves(ours(op, 64)(*leaves)) == "input"  # the output would blur the float32 gradients
 
 
+@ops
+@pytest.mark.parametrize("save", ["input", "output"])
+def test_float64_beside_other_parameters(op: str, save: str) -> None:
+    """And the reverse: computed in the input's precision, the gradients of the parameters' dtype and in their room."""
+    for dtype, other in (
+        (torch.float64, torch.float32),
+        (torch.float64, torch.bfloat16),
+        (torch.float32, torch.float64),
+    ):
+        tensors, grads = (
+            [normal((5, 4096), dtype, 0), *weights(op, 4096, other)],
+            [normal((5, 4096), dtype, 3)],
+        )
+        same = [t.to(dtype) for t in tensors]
+        got, want = (run(ours(op, 4096, save=save), each, grads) for each in (tensors, same))
+        for a, b, like in zip(got, want, [tensors[0], *tensors], strict=True):
+            assert a.dtype == like.dtype
+            torch.testing.assert_close(a, b.to(like.dtype), rtol=0, atol=0)
+
+
 def test_a_residual_of_another_dtype() -> None:
     x, residual = normal((4, 8), torch.bfloat16, 0), normal((4, 8), torch.float32, 1)
     for inplace in (False, True, "auto"):

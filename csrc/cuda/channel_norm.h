@@ -1,6 +1,6 @@
-// Batch and group norm with an activation on CUDA devices. Each call launches one kernel on the given stream of the
-// current device and returns the launch's error code (cudaError_t; 0 is success). Terms are of the type computed in, moments
-// and sums double.
+// Batch and group norm with an activation on CUDA devices. Each call with a stream launches one kernel on it, on the current
+// device, and each returns an error code (cudaError_t; 0 is success). Terms are of the type computed in, moments and sums
+// double.
 #pragma once
 
 #include "../formulas/channel_norm.h"
@@ -53,8 +53,8 @@ template <class T>
 int channel_finish_parameters(const Statistics<T>& s, int64_t parts, const double* dz, const double* dz_distance,
                               const FromSums<T>& to, CUstream_st* stream);
 
-// Whether a block for each statistic is the faster way, in which one call does what lies above: enough statistics for the
-// device or little of each.
+// Whether a block for each statistic is the faster way, in which one call does what lies above. Not for columns, nor where
+// large statistics are too few for the device, or many too short for a block.
 template <class T>
 int channel_by_statistics(const ChannelArgs& args, const Statistics<T>& s, bool& whole);
 // Statistics, running ones and y; terms are the kernel's own.

@@ -158,7 +158,7 @@ struct Walk {
   template <class T, class F>
   __device__ void with_stored(Dtype dtype, F&& f) const {
     if constexpr (sizeof(T) == 8) {
-      f(double(), Near<2>());
+      f(double(), Near<1>());
     } else if (dtype == Dtype::float32) {
       f(float(), Near<4>());
     } else if (dtype == Dtype::float16) {
@@ -225,8 +225,8 @@ struct WholeSums {
   __device__ void merge(const WholeSums& other) { dz += other.dz, distance += other.distance; }
 };
 
-// A thread takes distances from the mean of its first elements. Those are some hundredth of all it has at least, so that
-// their mean is at most some deviations from that of all; the rest is in double. All threads have the result.
+// A thread takes distances from the mean of its first elements, which is some deviations from that of all unless those few are
+// unlike the rest; the sums are double. All threads have the result.
 template <class T, bool single>
 __device__ Moments<double> whole_moments(const ChannelArgs& args, const Walk<single>& walk) {
   constexpr int n = 2;
@@ -386,7 +386,7 @@ __global__ void __launch_bounds__(kBackwardResident<T>)
 // Of a word, or of half a word where the other tensor's elements take twice the bytes.
 template <class T>
 int most_near_bits(const ChannelArgs& args) {
-  if (sizeof(T) == 8) return 1;
+  if (sizeof(T) == 8) return 0;
   return args.dtype == Dtype::float32 || args.out_dtype == Dtype::float32 ? 2 : 3;
 }
 
@@ -420,9 +420,12 @@ WholeShape whole_shape(const ChannelArgs& args, const Statistics<T>& s, bool bac
   return shape;
 }
 
-template <class T, bool single>
-auto backward_kernel(const ChannelArgs& args) {
-  return args.has_act ? whole_backward_kernel<T, single, true> : whole_backward_kernel<T, single, false>;
+// f(whether elements are read one by one); in float64 they are.
+template <class T, class F>
+void with_single(const WholeShape& shape, const F& f) {
+  if constexpr (sizeof(T) == 4)
+    if (shape.near_bits) return f(std::false_type());
+  f(std::true_type());
 }
 
 }  // namespace
@@ -446,8 +449,10 @@ int channel_whole_forward(const ChannelArgs& args, const Statistics<T>& s, const
   int processors = 0;
   if (const cudaError_t error = processor_count(processors)) return error;
   const WholeShape shape = whole_shape(args, s, false, processors);
-  launch_kernel(shape.near_bits ? whole_forward_kernel<T, false> : whole_forward_kernel<T, true>,
-                unsigned(s.statistics), shape.threads, stream, args, s, shape, running);
+  with_single<T>(shape, [&](auto single) {
+    launch_kernel(whole_forward_kernel<T, single>, unsigned(s.statistics), shape.threads, stream, args, s, shape,
+                  running);
+  });
   return cudaGetLastError();
 }
 
@@ -457,8 +462,10 @@ int channel_whole_backward(const ChannelArgs& args, const Statistics<T>& s, doub
   int processors = 0;
   if (const cudaError_t error = processor_count(processors)) return error;
   const WholeShape shape = whole_shape(args, s, true, processors);
-  launch_kernel(shape.near_bits ? backward_kernel<T, false>(args) : backward_kernel<T, true>(args),
-                unsigned(s.statistics), shape.threads, stream, args, s, shape, dz, dz_distance, to);
+  with_single<T>(shape, [&](auto single) {
+    launch_kernel(args.has_act ? whole_backward_kernel<T, single, true> : whole_backward_kernel<T, single, false>,
+                  unsigned(s.statistics), shape.threads, stream, args, s, shape, dz, dz_distance, to);
+  });
   return cudaGetLastError();
 }
 

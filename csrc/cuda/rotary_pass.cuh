@@ -12,7 +12,7 @@ struct RotaryCall {
   RotaryArgs args;
   Divisor row_items, inner, outer;
   int64_t turning = 0, items = 0;  // items of a row that turn; of all rows
-  bool wide = false, table_words = false;
+  bool wide = false;
 
   template <class S>
   static RotaryCall of(const RotaryArgs& args) {
@@ -25,10 +25,6 @@ struct RotaryCall {
       const int64_t strides = h->batch | h->head | h->step | h->out_batch | h->out_head | h->out_step;
       if (h->heads && (address % sizeof(Word) != 0 || strides % word != 0)) call.wide = false;
     }
-    const auto tables = reinterpret_cast<uintptr_t>(args.cos) | reinterpret_cast<uintptr_t>(args.sin);
-    const int64_t table_word = int64_t(sizeof(Word)) / size_of(args.table_dtype);
-    call.table_words = args.pair == 1 && tables % sizeof(Word) == 0 &&
-                       (args.table_batch | args.table_row | args.other) % table_word == 0;
     const bool copies = args.q.x != args.q.out || args.k.x != args.k.out;
     const int64_t pairs = !call.wide ? 1 : args.interleaved ? word / 2 : word;
     call.turning = args.rotary / 2 / pairs;
@@ -49,44 +45,17 @@ struct RotaryCall {
   MEMKIT_FN bool is_known(int64_t position) const { return uint64_t(position) < uint64_t(args.table_rows); }
 };
 
-// Cosines or sines of n angles, of whatever dtype; words: they are neighbours and fill aligned words.
-template <class T, int n>
-struct Angles {
-  T x[n];
-
-  MEMKIT_FN void load(const void* table, Dtype dtype, int64_t at, int64_t step, bool words) {
-    if constexpr (sizeof(T) == 8) {
-      load<double>(table, at, step, words);
-    } else {
-      if (dtype == Dtype::float32) return load<float>(table, at, step, words);
-      if (dtype == Dtype::float16) return load<Half>(table, at, step, words);
-      load<Bfloat>(table, at, step, words);
-    }
+// An angle's cosine or sine, of whatever dtype.
+template <class T>
+MEMKIT_FN T angle(const void* table, Dtype dtype, int64_t i) {
+  if constexpr (sizeof(T) == 8) {
+    return static_cast<const double*>(table)[i];
+  } else {
+    if (dtype == Dtype::float32) return static_cast<const float*>(table)[i];
+    if (dtype == Dtype::float16) return widen(static_cast<const Half*>(table)[i]);
+    return widen(static_cast<const Bfloat*>(table)[i]);
   }
-
- private:
-  template <class S>
-  MEMKIT_FN void load(const void* table, int64_t at, int64_t step, bool words) {
-    constexpr int word = sizeof(Word) / sizeof(S);
-    const S* source = static_cast<const S*>(table) + at;
-    S raw[n];
-    if constexpr (n % word == 0) {
-      if (words) {
-        MEMKIT_UNROLL
-        for (int k = 0; k < n; k += word) {
-          const Word loaded = *reinterpret_cast<const Word*>(source + k);
-          std::memcpy(raw + k, &loaded, sizeof(loaded));
-        }
-      }
-    }
-    if (n % word != 0 || !words) {
-      MEMKIT_UNROLL
-      for (int k = 0; k < n; ++k) raw[k] = source[k * step];
-    }
-    MEMKIT_UNROLL
-    for (int k = 0; k < n; ++k) x[k] = widen(raw[k]);
-  }
-};
+}
 
 // n neighbouring elements; wide: they are one word.
 template <class S, int n, bool wide>
@@ -136,24 +105,12 @@ struct RotaryPass {
   static constexpr int word = sizeof(Word) / sizeof(S);
   static constexpr int pairs = !wide ? 1 : interleaved ? word / 2 : word;
 
-  // Pairs from one on, first and second elements.
-  MEMKIT_FN static void turn(const RotaryCall& call, int64_t table, int64_t pair, T (&first)[pairs],
-                             T (&second)[pairs]) {
-    const RotaryArgs& args = call.args;
-    Angles<T, pairs> cos_a, sin_a;
-    const int64_t a = table + pair * args.pair;
-    cos_a.load(args.cos, args.table_dtype, a, args.pair, call.table_words);
-    sin_a.load(args.sin, args.table_dtype, a, args.pair, call.table_words);
-    Angles<T, pairs> cos_b = cos_a, sin_b = sin_a;
-    if (args.other != 0) {
-      cos_b.load(args.cos, args.table_dtype, a + args.other, args.pair, call.table_words);
-      sin_b.load(args.sin, args.table_dtype, a + args.other, args.pair, call.table_words);
-    }
-    MEMKIT_UNROLL
-    for (int k = 0; k < pairs; ++k) {
-      const auto turned = rotate<back>(first[k], second[k], cos_a.x[k], sin_a.x[k], cos_b.x[k], sin_b.x[k]);
-      first[k] = turned.first, second[k] = turned.second;
-    }
+  MEMKIT_FN static RotaryPair<T> turn(const RotaryArgs& args, int64_t table, int64_t pair, T first, T second) {
+    const int64_t a = table + pair * args.pair, b = a + args.other;
+    const T cos_a = angle<T>(args.cos, args.table_dtype, a), sin_a = angle<T>(args.sin, args.table_dtype, a);
+    if (args.other == 0) return rotate<back>(first, second, cos_a, sin_a, cos_a, sin_a);
+    return rotate<back>(first, second, cos_a, sin_a, angle<T>(args.cos, args.table_dtype, b),
+                        angle<T>(args.sin, args.table_dtype, b));
   }
 
   // Item `part` of a row.
@@ -173,19 +130,22 @@ struct RotaryPass {
     if constexpr (interleaved) {
       Elements<S, 2 * pairs, wide> x;
       x.load(from, row.from + 2 * pair);
-      T first[pairs], second[pairs];
       MEMKIT_UNROLL
-      for (int k = 0; k < pairs; ++k) first[k] = x.x[2 * k], second[k] = x.x[2 * k + 1];
-      turn(call, row.table, pair, first, second);
-      MEMKIT_UNROLL
-      for (int k = 0; k < pairs; ++k) x.x[2 * k] = first[k], x.x[2 * k + 1] = second[k];
+      for (int k = 0; k < pairs; ++k) {
+        const RotaryPair<T> turned = turn(args, row.table, pair + k, x.x[2 * k], x.x[2 * k + 1]);
+        x.x[2 * k] = turned.first, x.x[2 * k + 1] = turned.second;
+      }
       x.store(to, row.to + 2 * pair);
     } else {
       const int64_t apart = args.rotary / 2;
       Elements<S, pairs, wide> x, x2;
       x.load(from, row.from + pair);
       x2.load(from, row.from + apart + pair);
-      turn(call, row.table, pair, x.x, x2.x);
+      MEMKIT_UNROLL
+      for (int k = 0; k < pairs; ++k) {
+        const RotaryPair<T> turned = turn(args, row.table, pair + k, x.x[k], x2.x[k]);
+        x.x[k] = turned.first, x2.x[k] = turned.second;
+      }
       x.store(to, row.to + pair);
       x2.store(to, row.to + apart + pair);
     }

@@ -9,8 +9,8 @@ namespace {
 
 constexpr int kBeside = 512;  // threads of a block where a thread does a row
 
-// Words of a thread, as many as 64 registers have room for beside the arithmetic: the most of a row that is held, and at a
-// time where it is not.
+// Words of a thread, as many as 64 registers have room for beside the arithmetic: of a row that is held, and at a time where
+// it is not.
 template <class S>
 constexpr int kHeldWords = sizeof(S) == 8   ? 2
                            : sizeof(S) == 2 ? 4

@@ -70,7 +70,7 @@ struct SoftmaxEnd : SoftmaxOutput<typename ComputeType<S>::type, log> {
 };
 
 // A row in the registers of its threads, W words and one element in each. What is kept of an element is z, then
-// e^(z - pivot); or, of half the width, the element as it was loaded: more of a row, and another exponential.
+// e^(z - pivot); or, of half the width and many words, the element as it was loaded: more of a row, and another exponential.
 template <class S, int W, bool log, bool masked>
 struct SoftmaxHeld {
   using T = typename ComputeType<S>::type;

@@ -68,8 +68,8 @@ struct TeamShape {
 
 constexpr int kTeamMost = 1024;  // threads
 
-// The fewest threads that hold a row with `most` words each, but four at least where a row has words for them. Of few rows,
-// which leave the card idle, more threads with fewer words each, down to `least`.
+// The fewest threads that hold a row with up to `most` words each; more than `least` only where four threads are left. Of few
+// rows, which leave the card idle, more threads with fewer words each, down to `least`.
 inline cudaError_t team_shape(int64_t rows, int64_t words, bool singles, int least, int most, int threads_most,
                               TeamShape& shape) {
   constexpr int kFew = 4;

@@ -61,12 +61,13 @@ at::Tensor channel_norm_backward(const ChannelNorm& norm, const at::Tensor& grad
 // long as a small pass.
 at::Tensor gradient_of(const OptionalTensor& parameter, const at::Tensor& sums);
 
-// All gradients, those of weight and bias in their dtype, where the statistics are the input's own.
+// All gradients, those of weight and bias in their dtype and where they are wanted. The statistics are the input's own.
 struct ChannelGradients {
   at::Tensor input, weight, bias;
 };
 ChannelGradients channel_norm_gradients(const ChannelNorm& norm, const at::Tensor& grad, const at::Tensor& input,
                                         const at::Tensor& mean, const at::Tensor& variance,
-                                        const OptionalTensor& weight, const OptionalTensor& bias, bool reuse_grad);
+                                        const OptionalTensor& weight, const OptionalTensor& bias, bool wants_weight,
+                                        bool wants_bias, bool reuse_grad);
 
 }  // namespace memkit

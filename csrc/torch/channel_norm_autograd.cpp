@@ -110,11 +110,9 @@ struct ChannelNormBackward : SavedNode {
     // The incoming gradient's memory serves for the outgoing one where no one else can see it.
     const bool reuse = plain && is_sole_owner(grad), wants_input = task_should_compute_output(0);
     if (plain && own_statistics && wants_input) {
-      ChannelGradients found = channel_norm_gradients(norm(), grad, x, mean, variance, weight, bias, reuse);
-      if (wants_weight) result[1] = std::move(found.weight);
-      if (wants_bias) result[2] = std::move(found.bias);
-      result[0] = std::move(found.input);
-      return result;
+      ChannelGradients found =
+          channel_norm_gradients(norm(), grad, x, mean, variance, weight, bias, wants_weight, wants_bias, reuse);
+      return {std::move(found.input), std::move(found.weight), std::move(found.bias)};
     }
     ChannelSums sums;
     if (own_statistics || wants_weight || wants_bias) {

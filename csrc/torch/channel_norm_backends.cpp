@@ -227,30 +227,32 @@ Tensor channel_norm_backward(const ChannelNorm& norm, const Tensor& grad, const 
 
 ChannelGradients channel_norm_gradients(const ChannelNorm& norm, const Tensor& grad, const Tensor& input,
                                         const Tensor& mean, const Tensor& variance, const OptionalTensor& weight,
-                                        const OptionalTensor& bias, bool reuse_grad) {
+                                        const OptionalTensor& bias, bool wants_weight, bool wants_bias,
+                                        bool reuse_grad) {
   check_gradient(norm, grad, input);
   const auto format = format_of(norm, input);
   const Tensor x = input.contiguous(format), g = grad.contiguous(format);
   const Tensor grad_input = gradient_memory(x, grad, g, reuse_grad);
   if (x.is_meta() || x.numel() == 0) {
-    const auto zeros = [](const OptionalTensor& parameter) {
-      return parameter ? at::zeros_like(*parameter, at::MemoryFormat::Contiguous) : Tensor();
+    const auto zeros = [](const OptionalTensor& parameter, bool wanted) {
+      return wanted ? at::zeros_like(*parameter, at::MemoryFormat::Contiguous) : Tensor();
     };
-    return {grad_input, zeros(weight), zeros(bias)};
+    return {grad_input, zeros(weight, wants_weight), zeros(bias, wants_bias)};
   }
   ChannelCall call = call_of(norm, x, g.scalar_type());
   const Operands operands(call, norm, x, mean, variance, weight, bias);
   call.args.grad = g.const_data_ptr();
   call.args.grad_input = grad_input.mutable_data_ptr();
   if (!runs_on_threads(call.device)) {
-    const auto empty = [](const OptionalTensor& parameter) { return parameter ? fresh_like(*parameter) : Tensor(); };
-    const Tensor grad_weight = empty(weight), grad_bias = empty(bias);
+    const Tensor grad_weight = wants_weight ? fresh_like(*weight) : Tensor();
+    const Tensor grad_bias = wants_bias ? fresh_like(*bias) : Tensor();
     gradients_on_stream(call, numbers_to(grad_weight), numbers_to(grad_bias));
     return {grad_input, grad_weight, grad_bias};
   }
   const Tensor dz = doubles({x.sym_size(1)}, x), dz_x_hat = doubles({x.sym_size(1)}, x);
   run_channel_gradients(call, dz.data_ptr<double>(), dz_x_hat.data_ptr<double>());
-  return {grad_input, gradient_of(weight, dz_x_hat), gradient_of(bias, dz)};
+  return {grad_input, wants_weight ? gradient_of(weight, dz_x_hat) : Tensor(),
+          wants_bias ? gradient_of(bias, dz) : Tensor()};
 }
 
 namespace {

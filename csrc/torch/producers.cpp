@@ -200,11 +200,9 @@ struct BatchNormProducer : Producer {
     const Tensor &mean = statistics[0], &variance = statistics[1];
     Tensors found(5);
     if (own() && wanted[0]) {
-      ChannelGradients g =
-          channel_norm_gradients(norm, grad, x(), mean, variance, weight(), bias(), /*reuse_grad=*/true);
-      if (wanted[1]) found[1] = std::move(g.weight);
-      if (wanted[2]) found[2] = std::move(g.bias);
-      found[0] = std::move(g.input);
+      ChannelGradients g = channel_norm_gradients(norm, grad, x(), mean, variance, weight(), bias(), wanted[1],
+                                                  wanted[2], /*reuse_grad=*/true);
+      found[0] = std::move(g.input), found[1] = std::move(g.weight), found[2] = std::move(g.bias);
       return found;
     }
     ChannelSums sums;

@@ -128,9 +128,14 @@ RowNormGradients row_norm_backward(const RowNorm& norm, const Tensor& grad, cons
   const OptionalTensor w = dense(weight, computed), b = dense(bias, computed);
   RowNormGradients result;
   if (wanted[0]) result.input = into.defined() ? into : fresh_like(g, input_dtype);
-  if (wanted[1]) result.weight = at::empty_like(*weight, at::MemoryFormat::Contiguous);
-  if (wanted[2]) result.bias = at::empty_like(*bias, at::MemoryFormat::Contiguous);
-  if (g.is_meta()) return result;
+  if (wanted[1]) result.weight = at::empty_like(*w, at::MemoryFormat::Contiguous);
+  if (wanted[2]) result.bias = at::empty_like(*b, at::MemoryFormat::Contiguous);
+  const auto as_parameters = [&] {
+    if (wanted[1]) result.weight = result.weight.to(weight->scalar_type());
+    if (wanted[2]) result.bias = result.bias.to(bias->scalar_type());
+    return result;
+  };
+  if (g.is_meta()) return as_parameters();
   RowNormArgs args;
   describe_call(args, norm, g, input_dtype, w, b);
   TORCH_CHECK(
@@ -145,7 +150,7 @@ RowNormGradients row_norm_backward(const RowNorm& norm, const Tensor& grad, cons
   args.grad_sum = more ? more->const_data_ptr() : nullptr;
   args.grad_input = wanted[0] ? result.input.mutable_data_ptr() : nullptr;
   run_row_norm_backward(args, g, result.weight, result.bias);
-  return result;
+  return as_parameters();
 }
 
 namespace {
