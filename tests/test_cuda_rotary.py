@@ -35,6 +35,26 @@ def test_packed_heads(dtype: torch.dtype, interleaved: bool, inplace: bool) -> N
             assert (mine - truth).abs().max() <= 2 * (usual - truth).abs().max() + floor
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_words_of_angles(dtype: torch.dtype) -> None:
+    """Tables with a column for each element and for each pair, aligned and not; there and back."""
+    torch.manual_seed(0)
+    q, k = (torch.randn(2, heads, 17, 80, dtype=dtype, device="cuda").requires_grad_() for heads in (6, 2))
+    grads = [torch.randn_like(x) for x in (q, k)]
+    cos, sin = (t.to(dtype).cuda() for t in tables(20, 64))
+    want = [stock(x.double(), cos.double(), sin.double()) for x in (q, k)]
+    want += torch.autograd.grad(want, (q, k), [g.double() for g in grads])
+    for columns, off in ((64, 0), (32, 0), (64, 1), (32, 1)):
+        own = [
+            torch.cat([t.new_zeros(off), t[:, :columns].flatten()])[off:].view(20, columns)
+            for t in (cos, sin)
+        ]
+        got = list(M.apply_rotary(q, k, *own, rotary_dim=64))
+        got += torch.autograd.grad(got, (q, k), grads)
+        for mine, truth in zip(got, want, strict=True):
+            torch.testing.assert_close(mine, truth.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-3)
+
+
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_gradients(layout: str) -> None:
     rope = memkit.nn.RotaryEmbedding(32, 16, layout=layout, device="cuda")

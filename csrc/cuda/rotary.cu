@@ -20,24 +20,28 @@ __global__ void __launch_bounds__(kRotaryThreads) rotary_kernel(const RotaryCall
   }
 }
 
-template <class S, bool interleaved, bool wide>
+template <class S, bool interleaved, bool wide, bool table_words = false>
 void launch(const RotaryCall& call, cudaStream_t stream) {
   constexpr int64_t most = (int64_t(1) << 31) - 1;
   const auto blocks = unsigned(std::min((call.items + kRotaryThreads - 1) / kRotaryThreads, most));
-  if (call.args.back)
-    launch_kernel(rotary_kernel<RotaryPass<S, interleaved, wide, true>>, blocks, kRotaryThreads, stream, call);
-  else
-    launch_kernel(rotary_kernel<RotaryPass<S, interleaved, wide, false>>, blocks, kRotaryThreads, stream, call);
+  launch_kernel(call.args.back ? rotary_kernel<RotaryPass<S, interleaved, wide, true, table_words>>
+                               : rotary_kernel<RotaryPass<S, interleaved, wide, false, table_words>>,
+                blocks, kRotaryThreads, stream, call);
 }
 
 template <class S>
 cudaError_t launch(const RotaryArgs& args, cudaStream_t stream) {
   const RotaryCall call = RotaryCall::of<S>(args);
   if (call.items == 0) return cudaSuccess;
-  if (args.interleaved)
+  if (args.interleaved) {
     call.wide ? launch<S, true, true>(call, stream) : launch<S, true, false>(call, stream);
-  else
-    call.wide ? launch<S, false, true>(call, stream) : launch<S, false, false>(call, stream);
+  } else if (!call.wide) {
+    launch<S, false, false>(call, stream);
+  } else if (sizeof(S) == 2 && call.table_words) {  // of wider elements a word is so few that angles one by one serve
+    launch<S, false, true, sizeof(S) == 2>(call, stream);
+  } else {
+    launch<S, false, true>(call, stream);
+  }
   return cudaGetLastError();
 }
 

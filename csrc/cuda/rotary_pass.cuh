@@ -11,8 +11,8 @@ namespace memkit::cuda {
 struct RotaryCall {
   RotaryArgs args;
   Divisor row_items, inner, outer;
-  int64_t turning = 0, items = 0;  // items of a row that turn; of all rows
-  bool wide = false;
+  int64_t turning = 0, items = 0;          // items of a row that turn; of all rows
+  bool wide = false, table_words = false;  // table_words: angles of the elements' dtype, neighbours in aligned words
 
   template <class S>
   static RotaryCall of(const RotaryArgs& args) {
@@ -25,6 +25,9 @@ struct RotaryCall {
       const int64_t strides = h->batch | h->head | h->step | h->out_batch | h->out_head | h->out_step;
       if (h->heads && (address % sizeof(Word) != 0 || strides % word != 0)) call.wide = false;
     }
+    const auto tables = reinterpret_cast<uintptr_t>(args.cos) | reinterpret_cast<uintptr_t>(args.sin);
+    call.table_words = args.table_dtype == args.dtype && args.pair == 1 && tables % sizeof(Word) == 0 &&
+                       (args.table_batch | args.table_row | args.other) % word == 0;
     const bool copies = args.q.x != args.q.out || args.k.x != args.k.out;
     const int64_t pairs = !call.wide ? 1 : args.interleaved ? word / 2 : word;
     call.turning = args.rotary / 2 / pairs;
@@ -63,18 +66,23 @@ struct Elements {
   using T = typename ComputeType<S>::type;
   T x[n];
 
-  MEMKIT_FN void load(const void* from, int64_t at) {
-    const S* source = static_cast<const S*>(from) + at;
+  Elements() = default;
+  MEMKIT_FN explicit Elements(Word word) {
     S raw[n];
-    if constexpr (wide) {
-      const Word word = *reinterpret_cast<const Word*>(source);
-      std::memcpy(raw, &word, sizeof(word));
-    } else {
-      MEMKIT_UNROLL
-      for (int k = 0; k < n; ++k) raw[k] = source[k];
-    }
+    static_assert(sizeof(raw) == sizeof(word));
+    std::memcpy(raw, &word, sizeof(word));
     MEMKIT_UNROLL
     for (int k = 0; k < n; ++k) x[k] = widen(raw[k]);
+  }
+
+  MEMKIT_FN void load(const void* from, int64_t at) {
+    const S* source = static_cast<const S*>(from) + at;
+    if constexpr (wide) {
+      *this = Elements(*reinterpret_cast<const Word*>(source));
+    } else {
+      MEMKIT_UNROLL
+      for (int k = 0; k < n; ++k) x[k] = widen(source[k]);
+    }
   }
 
   MEMKIT_FN void store(void* to, int64_t at) const {
@@ -98,8 +106,8 @@ struct Elements {
   }
 };
 
-// Pairs of neighbours, or pairs apart; wide: words of them.
-template <class S, bool interleaved, bool wide, bool back>
+// Pairs of neighbours, or pairs apart; wide: words of them; table_words: of angles too.
+template <class S, bool interleaved, bool wide, bool back, bool table_words = false>
 struct RotaryPass {
   using T = typename ComputeType<S>::type;
   static constexpr int word = sizeof(Word) / sizeof(S);
@@ -111,6 +119,29 @@ struct RotaryPass {
     if (args.other == 0) return rotate<back>(first, second, cos_a, sin_a, cos_a, sin_a);
     return rotate<back>(first, second, cos_a, sin_a, angle<T>(args.cos, args.table_dtype, b),
                         angle<T>(args.sin, args.table_dtype, b));
+  }
+
+  // A word of pairs apart by words of angles, which are all asked for before the first is used.
+  MEMKIT_FN static void turn_words(const RotaryCall& call, const RotaryRow& row, int64_t pair) {
+    const RotaryArgs& args = call.args;
+    const int64_t apart = args.rotary / 2, a = row.table + pair;
+    const auto load = [](const void* from, int64_t at) {
+      return *reinterpret_cast<const Word*>(static_cast<const S*>(from) + at);
+    };
+    const Word raw_first = load(row.heads->x, row.from + pair),
+               raw_second = load(row.heads->x, row.from + apart + pair);
+    const Word raw_cos_a = load(args.cos, a), raw_sin_a = load(args.sin, a);
+    Word raw_cos_b = raw_cos_a, raw_sin_b = raw_sin_a;
+    if (args.other != 0) raw_cos_b = load(args.cos, a + args.other), raw_sin_b = load(args.sin, a + args.other);
+    Elements<S, word, true> first(raw_first), second(raw_second);
+    const Elements<S, word, true> cos_a(raw_cos_a), sin_a(raw_sin_a), cos_b(raw_cos_b), sin_b(raw_sin_b);
+    MEMKIT_UNROLL
+    for (int k = 0; k < word; ++k) {
+      const auto turned = rotate<back>(first.x[k], second.x[k], cos_a.x[k], sin_a.x[k], cos_b.x[k], sin_b.x[k]);
+      first.x[k] = turned.first, second.x[k] = turned.second;
+    }
+    first.store(row.heads->out, row.to + pair);
+    second.store(row.heads->out, row.to + apart + pair);
   }
 
   // Item `part` of a row.
@@ -136,6 +167,8 @@ struct RotaryPass {
         x.x[2 * k] = turned.first, x.x[2 * k + 1] = turned.second;
       }
       x.store(to, row.to + 2 * pair);
+    } else if constexpr (table_words) {
+      turn_words(call, row, pair);
     } else {
       const int64_t apart = args.rotary / 2;
       Elements<S, pairs, wide> x, x2;
