@@ -54,17 +54,15 @@ int channel_finish_parameters(const Statistics<T>& s, int64_t parts, const doubl
                               const FromSums<T>& to, CUstream_st* stream);
 
 // Whether a block for each statistic is the faster way, in which one call does what lies above. Not for columns, nor where
-// large statistics are too few for the device, or many too short for a block.
-template <class T>
-int channel_by_statistics(const ChannelArgs& args, const Statistics<T>& s, bool& whole);
+// large statistics are too few for the device, or many too short for a block; in float64 there is none.
+int channel_by_statistics(const ChannelArgs& args, const Statistics<float>& s, bool& whole);
 // Statistics, running ones and y; terms are the kernel's own.
-template <class T>
-int channel_whole_forward(const ChannelArgs& args, const Statistics<T>& s, const Running& running, CUstream_st* stream);
+int channel_whole_forward(const ChannelArgs& args, const Statistics<float>& s, const Running& running,
+                          CUstream_st* stream);
 // grad_input, batch norm's gradients of parameters, and group norm's sums over planes, where dz is given, for
 // channel_finish_parameters.
-template <class T>
-int channel_whole_backward(const ChannelArgs& args, const Statistics<T>& s, double* dz, double* dz_distance,
-                           const FromSums<T>& to, CUstream_st* stream);
+int channel_whole_backward(const ChannelArgs& args, const Statistics<float>& s, double* dz, double* dz_distance,
+                           const FromSums<float>& to, CUstream_st* stream);
 
 // Terms of statistics that are given; with c1 and c2, backward's.
 template <class T>

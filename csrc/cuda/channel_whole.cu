@@ -1,6 +1,6 @@
 // Batch and group norm with a block for each statistic: it reads the statistic's elements from memory once, finds them in a
 // cache at its later looks, and makes statistics, terms and gradients in between. One launch each way, two for group norm's
-// gradients with those of parameters, which are sums over samples.
+// gradients with those of parameters, which are sums over samples. Not in float64.
 #include "channel_kernels.cuh"
 #include "team.cuh"
 
@@ -11,12 +11,7 @@ constexpr int kWholeSets = 256;  // of a statistic, the most: their terms are in
 constexpr int64_t kWholeMost = int64_t(1) << 28;
 
 // Threads of a block, the most, and of a multiprocessor, which tells the compiler how many registers each has.
-template <class T>
-constexpr int kWholeThreads = sizeof(T) == 8 ? 256 : 512;
-template <class T>
-constexpr int kForwardResident = sizeof(T) == 8 ? 256 : 768;
-template <class T>
-constexpr int kBackwardResident = sizeof(T) == 8 ? 256 : 640;
+constexpr int kWholeThreads = 512, kForwardResident = 768, kBackwardResident = 640;
 
 // Divisor for 0 <= n < 2^31, in half the registers.
 struct ShortDivisor {
@@ -72,13 +67,13 @@ struct Walk {
     return at_most((((end - i - 1) >> (bits + shape.lane_bits)) + 1) << bits, kWidth);
   }
   // As they lie in memory; single ones each in a register of its own, since to put them together would wait for each.
-  template <class T>
-  __device__ void load(const void* array, Dtype dtype, int i, int end, RawVector<T>& raw) const {
-    with_stored<T>(dtype, [&](auto stored, auto near) {
+  __device__ void load(const void* array, Dtype dtype, int i, int end, RawVector<float>& raw) const {
+    with_stored(dtype, [&](auto stored, auto nearest) {
       using S = decltype(stored);
+      constexpr int near = decltype(nearest)::value;
       const S* from = static_cast<const S*>(array);
       if constexpr (near == 1) {
-        Slot<T> slots[kWidth] = {};
+        uint32_t slots[kWidth] = {};
         MEMKIT_UNROLL
         for (int k = 0; k < kWidth; ++k) {
           if (element(i, k) >= end) continue;
@@ -97,13 +92,12 @@ struct Walk {
       }
     });
   }
-  template <class T>
-  __device__ Vector<T> values(const RawVector<T>& raw, Dtype dtype) const {
+  __device__ Vector<float> values(const RawVector<float>& raw, Dtype dtype) const {
     if constexpr (!single) return raw.values(dtype);
-    Slot<T> slots[kWidth];
+    uint32_t slots[kWidth];
     memcpy(slots, raw.word, sizeof(slots));
-    Vector<T> v;
-    with_stored<T>(dtype, [&](auto stored, auto) {
+    Vector<float> v;
+    with_stored(dtype, [&](auto stored, auto) {
       MEMKIT_UNROLL
       for (int k = 0; k < kWidth; ++k) {
         const auto bits = Slot<decltype(stored)>(slots[k]);
@@ -113,10 +107,10 @@ struct Walk {
     });
     return v;
   }
-  template <class T>
-  __device__ void store(const Vector<T>& v, void* array, Dtype dtype, int i, int end) const {
-    with_stored<T>(dtype, [&](auto stored, auto near) {
+  __device__ void store(const Vector<float>& v, void* array, Dtype dtype, int i, int end) const {
+    with_stored(dtype, [&](auto stored, auto nearest) {
       using S = decltype(stored);
+      constexpr int near = decltype(nearest)::value;
       S x[kWidth];
       narrow_all(v.x, x);
       MEMKIT_UNROLL
@@ -151,15 +145,12 @@ struct Walk {
   template <int n>
   using Near = std::integral_constant<int, single ? 1 : n>;
   template <class S>
-  using Slot = typename std::conditional<sizeof(S) == 8, uint64_t,
-                                         typename std::conditional<sizeof(S) == 4, uint32_t, uint16_t>::type>::type;
+  using Slot = typename std::conditional<sizeof(S) == 4, uint32_t, uint16_t>::type;
 
-  // f(S(), near) for the type that is stored.
-  template <class T, class F>
+  // f(S(), how many are near) for the type that is stored.
+  template <class F>
   __device__ void with_stored(Dtype dtype, F&& f) const {
-    if constexpr (sizeof(T) == 8) {
-      f(double(), Near<1>());
-    } else if (dtype == Dtype::float32) {
+    if (dtype == Dtype::float32) {
       f(float(), Near<4>());
     } else if (dtype == Dtype::float16) {
       with_halves(Half(), f);
@@ -199,22 +190,21 @@ struct Walk {
 };
 
 // The terms of the block's sets, in shared memory. Sets differ in scale and shift alone.
-template <class T>
 struct WholeTerms {
-  Pair<T> sets[kWholeSets];
-  ChannelTerms<T> first;
+  Pair<float> sets[kWholeSets];
+  ChannelTerms<float> first;
 
   // made(set), by a thread for each; all threads come.
   template <class F>
   __device__ void make(int count, F&& made) {
     for (int set = threadIdx.x; set < count; set += blockDim.x) {
-      const ChannelTerms<T> terms = made(set);
+      const ChannelTerms<float> terms = made(set);
       sets[set] = {terms.scale, terms.shift};
       if (set == 0) first = terms;
     }
     __syncthreads();
   }
-  __device__ ChannelTerms<T> of(int set) const {
+  __device__ ChannelTerms<float> of(int set) const {
     return {first.center, sets[set].a, sets[set].b, first.offset, first.slope};
   }
 };
@@ -227,22 +217,22 @@ struct WholeSums {
 
 // A thread takes distances from the mean of its first elements, which is some deviations from that of all unless those few are
 // unlike the rest; the sums are double. All threads have the result.
-template <class T, bool single>
+template <bool single>
 __device__ Moments<double> whole_moments(const ChannelArgs& args, const Walk<single>& walk) {
   constexpr int n = 2;
   const int end = walk.end();
   int count = 0;
-  T about = 0;
+  float about = 0;
   Pair<double> distance{0, 0};
   walk.template for_chunks<n, false>(walk.begin(), end, [&](int i, int step) {
-    RawVector<T> raw[n];
+    RawVector<float> raw[n];
     MEMKIT_UNROLL
     for (int a = 0; a < n; ++a) walk.load(args.x, args.dtype, i + a * step, end, raw[a]);
     const auto over = [&](auto&& term) {
       MEMKIT_UNROLL
       for (int a = 0; a < n; ++a) {
         const int exist = walk.exist(i + a * step, end);
-        const Vector<T> x = walk.values(raw[a], args.dtype);
+        const Vector<float> x = walk.values(raw[a], args.dtype);
         MEMKIT_UNROLL
         for (int k = 0; k < kWidth; ++k)
           if (k < exist) term(x.x[k]);
@@ -253,12 +243,12 @@ __device__ Moments<double> whole_moments(const ChannelArgs& args, const Walk<sin
     for (int a = 0; a < n; ++a) exist += walk.exist(i + a * step, end);
     if (exist == 0) return;
     if (count == 0) {
-      T sum = 0;
-      over([&](T x) { sum += x; });
-      about = sum / T(exist);
+      float sum = 0;
+      over([&](float x) { sum += x; });
+      about = sum / float(exist);
     }
-    Pair<T> own{0, 0};
-    over([&](T x) { own.a += x - about, own.b += (x - about) * (x - about); });
+    Pair<float> own{0, 0};
+    over([&](float x) { own.a += x - about, own.b += (x - about) * (x - about); });
     distance.a += double(own.a), distance.b += double(own.b), count += exist;
   });
   const double size = walk.shape.size;
@@ -270,14 +260,15 @@ __device__ Moments<double> whole_moments(const ChannelArgs& args, const Walk<sin
   return {size, mean, at_least(team_merge(squares).value, 0.0)};
 }
 
-template <class T, bool single>
-__global__ void __launch_bounds__(kForwardResident<T>)
-    whole_forward_kernel(const ChannelArgs args, const Statistics<T> s, const WholeShape shape, const Running running) {
+template <bool single>
+__global__ void __launch_bounds__(kForwardResident)
+    whole_forward_kernel(const ChannelArgs args, const Statistics<float> s, const WholeShape shape,
+                         const Running running) {
   constexpr int n = 2;
-  __shared__ WholeTerms<T> terms;
+  __shared__ WholeTerms terms;
   const Walk<single> walk(shape);
   const int64_t i = blockIdx.x, first_set = i * shape.sets;
-  const Moments<double> all = whole_moments<T>(args, walk);
+  const Moments<double> all = whole_moments(args, walk);
   const double variance = all.m2 / all.count;
   if (threadIdx.x == 0) {
     s.mean.put(i, all.mean), s.variance.put(i, variance);
@@ -288,18 +279,18 @@ __global__ void __launch_bounds__(kForwardResident<T>)
   });
   walk.template for_pieces<true>([&](int set, int begin, int end) {
     if (begin == end) return;
-    const ChannelTerms<T> t = terms.of(set);
+    const ChannelTerms<float> t = terms.of(set);
     walk.template for_chunks<n, true>(begin, end, [&](int at, int step) {
-      RawVector<T> raw[n];
+      RawVector<float> raw[n];
       MEMKIT_UNROLL
       for (int a = 0; a < n; ++a) walk.load(args.x, args.dtype, at + a * step, end, raw[a]);
       MEMKIT_UNROLL
       for (int a = 0; a < n; ++a) {
         if (at + a * step >= end) continue;
-        Vector<T> x = walk.values(raw[a], args.dtype);
+        Vector<float> x = walk.values(raw[a], args.dtype);
         MEMKIT_UNROLL
         for (int k = 0; k < kWidth; ++k) x.x[k] = t.value(x.x[k]);
-        visit(act_of(args), ActValue<T>{}, args.params, x);
+        visit(act_of(args), ActValue<float>{}, args.params, x);
         walk.store(x, args.y, args.out_dtype, at + a * step, end);
       }
     });
@@ -308,18 +299,18 @@ __global__ void __launch_bounds__(kForwardResident<T>)
 
 // A piece's sums have a place of their own, the set's number and the team's together: from a piece to the next one of them
 // grows. grad_input may be grad's memory: both passes give a thread the same elements, which it reads before it writes them.
-template <class T, bool single, bool acts>
-__global__ void __launch_bounds__(kBackwardResident<T>)
-    whole_backward_kernel(const ChannelArgs args, const Statistics<T> s, const WholeShape shape, double* dz,
-                          double* dz_distance, const FromSums<T> to) {
+template <bool single, bool acts>
+__global__ void __launch_bounds__(kBackwardResident)
+    whole_backward_kernel(const ChannelArgs args, const Statistics<float> s, const WholeShape shape, double* dz,
+                          double* dz_distance, const FromSums<float> to) {
   constexpr int n = 2;
-  __shared__ WholeTerms<T> terms;
-  __shared__ Pair<double> pieces[kWholeSets + kWholeThreads<T>];
+  __shared__ WholeTerms terms;
+  __shared__ Pair<double> pieces[kWholeSets + kWholeThreads];
   const Walk<single> walk(shape);
   const int64_t i = blockIdx.x, first_set = i * shape.sets;
   // f(x, gradient, the first of their eight elements) for a chunk's vectors, which are all read before.
   const auto over = [&](int at, int step, int end, auto&& f) {
-    RawVector<T> x[n], g[n];
+    RawVector<float> x[n], g[n];
     MEMKIT_UNROLL
     for (int a = 0; a < n; ++a) {
       walk.load(args.x, args.dtype, at + a * step, end, x[a]);
@@ -334,11 +325,11 @@ __global__ void __launch_bounds__(kBackwardResident<T>)
   walk.template for_pieces<false>([&](int set, int begin, int end) {
     Pair<double> sum{0, 0};
     if (begin < end) {
-      const ChannelTerms<T> t = terms.of(set);
+      const ChannelTerms<float> t = terms.of(set);
       walk.template for_chunks<n, false>(begin, end, [&](int at, int step) {
-        Pair<T> own{0, 0};
-        over(at, step, end, [&](const Vector<T>& x, const Vector<T>& g, int first) {
-          add_sums<T, acts>(args, t, x, g, walk.exist(first, end), own);
+        Pair<float> own{0, 0};
+        over(at, step, end, [&](const Vector<float>& x, const Vector<float>& g, int first) {
+          add_sums<float, acts>(args, t, x, g, walk.exist(first, end), own);
         });
         sum.a += double(own.a), sum.b += double(own.b);
       });
@@ -371,9 +362,9 @@ __global__ void __launch_bounds__(kBackwardResident<T>)
   });
   walk.template for_pieces<true>([&](int set, int begin, int end) {
     if (begin == end) return;
-    const ChannelTerms<T> t = terms.of(set);
+    const ChannelTerms<float> t = terms.of(set);
     walk.template for_chunks<n, true>(begin, end, [&](int at, int step) {
-      over(at, step, end, [&](const Vector<T>& x, Vector<T> g, int first) {
+      over(at, step, end, [&](const Vector<float>& x, Vector<float> g, int first) {
         to_dz<acts>(args, t, x, g);
         MEMKIT_UNROLL
         for (int k = 0; k < kWidth; ++k) g.x[k] = t.gradient(x.x[k], g.x[k]);
@@ -384,18 +375,15 @@ __global__ void __launch_bounds__(kBackwardResident<T>)
 }
 
 // Of a word, or of half a word where the other tensor's elements take twice the bytes.
-template <class T>
 int most_near_bits(const ChannelArgs& args) {
-  if (sizeof(T) == 8) return 0;
   return args.dtype == Dtype::float32 || args.out_dtype == Dtype::float32 ? 2 : 3;
 }
 
-template <class T>
-WholeShape whole_shape(const ChannelArgs& args, const Statistics<T>& s, bool backward, int processors) {
+WholeShape whole_shape(const ChannelArgs& args, const Statistics<float>& s, bool backward, int processors) {
   WholeShape shape;
   shape.sets = int(s.sets_of_one()), shape.size = int(s.size), shape.of_set = shape.size / shape.sets;
-  while (shape.near_bits < most_near_bits<T>(args) && args.inner % (2 << shape.near_bits) == 0) ++shape.near_bits;
-  if (!channel_aligned(args) || (sizeof(T) == 4 && shape.near_bits == 1)) shape.near_bits = 0;
+  while (shape.near_bits < most_near_bits(args) && args.inner % (2 << shape.near_bits) == 0) ++shape.near_bits;
+  if (!channel_aligned(args) || shape.near_bits == 1) shape.near_bits = 0;
   shape.stride = s.groups ? s.size : args.inner;
   shape.gap = s.groups ? 0 : (args.channels - 1) * args.inner;
   shape.run = ShortDivisor(args.inner);
@@ -408,9 +396,9 @@ WholeShape whole_shape(const ChannelArgs& args, const Statistics<T>& s, bool bac
     while (threads < most && threads * each < shape.size) threads *= 2;
     return threads;
   };
-  const int least = std::max(threads_for(8 * kWidth, kWholeThreads<T> / 2), backward ? 2 * kLanes : kLanes);
-  shape.threads = std::max(least, threads_for(kWidth, kWholeThreads<T>));
-  while (shape.threads > least && s.statistics * shape.threads > int64_t(processors) * kWholeThreads<T>)
+  const int least = std::max(threads_for(8 * kWidth, kWholeThreads / 2), backward ? 2 * kLanes : kLanes);
+  shape.threads = std::max(least, threads_for(kWidth, kWholeThreads));
+  while (shape.threads > least && s.statistics * shape.threads > int64_t(processors) * kWholeThreads)
     shape.threads /= 2;
   const int teams = shape.threads >> shape.lane_bits, unit = 1 << shape.near_bits;
   shape.share = (shape.size + teams * unit - 1) / (teams * unit) * unit;
@@ -420,18 +408,15 @@ WholeShape whole_shape(const ChannelArgs& args, const Statistics<T>& s, bool bac
   return shape;
 }
 
-// f(whether elements are read one by one); in float64 they are.
-template <class T, class F>
+// f(whether elements are read one by one).
+template <class F>
 void with_single(const WholeShape& shape, const F& f) {
-  if constexpr (sizeof(T) == 4)
-    if (shape.near_bits) return f(std::false_type());
-  f(std::true_type());
+  shape.near_bits ? f(std::false_type()) : f(std::true_type());
 }
 
 }  // namespace
 
-template <class T>
-int channel_by_statistics(const ChannelArgs& args, const Statistics<T>& s, bool& whole) {
+int channel_by_statistics(const ChannelArgs& args, const Statistics<float>& s, bool& whole) {
   constexpr int64_t kSmall = int64_t(1) << 15, kShort = kLanes * kWidth;
   whole = false;
   if (args.columns() || s.sets_of_one() > kWholeSets || s.size > kWholeMost) return cudaSuccess;
@@ -443,39 +428,27 @@ int channel_by_statistics(const ChannelArgs& args, const Statistics<T>& s, bool&
   return cudaSuccess;
 }
 
-template <class T>
-int channel_whole_forward(const ChannelArgs& args, const Statistics<T>& s, const Running& running,
+int channel_whole_forward(const ChannelArgs& args, const Statistics<float>& s, const Running& running,
                           CUstream_st* stream) {
   int processors = 0;
   if (const cudaError_t error = processor_count(processors)) return error;
   const WholeShape shape = whole_shape(args, s, false, processors);
-  with_single<T>(shape, [&](auto single) {
-    launch_kernel(whole_forward_kernel<T, single>, unsigned(s.statistics), shape.threads, stream, args, s, shape,
-                  running);
+  with_single(shape, [&](auto single) {
+    launch_kernel(whole_forward_kernel<single>, unsigned(s.statistics), shape.threads, stream, args, s, shape, running);
   });
   return cudaGetLastError();
 }
 
-template <class T>
-int channel_whole_backward(const ChannelArgs& args, const Statistics<T>& s, double* dz, double* dz_distance,
-                           const FromSums<T>& to, CUstream_st* stream) {
+int channel_whole_backward(const ChannelArgs& args, const Statistics<float>& s, double* dz, double* dz_distance,
+                           const FromSums<float>& to, CUstream_st* stream) {
   int processors = 0;
   if (const cudaError_t error = processor_count(processors)) return error;
   const WholeShape shape = whole_shape(args, s, true, processors);
-  with_single<T>(shape, [&](auto single) {
-    launch_kernel(args.has_act ? whole_backward_kernel<T, single, true> : whole_backward_kernel<T, single, false>,
+  with_single(shape, [&](auto single) {
+    launch_kernel(args.has_act ? whole_backward_kernel<single, true> : whole_backward_kernel<single, false>,
                   unsigned(s.statistics), shape.threads, stream, args, s, shape, dz, dz_distance, to);
   });
   return cudaGetLastError();
 }
-
-#define MEMKIT_WHOLE(T)                                                                                          \
-  template int channel_by_statistics<T>(const ChannelArgs&, const Statistics<T>&, bool&);                        \
-  template int channel_whole_forward<T>(const ChannelArgs&, const Statistics<T>&, const Running&, CUstream_st*); \
-  template int channel_whole_backward<T>(const ChannelArgs&, const Statistics<T>&, double*, double*,             \
-                                         const FromSums<T>&, CUstream_st*);
-MEMKIT_WHOLE(float)
-MEMKIT_WHOLE(double)
-#undef MEMKIT_WHOLE
 
 }  // namespace memkit::cuda

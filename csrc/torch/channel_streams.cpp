@@ -1,5 +1,7 @@
 #include "channel_streams.h"
 
+#include <type_traits>
+
 #include "channel_layout.h"
 #include "channel_steps.h"
 
@@ -42,11 +44,11 @@ void launch_passes(const ChannelCall& call, const Launch& launch) {
 void launch_norm(ChannelCall call, bool forward) {
   launch_passes(call, [&](auto computed, auto stream) -> int {
     using T = decltype(computed);
-    if (forward) {
-      const auto s = device_statistics<T>(call, call.args.planes());
+    if constexpr (std::is_same_v<T, float>) {
+      const auto s = device_statistics<float>(call, call.args.planes());
       bool whole = false;
       if (const int error = cuda::channel_by_statistics(call.args, s, whole)) return error;
-      if (whole) return cuda::channel_whole_forward(call.args, s, call.running, stream);
+      if (forward && whole) return cuda::channel_whole_forward(call.args, s, call.running, stream);
     }
     const ChannelArgs groups = by_groups(call).args;
     int64_t parts = 0;
@@ -62,12 +64,11 @@ void launch_norm(ChannelCall call, bool forward) {
 }
 
 // Group norm's parameters take sums over planes, which then stay.
-template <class T>
-int launch_whole_gradients(const ChannelCall& call, const cuda::Statistics<T>& s, int64_t parts,
-                           const cuda::FromSums<T>& to, CUstream_st* stream) {
+int launch_whole_gradients(const ChannelCall& call, const cuda::Statistics<float>& s, int64_t parts,
+                           const cuda::FromSums<float>& to, CUstream_st* stream) {
   if (s.groups == 0 || !(to.grad_weight || to.grad_bias))
     return cuda::channel_whole_backward(call.args, s, nullptr, nullptr, to, stream);
-  const Workspace<T> space(call, parts, false);
+  const Workspace<float> space(call, parts, false);
   if (const int error = cuda::channel_whole_backward(call.args, s, space.first, space.second, to, stream)) return error;
   return cuda::channel_finish_parameters(s, parts, space.first, space.second, to, stream);
 }
@@ -79,10 +80,11 @@ void launch_gradients(ChannelCall call, const Numbers& weight, const Numbers& bi
     int64_t parts = 0;
     if (const int error = cuda::channel_parts(call.args, parts)) return error;
     const cuda::Statistics<T> s = device_statistics<T>(call, parts);
-    bool whole = false;
-    if (backward)
+    if constexpr (std::is_same_v<T, float>) {
+      bool whole = false;
       if (const int error = cuda::channel_by_statistics(call.args, s, whole)) return error;
-    if (whole) return launch_whole_gradients(call, s, parts, cuda::FromSums<T>{weight, bias}, stream);
+      if (backward && whole) return launch_whole_gradients(call, s, parts, {weight, bias}, stream);
+    }
     const Workspace<T> space(call, parts, backward);
     call.args.terms = space.terms;
     if (const int error = cuda::channel_sums<T>(call.args, s, parts, space.first, space.second, stream)) return error;
