@@ -8,16 +8,9 @@ namespace memkit::cpu {
 
 constexpr int64_t kChunk = 2048;  // elements: a few chunks fit in the first-level cache
 
-// Calls f with a value of the type that the dtype is stored as, of those computed in float.
 template <class F>
 MEMKIT_FN void with_storage(Dtype dtype, const F& f) {
-  if (dtype == Dtype::float32) {
-    f(float());
-  } else if (dtype == Dtype::float16) {
-    f(Half());
-  } else {
-    f(Bfloat());
-  }
+  with_stored<Half, Bfloat>(dtype, f);
 }
 
 // The elements [first, first + n) of an array: where they lie if they are of type T, else widened into `space`.

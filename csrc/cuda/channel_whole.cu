@@ -87,7 +87,7 @@ struct Walk {
         S x[kWidth] = {};
         MEMKIT_UNROLL
         for (int k = 0; k < kWidth; k += near)
-          if (element(i, k) < end) read_near<near>(from + at(element(i, k)), x + k);
+          if (element(i, k) < end) load_raw<near>(from + at(element(i, k)), x + k);
         memcpy(raw.word, x, sizeof(x));
       }
     });
@@ -115,7 +115,7 @@ struct Walk {
       narrow_all(v.x, x);
       MEMKIT_UNROLL
       for (int k = 0; k < kWidth; k += near)
-        if (element(i, k) < end) write_near<near>(x + k, static_cast<S*>(array) + at(element(i, k)));
+        if (element(i, k) < end) store_raw<near>(x + k, static_cast<S*>(array) + at(element(i, k)));
     });
   }
 
@@ -164,27 +164,6 @@ struct Walk {
       f(stored, Near<kWidth / 2>());
     } else {
       f(stored, Near<kWidth>());
-    }
-  }
-  // By a word or half of one.
-  template <int bytes>
-  using Part = typename std::conditional<bytes == sizeof(Word), Word, HalfWord>::type;
-
-  template <int near, class S>
-  static __device__ void read_near(const S* from, S* to) {
-    constexpr int bytes = near * int(sizeof(S));
-    const auto part = *reinterpret_cast<const Part<bytes>*>(from);
-    memcpy(to, &part, bytes);
-  }
-  template <int near, class S>
-  static __device__ void write_near(const S* from, S* to) {
-    constexpr int bytes = near * int(sizeof(S));
-    if constexpr (near == 1) {
-      *to = *from;
-    } else {
-      Part<bytes> part;
-      memcpy(&part, from, bytes);
-      store_word(part, to);
     }
   }
 };

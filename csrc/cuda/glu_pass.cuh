@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../formulas/glu.h"
+#include "access.cuh"
 #include "bias.cuh"
 
 namespace memkit::cuda {
@@ -51,18 +52,7 @@ MEMKIT_FN void read(const void* x, int64_t at, T (&values)[n]) {
 
 template <class S, int n, class T>
 MEMKIT_FN void write(const T (&values)[n], void* x, int64_t at) {
-  S* target = static_cast<S*>(x) + at;
-  S raw[n == 1 ? 2 : n];
-  if constexpr (n == 1) {
-    narrow(values[0], T(0), raw);
-    *target = raw[0];
-  } else {
-    MEMKIT_UNROLL
-    for (int k = 0; k < n; k += 2) narrow(values[k], values[k + 1], raw + k);
-    Word word;
-    std::memcpy(&word, raw, sizeof(word));
-    store_word(word, target);
-  }
+  store_values(values, static_cast<S*>(x) + at);
 }
 
 // The formulas on a thread's products: all threads of a launch take the same branch.

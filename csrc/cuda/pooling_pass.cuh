@@ -6,6 +6,7 @@
 #pragma once
 
 #include "../formulas/pooling.h"
+#include "access.cuh"
 #include "bias.cuh"
 
 namespace memkit::cuda {
@@ -106,87 +107,12 @@ struct PoolCall {
   }
 };
 
-// How so many bytes are read and written: at once, or in words.
-template <int bytes>
-struct PoolAccess {
-  static_assert(bytes % sizeof(Word) == 0);
-  static constexpr int size = sizeof(Word);
-  using type = Word;
-};
-#if defined(__CUDACC__)
-#define MEMKIT_ALIAS
-#else
-#define MEMKIT_ALIAS __attribute__((may_alias))
-#endif
-template <>
-struct PoolAccess<8> {
-  static constexpr int size = 8;
-  typedef uint64_t MEMKIT_ALIAS type;
-};
-template <>
-struct PoolAccess<4> {
-  static constexpr int size = 4;
-  typedef uint32_t MEMKIT_ALIAS type;
-};
-template <>
-struct PoolAccess<2> {
-  static constexpr int size = 2;
-  typedef uint16_t MEMKIT_ALIAS type;
-};
-template <>
-struct PoolAccess<1> {
-  static constexpr int size = 1;
-  typedef uint8_t type;
-};
-#undef MEMKIT_ALIAS
-
-template <class S, int n>
-using PoolAccessOf = PoolAccess<int(sizeof(S)) * n>;
-
-template <class S, int n>
-bool is_pool_aligned(const void* pointer) {
-  return reinterpret_cast<uintptr_t>(pointer) % PoolAccessOf<S, n>::size == 0;
-}
-
-template <int n, class S>
-MEMKIT_FN void pool_load(const S* from, S* to) {
-  using Access = PoolAccessOf<S, n>;
-  constexpr int each = Access::size / sizeof(S);
-  MEMKIT_UNROLL
-  for (int k = 0; k < n; k += each) {
-    const auto word = *reinterpret_cast<const typename Access::type*>(from + k);
-    std::memcpy(to + k, &word, sizeof(word));
-  }
-}
-
-template <int n, class S, class T>
-MEMKIT_FN void pool_store(const T (&values)[n], S* to) {
-  using Access = PoolAccessOf<S, n>;
-  constexpr int each = Access::size / sizeof(S);
-  S raw[n == 1 ? 2 : n];
-  if constexpr (n == 1) {
-    narrow(values[0], T(0), raw);
-  } else {
-    MEMKIT_UNROLL
-    for (int k = 0; k < n; k += 2) narrow(values[k], values[k + 1], raw + k);
-  }
-  MEMKIT_UNROLL
-  for (int k = 0; k < n; k += each) {
-    typename Access::type word;
-    std::memcpy(&word, raw + k, sizeof(word));
-    if constexpr (Access::size == sizeof(Word))
-      store_word(word, to + k);
-    else
-      *reinterpret_cast<typename Access::type*>(to + k) = word;
-  }
-}
-
 template <int n, class P, class I>
 MEMKIT_FN void pool_store_places(const I (&places)[n], P* to) {
   if constexpr (n == 1) {
     *to = P(places[0]);
   } else {
-    using Bytes = typename PoolAccess<n>::type;
+    using Bytes = typename Access<n>::type;
     static_assert(sizeof(P) == 1 && (n == 4 || n == 8));
     uint32_t four[n / 4];
     MEMKIT_UNROLL
@@ -250,8 +176,8 @@ struct MaxPoolForwardRow {
 
   static bool fits(const PoolArgs& args) {
     return W::is(args) && args.channels == 1 && args.columns.results % n == 0 &&
-           args.columns.results * W::stride == args.columns.size && is_pool_aligned<S, within>(args.x) &&
-           is_pool_aligned<S, n>(args.out) && is_pool_aligned<uint8_t, n>(args.places);
+           args.columns.results * W::stride == args.columns.size && is_aligned_for<S, within>(args.x) &&
+           is_aligned_for<S, n>(args.out) && is_aligned_for<uint8_t, n>(args.places);
   }
   static PoolCall<I> call(const PoolArgs& args) { return {args, args.rows.results, args.columns.results / n, 1}; }
 
@@ -266,7 +192,7 @@ struct MaxPoolForwardRow {
       for (int o = 0; o < width; ++o) raw[k][o] = pool_nothing<S>();
       if (uint32_t(y + k) >= uint32_t(call.rows.size)) continue;
       const S* row = picture + ((y + k) * size + x);
-      pool_load<within>(row, raw[k] + W::padding);
+      load_raw<within>(row, raw[k] + W::padding);
       MEMKIT_UNROLL
       for (int o = 0; o < W::padding; ++o)
         if (x > 0) raw[k][o] = row[o - W::padding];
@@ -294,7 +220,7 @@ struct MaxPoolForwardRow {
       }
     }
     const int64_t to = call.results(at) + (at.row * call.columns.results + at.column * n);
-    pool_store<n>(value, static_cast<S*>(call.args.out) + to);
+    store_values(value, static_cast<S*>(call.args.out) + to);
     pool_store_places<n>(place, static_cast<uint8_t*>(call.args.places) + to);
   }
 };
@@ -307,7 +233,7 @@ struct MaxPoolForward {
   static bool fits(const PoolArgs& args) {
     if (args.wide != (sizeof(P) == 4) || args.channels % n != 0) return false;
     if (Kernel > 0 && (args.rows.kernel != Kernel || args.columns.kernel != Kernel)) return false;
-    return is_pool_aligned<S, n>(args.x) && is_pool_aligned<S, n>(args.out) && is_pool_aligned<P, n>(args.places) &&
+    return is_aligned_for<S, n>(args.x) && is_aligned_for<S, n>(args.out) && is_aligned_for<P, n>(args.places) &&
            (sizeof(I) == 8 || is_pool_small(args));
   }
   static PoolCall<I> call(const PoolArgs& args) {
@@ -341,7 +267,7 @@ struct MaxPoolForward {
           MEMKIT_UNROLL
           for (int c = 0; c < n; ++c) raw[k * Kernel + l][c] = pool_nothing<S>();
           if (b >= 0 && b < rows.size && a >= 0 && a < columns.size)
-            pool_load<n>(plane + (b * columns.size + a) * call.channels, raw[k * Kernel + l]);
+            load_raw<n>(plane + (b * columns.size + a) * call.channels, raw[k * Kernel + l]);
         }
       }
       MEMKIT_UNROLL
@@ -351,12 +277,12 @@ struct MaxPoolForward {
         for (I l = left, a = x + l * columns.dilation; l < columns.kernel && a < columns.size;
              ++l, a += columns.dilation) {
           S raw[n];
-          pool_load<n>(plane + (b * columns.size + a) * call.channels, raw);
+          load_raw<n>(plane + (b * columns.size + a) * call.channels, raw);
           see(raw, int32_t(k * columns.kernel + l));
         }
     }
     const int64_t to = call.results(at) + (at.row * columns.results + at.column) * call.channels + at.channel * n;
-    pool_store<n>(value, static_cast<S*>(call.args.out) + to);
+    store_values(value, static_cast<S*>(call.args.out) + to);
     pool_store_places<n>(place, static_cast<P*>(call.args.places) + to);
   }
 };
@@ -379,8 +305,8 @@ struct MaxPoolBackwardRow {
 
   static bool fits(const PoolArgs& args) {
     return W::is(args) && args.channels == 1 && args.columns.size % n == 0 &&
-           args.columns.results * W::stride == args.columns.size && is_pool_aligned<S, within>(args.x) &&
-           is_pool_aligned<S, n>(args.out) && is_pool_aligned<uint8_t, within>(args.places);
+           args.columns.results * W::stride == args.columns.size && is_aligned_for<S, within>(args.x) &&
+           is_aligned_for<S, n>(args.out) && is_aligned_for<uint8_t, within>(args.places);
   }
   static PoolCall<I> call(const PoolArgs& args) {
     return {args, (args.rows.size + W::stride - 1) / W::stride, args.columns.size / n, 1};
@@ -400,8 +326,8 @@ struct MaxPoolBackwardRow {
       const I r = at.row + e + W::first;
       if (uint32_t(r) >= uint32_t(call.rows.results)) continue;
       const I from = r * results + first;
-      pool_load<within>(grads + from, grad[e] + before);
-      pool_load<within>(places + from, place[e] + before);
+      load_raw<within>(grads + from, grad[e] + before);
+      load_raw<within>(places + from, place[e] + before);
       MEMKIT_UNROLL
       for (int d = 0; d < width; ++d) {
         if (d >= before && d < before + within) continue;
@@ -427,7 +353,7 @@ struct MaxPoolBackwardRow {
         }
       }
       if (y < call.rows.size)
-        pool_store<n>(sum, static_cast<S*>(call.args.out) + call.picture(at) + (y * call.columns.size + at.column * n));
+        store_values(sum, static_cast<S*>(call.args.out) + call.picture(at) + (y * call.columns.size + at.column * n));
     }
   }
 };
@@ -440,8 +366,8 @@ struct MaxPoolBackwardTile {
   static constexpr int tall = W::last(W::stride) - W::first + 1;
 
   static bool fits(const PoolArgs& args) {
-    return W::is(args) && args.channels % n == 0 && is_pool_aligned<S, n>(args.x) && is_pool_aligned<S, n>(args.out) &&
-           is_pool_aligned<uint8_t, n>(args.places);
+    return W::is(args) && args.channels % n == 0 && is_aligned_for<S, n>(args.x) && is_aligned_for<S, n>(args.out) &&
+           is_aligned_for<uint8_t, n>(args.places);
   }
   static PoolCall<I> call(const PoolArgs& args) {
     return {args, (args.rows.size + W::stride - 1) / W::stride, (args.columns.size + W::stride - 1) / W::stride,
@@ -464,8 +390,8 @@ struct MaxPoolBackwardTile {
         const I r = at.row + e + W::first, s = at.column + d + W::first;
         if (uint32_t(r) >= uint32_t(call.rows.results) || uint32_t(s) >= uint32_t(call.columns.results)) continue;
         const I from = (r * call.columns.results + s) * call.channels;
-        pool_load<n>(grads + from, grad[e][d]);
-        pool_load<n>(places + from, place[e][d]);
+        load_raw<n>(grads + from, grad[e][d]);
+        load_raw<n>(places + from, place[e][d]);
       }
     }
     MEMKIT_UNROLL
@@ -488,8 +414,8 @@ struct MaxPoolBackwardTile {
           }
         }
         if (y < call.rows.size && x < call.columns.size)
-          pool_store<n>(sum, static_cast<S*>(call.args.out) + call.picture(at) + channel +
-                                 (y * call.columns.size + x) * call.channels);
+          store_values(sum, static_cast<S*>(call.args.out) + call.picture(at) + channel +
+                                (y * call.columns.size + x) * call.channels);
       }
     }
   }
@@ -501,8 +427,8 @@ struct MaxPoolBackward {
   using T = typename ComputeType<S>::type;
 
   static bool fits(const PoolArgs& args) {
-    return args.wide == (sizeof(P) == 4) && args.channels % n == 0 && is_pool_aligned<S, n>(args.x) &&
-           is_pool_aligned<S, n>(args.out) && is_pool_aligned<P, n>(args.places) &&
+    return args.wide == (sizeof(P) == 4) && args.channels % n == 0 && is_aligned_for<S, n>(args.x) &&
+           is_aligned_for<S, n>(args.out) && is_aligned_for<P, n>(args.places) &&
            (sizeof(I) == 8 || is_pool_small(args));
   }
   static PoolCall<I> call(const PoolArgs& args) { return {args, args.rows.size, args.columns.size, args.channels / n}; }
@@ -523,15 +449,15 @@ struct MaxPoolBackward {
         const int64_t one = results + (r * columns.results + c) * call.channels;
         S grad[n];
         P place[n];
-        pool_load<n>(static_cast<const S*>(call.args.x) + one, grad);
-        pool_load<n>(static_cast<const P*>(call.args.places) + one, place);
+        load_raw<n>(static_cast<const S*>(call.args.x) + one, grad);
+        load_raw<n>(static_cast<const P*>(call.args.places) + one, place);
         MEMKIT_UNROLL
         for (int m = 0; m < n; ++m)
           if (I(place[m]) == k * columns.kernel + l) sum[m] += widen(grad[m]);
       }
     }
-    pool_store<n>(sum, static_cast<S*>(call.args.out) + call.picture(at) + at.channel * n +
-                           (at.row * columns.size + at.column) * call.channels);
+    store_values(sum, static_cast<S*>(call.args.out) + call.picture(at) + at.channel * n +
+                          (at.row * columns.size + at.column) * call.channels);
   }
 };
 

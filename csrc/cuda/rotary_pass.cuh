@@ -92,8 +92,7 @@ struct Elements {
       narrow(x[0], T(0), raw);
       *target = raw[0];
     } else {
-      MEMKIT_UNROLL
-      for (int k = 0; k < n; k += 2) narrow(x[k], x[k + 1], raw + k);
+      narrow_all(x, raw);
       if constexpr (wide) {
         Word word;
         std::memcpy(&word, raw, sizeof(word));

@@ -4,7 +4,7 @@
 #include <limits>
 #include <type_traits>
 
-#include "tile.cuh"
+#include "access.cuh"
 
 namespace memkit::cuda {
 
@@ -50,12 +50,6 @@ struct RowWalk {
 
 constexpr int kMostSingles = 16;  // of a row with words, a bound
 
-template <class S, class T, int n>
-MEMKIT_FN void narrow_all(const T (&x)[n], S (&raw)[n]) {
-  MEMKIT_UNROLL
-  for (int k = 0; k < n; k += 2) narrow(x[k], x[k + 1], raw + k);
-}
-
 // W words of a thread, which have been asked for before the first is used.
 template <class S, int W>
 struct RowWords {
@@ -97,30 +91,6 @@ struct RowWords {
   }
 };
 
-// n neighbouring elements at an address that a word divides, or half of one if they are as few.
-template <class S, class T, int n>
-MEMKIT_FN void load_values(const S* from, T (&x)[n]) {
-  using Part = typename std::conditional<n * sizeof(S) % sizeof(Word) == 0, Word, HalfWord>::type;
-  constexpr int parts = n * sizeof(S) / sizeof(Part);
-  Part part[parts];
-  MEMKIT_UNROLL
-  for (int i = 0; i < parts; ++i) part[i] = reinterpret_cast<const Part*>(from)[i];
-  S raw[n];
-  std::memcpy(raw, part, sizeof(raw));
-  MEMKIT_UNROLL
-  for (int k = 0; k < n; ++k) x[k] = widen(raw[k]);
-}
-template <class S, class T, int n>
-MEMKIT_FN void store_values(const T (&x)[n], S* to) {
-  using Part = typename std::conditional<n * sizeof(S) % sizeof(Word) == 0, Word, HalfWord>::type;
-  constexpr int parts = n * sizeof(S) / sizeof(Part);
-  S raw[n];
-  narrow_all(x, raw);
-  Part part[parts];
-  std::memcpy(part, raw, sizeof(raw));
-  MEMKIT_UNROLL
-  for (int i = 0; i < parts; ++i) store_word(part[i], reinterpret_cast<Part*>(to) + i);
-}
 template <class S, class T>
 MEMKIT_FN void store_value(T x, S* to) {
   S pair[2];

@@ -22,18 +22,6 @@ __device__ void load_parameter(const void* array, int column, float missing, flo
   for (int k = 0; k < n; ++k) x[k] = missing;
 }
 
-// f(P()), of the parameters' dtype.
-template <class F>
-__device__ void with_parameters(Dtype dtype, const F& f) {
-  if (dtype == Dtype::float32) {
-    f(float());
-  } else if (dtype == Dtype::float16) {
-    f(Half());
-  } else {
-    f(Bfloat());
-  }
-}
-
 // W words of X a thread.
 template <class X, class Y, int W, bool centered, bool adds>
 __global__ void __launch_bounds__(kTeamMost) forward_held_kernel(const RowNormArgs args) {
@@ -97,7 +85,7 @@ __global__ void __launch_bounds__(kTeamMost) forward_held_kernel(const RowNormAr
     static_cast<float*>(args.rstd)[row] = rstd;
   }
   words.stay_narrow();
-  with_parameters(args.weight_dtype, [&](auto parameter) {
+  with_stored<Half, Bfloat>(args.weight_dtype, [&](auto parameter) {
     using P = decltype(parameter);
     MEMKIT_UNROLL
     for (int w = 0; w < W; ++w) {

@@ -29,13 +29,9 @@ constexpr int kLanes = 32;
 // What one instruction loads or stores.
 #if defined(__CUDACC__)
 using Word = uint4;
-using HalfWord = uint2;
 #else
 struct alignas(16) Word {
   uint32_t parts[4];
-} __attribute__((may_alias));
-struct alignas(8) HalfWord {
-  uint32_t parts[2];
 } __attribute__((may_alias));
 #endif
 
@@ -49,12 +45,19 @@ MEMKIT_FN void store_word(Word word, void* target) {
   *static_cast<Word*>(target) = word;
 #endif
 }
-MEMKIT_FN void store_word(HalfWord word, void* target) {
+MEMKIT_FN void store_word(uint64_t half, void* target) {
 #if defined(__CUDA_ARCH__)
-  asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(target), "r"(word.x), "r"(word.y) : "memory");
+  asm volatile("st.global.u64 [%0], %1;" ::"l"(target), "l"(half) : "memory");
 #else
-  *static_cast<HalfWord*>(target) = word;
+  std::memcpy(target, &half, sizeof(half));
 #endif
+}
+
+// As pairs, where the hardware rounds two in one instruction.
+template <class S, class T, int n>
+MEMKIT_FN void narrow_all(const T (&x)[n], S (&raw)[n]) {
+  MEMKIT_UNROLL
+  for (int k = 0; k < n; k += 2) narrow(x[k], x[k + 1], raw + k);
 }
 
 // Rows: independent loads that a lane has in flight from each tensor.
@@ -110,8 +113,7 @@ struct Tile {
   MEMKIT_FN void store(const T (&y)[values], void* tensor) const {
     S* target = static_cast<S*>(tensor);
     S raw[values];
-    MEMKIT_UNROLL
-    for (int k = 0; k < values; k += 2) narrow(y[k], y[k + 1], raw + k);
+    narrow_all(y, raw);
     if (wide) {
       MEMKIT_UNROLL
       for (int row = 0; row < Rows; ++row) {

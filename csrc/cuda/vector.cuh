@@ -101,8 +101,7 @@ __device__ Vector<T> load_eight(const void* array, Dtype dtype, int64_t i, int64
 template <class S, class T>
 __device__ void store_words(const Vector<T>& v, void* array, int64_t i) {
   S parts[kWidth];
-  MEMKIT_UNROLL
-  for (int k = 0; k < kWidth; k += 2) narrow(v.x[k], v.x[k + 1], parts + k);
+  narrow_all(v.x, parts);
   MEMKIT_UNROLL
   for (int k = 0; k < int(sizeof(parts) / (sizeof(Word))); ++k) {
     Word word;
@@ -152,8 +151,7 @@ struct Eight {
 template <class S, class T>
 __device__ void round_to(Vector<T>& v) {
   S parts[kWidth];
-  MEMKIT_UNROLL
-  for (int k = 0; k < kWidth; k += 2) narrow(v.x[k], v.x[k + 1], parts + k);
+  narrow_all(v.x, parts);
   MEMKIT_UNROLL
   for (int k = 0; k < kWidth; ++k) v.x[k] = widen(parts[k]);
 }

@@ -14,6 +14,18 @@ enum class Dtype : int { float32, float64, float16, bfloat16 };
 // Bytes of an element.
 constexpr int64_t size_of(Dtype dtype) { return dtype == Dtype::float64 ? 8 : dtype == Dtype::float32 ? 4 : 2; }
 
+// f(a value of the type that the dtype is stored as), of those computed in float.
+template <class Half, class Bfloat, class F>
+MEMKIT_FN void with_stored(Dtype dtype, const F& f) {
+  if (dtype == Dtype::float32) {
+    f(float());
+  } else if (dtype == Dtype::float16) {
+    f(Half());
+  } else {
+    f(Bfloat());
+  }
+}
+
 // Element i of the flat tensor gets data[(i / inner) % size] added; no bias when data is null.
 struct Bias {
   const void* data = nullptr;
