@@ -65,9 +65,6 @@ class PoolUse(_Within):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        refusal = self._core.refusal()
-        if refusal and kind is torch.OutOfMemoryError and error is not None:
-            error.args = (f"{error}\nPool: {refusal}",)  # torch tells of the device alone
         if self._entered[-1].leave():
             self._entered.pop()
         elif kind is None:

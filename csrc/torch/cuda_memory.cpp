@@ -2,6 +2,7 @@
 
 #ifdef MEMKIT_WITH_CUDA
 
+#include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -210,7 +211,14 @@ bool synchronize(int device) {
 
 void* CudaMemory::allocate(std::size_t bytes) {
   give_all();
-  return take(bytes);
+  void* memory = take(bytes);
+  if (!memory && synchronize(device_)) try {  // torch's allocator may keep what it does not use
+      c10::cuda::CUDACachingAllocator::emptyCache();
+      memory = take(bytes);
+    } catch (const c10::Error&) {  // another thread captures
+      (void)cudaGetLastError();
+    }
+  return memory;
 }
 
 void CudaMemory::release(void* memory, std::size_t bytes) {

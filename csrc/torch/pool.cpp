@@ -139,7 +139,15 @@ Pool::~Pool() {
   close();
 }
 
-Block* Pool::take(std::size_t nbytes, Tag tag, bool for_torch) {
+std::vector<std::shared_ptr<Pool>> Pool::all_cuda() {
+  std::vector<std::shared_ptr<Pool>> found;
+  const std::lock_guard<std::mutex> guard(registry().mutex);
+  for (const auto& each : registry().pools)
+    if (auto pool = each.lock(); pool && pool->device().device().is_cuda()) found.push_back(std::move(pool));
+  return found;
+}
+
+Block* Pool::take(std::size_t nbytes, Tag tag, For whom) {
   arena::Request request{nbytes, device_->lane()};
   if (tag) {
     request.tag = *tag;
@@ -153,8 +161,8 @@ Block* Pool::take(std::size_t nbytes, Tag tag, bool for_torch) {
   if (debug_) request.stack = capture_python_stack();
   if (asleep()) check_awake(request.tag);
   request.capture = device_->make_room(*arena_, nbytes);
-  PoolLayer* layer = pool_thread.layers;
-  while (layer && (layer->pool.get() != this || (layer->torch_only && !for_torch))) layer = layer->outer;
+  PoolLayer* layer = whom == For::torch_past_layers ? nullptr : pool_thread.layers;
+  while (layer && (layer->pool.get() != this || (layer->torch_only && whom == For::user))) layer = layer->outer;
   if (!layer)
     if (Block* block = arena_->serve(request)) {
       if (asleep()) wake_block(block);
@@ -180,7 +188,7 @@ c10::DataPtr Pool::data(std::size_t nbytes, Tag tag) {
 
 CpuBlock* Pool::allocate(std::size_t nbytes) {
   if (arena_->inherited()) return nullptr;  // a worker process forked inside use() goes on with torch's allocator
-  Block* block = take(nbytes, std::nullopt, /*for_torch=*/true);
+  Block* block = take(nbytes, std::nullopt, For::torch);
   try {
     return new LentBlock(block);
   } catch (...) {
@@ -189,22 +197,14 @@ CpuBlock* Pool::allocate(std::size_t nbytes) {
   }
 }
 
-Block* Pool::spare(std::size_t nbytes) {
-  arena::Allocation got;
-  std::string refusal = "it sleeps";
-  if (!asleep()) {
-    device_->make_room(*arena_, nbytes);
-    got = allocate({nbytes, device_->lane()});
-    refusal = got ? "" : got.failure->text();
-  }
-  const std::lock_guard<std::mutex> guard(mutex_);
-  refusal_ = std::move(refusal);
-  return got.block;
+c10::DataPtr Pool::lend(std::size_t nbytes) {
+  return device_->lend(take(nbytes, std::nullopt, For::torch_past_layers), nbytes);
 }
 
-std::string Pool::refusal() {
-  const std::lock_guard<std::mutex> guard(mutex_);
-  return std::exchange(refusal_, "");
+Block* Pool::spare(std::size_t nbytes) {
+  if (asleep()) return nullptr;
+  device_->make_room(*arena_, nbytes);
+  return allocate({nbytes, device_->lane()}).block;
 }
 
 at::Tensor Pool::wrap(std::size_t nbytes, Dtype dtype, Tag tag) {
@@ -235,15 +235,11 @@ at::Tensor Pool::empty_strided(at::IntArrayRef size, at::IntArrayRef stride, Dty
   return tensor;
 }
 
-std::size_t Pool::trim() {
-  if (!arena_->inherited() && device_->device().is_cuda()) empty_cuda_use(id_, false);
-  return arena_->trim();
-}
+std::size_t Pool::trim() { return arena_->trim(); }
 
 void Pool::close() {
   arena_->close();
   if (arena_->inherited()) return;
-  if (device_->device().is_cuda()) empty_cuda_use(id_, true);
   device_->reclaim(*arena_);
 }
 

@@ -25,9 +25,6 @@ namespace memkit {
 class Pool;
 struct PoolViolations;
 
-// Takes back what torch's CUDA allocator keeps of a pool for use() and does not need; `close`: will keep nothing more.
-void empty_cuda_use(std::int64_t pool, bool close);
-
 // What stands before the arena for one thread, which owns it until it is left, or until the thread ends.
 class PoolLayer {
  public:
@@ -66,6 +63,7 @@ class Pool final : public CpuSource, public std::enable_shared_from_this<Pool> {
   // Sizes are the caller's to check.
   static std::shared_ptr<Pool> create(std::unique_ptr<PoolDevice> device, arena::Options options);
   static std::shared_ptr<Pool> find(std::int64_t id);  // nullptr: gone
+  static std::vector<std::shared_ptr<Pool>> all_cuda();
   ~Pool();
 
   std::int64_t id() const { return id_; }
@@ -78,10 +76,10 @@ class Pool final : public CpuSource, public std::enable_shared_from_this<Pool> {
 
   // For pool.use(): what torch's CPU allocator asks for on this thread.
   CpuBlock* allocate(std::size_t nbytes) override;
-  // For the segments of torch's CUDA allocator and for resize_: past scopes and tags; nullptr where there is no room.
+  // The same on CUDA, past scopes: what torch works in lives on behind them.
+  c10::DataPtr lend(std::size_t nbytes);
+  // For resize_: past scopes and tags; nullptr where there is no room.
   arena::Block* spare(std::size_t nbytes);
-  // Why spare() had no room when it was asked last, once; "": it had.
-  std::string refusal();
 
   // Scopes of the calling thread. The number that enter returns is what leave wants back.
   struct Left {
@@ -115,7 +113,8 @@ class Pool final : public CpuSource, public std::enable_shared_from_this<Pool> {
   };
 
   Pool(std::unique_ptr<PoolDevice> device, arena::Options options);
-  arena::Block* take(std::size_t nbytes, Tag tag, bool for_torch = false);
+  enum class For { user, torch, torch_past_layers };
+  arena::Block* take(std::size_t nbytes, Tag tag, For whom = For::user);
   arena::Allocation allocate(const arena::Request& request);  // from the arena, waited for
   void check_awake(arena::TagId tag);
   void wake_block(arena::Block* block);
@@ -132,7 +131,6 @@ class Pool final : public CpuSource, public std::enable_shared_from_this<Pool> {
   std::atomic<std::size_t> scopes_{0};                     // entered so far
   std::atomic<bool> asleep_{false};
   mutable std::mutex mutex_;  // of what follows
-  std::string refusal_;
   int file_ = -1;
   Tag asleep_tag_;
   std::vector<Sleeper> sleepers_;

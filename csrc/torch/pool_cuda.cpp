@@ -26,6 +26,7 @@ bool is_cuda_pool_memory(const c10::DataPtr&) { return false; }
 #include <atomic>
 #include <mutex>
 
+#include "cuda_front.h"
 #include "cuda_memory.h"
 #include "pool_streams.h"
 
@@ -51,6 +52,7 @@ struct Held {
   std::shared_ptr<PoolStreams> streams;
   CUDAStream stream;
   bool captured;  // made in a capture
+  bool lent;      // to torch, by pool.use()
   std::size_t nbytes;
   int generation;  // of the process, as forks count
   std::mutex mutex;
@@ -60,6 +62,10 @@ struct Held {
 void report(const Held& held, int64_t change) {
   if (c10::memoryProfilingEnabled())
     c10::reportMemoryUsageToProfiler(held.block->data(), change, 0, 0, held.stream.device());
+}
+
+Lent lent_of(const Held& held) {
+  return {held.stream.device_index(), held.stream.stream(), held.block->data(), held.nbytes, held.block->size};
 }
 
 // The stream waits for another, where both are recorded by one capture or by none.
@@ -73,6 +79,7 @@ void release(void* context) {
   const std::unique_ptr<Held> held(static_cast<Held*>(context));
   if (held->generation != arena::fork_generation.load(std::memory_order_relaxed)) return;  // the parent's
   report(*held, -static_cast<int64_t>(held->nbytes));
+  if (held->lent) count_returned(lent_of(*held));
   Block* block = held->block;
   // A graph's result belongs to the stream that recorded it, and is used on others, after a replay.
   if (held->captured) {
@@ -89,18 +96,12 @@ void release(void* context) {
   }
 }
 
-// torch's allocator says nothing of memory that is not its own, and does nothing: so the operator asks us first.
+// torch's allocator says nothing of memory that is not its own, and does nothing: so the operator asks us first, also where
+// nobody stands before that allocator.
 void record_stream(at::Tensor& self, c10::Stream stream) {
   const c10::DataPtr& data = self.storage().data_ptr();
-  if (!is_cuda_pool_memory(data)) {
-    c10::cuda::CUDACachingAllocator::recordStream(data, CUDAStream(stream));
-    return;
-  }
-  auto* held = static_cast<Held*>(data.get_context());
-  const CUDAStream user(stream);
-  if (held->stream == user) return;
-  const std::lock_guard<std::mutex> guard(held->mutex);
-  if (std::find(held->users.begin(), held->users.end(), user) == held->users.end()) held->users.push_back(user);
+  if (is_cuda_pool_memory(data)) return record_cuda_stream(data, CUDAStream(stream));
+  c10::cuda::CUDACachingAllocator::recordStream(data, CUDAStream(stream));
 }
 
 // With the first CUDA pool, for good. The dispatcher warns of replaced kernels; this one passes on what is not ours.
@@ -168,15 +169,8 @@ class CudaDevice final : public PoolDevice {
     PoolStreams::look_after_closed();
   }
 
-  c10::DataPtr wrap(Block* block, std::size_t nbytes) override {
-    const CUDAStream stream = c10::cuda::getCurrentCUDAStream(index_);
-    auto* held = new Held{block,  streams_,
-                          stream, capture_of(stream).active,
-                          nbytes, arena::fork_generation.load(std::memory_order_relaxed),
-                          {},     {}};
-    report(*held, static_cast<int64_t>(nbytes));
-    return {block->data(), held, &release, device()};
-  }
+  c10::DataPtr wrap(Block* block, std::size_t nbytes) override { return wrap(block, nbytes, false); }
+  c10::DataPtr lend(Block* block, std::size_t nbytes) override { return wrap(block, nbytes, true); }
 
   const char* sleep_blocker(arena::Arena& arena) const override {
     if (capture_of(c10::cuda::getCurrentCUDAStream(index_)).active || streams_->recording(arena))
@@ -191,6 +185,15 @@ class CudaDevice final : public PoolDevice {
   void restore(void* memory, std::size_t bytes) override { memory_->restore(memory, bytes); }
 
  private:
+  c10::DataPtr wrap(Block* block, std::size_t nbytes, bool lent) {
+    const CUDAStream stream = c10::cuda::getCurrentCUDAStream(index_);
+    const int generation = arena::fork_generation.load(std::memory_order_relaxed);
+    auto* held = new Held{block, streams_, stream, capture_of(stream).active, lent, nbytes, generation, {}, {}};
+    report(*held, static_cast<int64_t>(nbytes));
+    if (lent) count_lent(lent_of(*held));
+    return {block->data(), held, &release, device()};
+  }
+
   // Through a piece of host memory, after all work of the device.
   void transfer(int file, void* memory, std::size_t bytes, bool out) {
     const c10::cuda::CUDAGuard guard(index_);
@@ -214,6 +217,13 @@ class CudaDevice final : public PoolDevice {
 }  // namespace
 
 bool is_cuda_pool_memory(const c10::DataPtr& data) { return data.get_deleter() == &release; }
+
+void record_cuda_stream(const c10::DataPtr& data, CUDAStream user) {
+  auto* held = static_cast<Held*>(data.get_context());
+  if (held->stream == user) return;
+  const std::lock_guard<std::mutex> guard(held->mutex);
+  if (std::find(held->users.begin(), held->users.end(), user) == held->users.end()) held->users.push_back(user);
+}
 
 std::unique_ptr<PoolDevice> make_cuda_device(int index) {
   join_torch();

@@ -1,5 +1,4 @@
-// pool.use() on CUDA: torch's caching allocator cuts tensors from segments that the pool gives it (torch.cuda.MemPool),
-// so that streams, events and graphs go on as they do without the pool.
+// pool.use() on CUDA: whose turn it is to serve what torch allocates (cuda_front.h asks).
 #include "pool_use.h"
 
 #ifndef MEMKIT_WITH_CUDA
@@ -10,199 +9,115 @@ namespace memkit {
 std::shared_ptr<PoolUse> make_cuda_use(std::shared_ptr<Pool>) {
   TORCH_CHECK(false, "Pool.use: expected a memkit that was built with CUDA, got one without");
 }
-void empty_cuda_use(std::int64_t, bool) {}
 }  // namespace memkit
 
 #else
 
-#include <ATen/cuda/MemPool.h>
-#include <c10/cuda/CUDAGuard.h>
-#include <torch/csrc/cuda/CUDAPluggableAllocator.h>
-
 #include <algorithm>
-#include <map>
 #include <mutex>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
+#include "cuda_front.h"
+#include "cuda_streams.h"
 #include "pool.h"
 
 namespace memkit {
 namespace {
 
-namespace caching = c10::cuda::CUDACachingAllocator;
-using Allocator = std::shared_ptr<caching::CUDAAllocator>;
+using c10::cuda::CUDAStream;
 
 class CudaUse;
-thread_local std::vector<std::shared_ptr<CudaUse>> entered;
 
-// A MemPool for each memkit pool, for good: tensors and graphs may outlive both (pytorch#146431).
-struct Route {
-  c10::DeviceIndex device;
-  Allocator allocator;
-  std::unique_ptr<at::cuda::MemPool> pool;
-  bool closed = false;
-  std::mutex turn;   // to begin and to end; taken before torch's own lock
-  std::mutex mutex;  // of what follows; taken after it
-  std::vector<CudaUse*> uses;
-
-  bool serves(cudaStream_t stream);
-};
-
-// An allocator of raw pointers before PyTorch 2.12, of shared ones since.
-template <class Pool = at::cuda::MemPool>
-std::unique_ptr<Pool> make_mempool(const Allocator& allocator) {
-  if constexpr (std::is_constructible_v<Pool, Allocator>) {
-    return std::make_unique<Pool>(allocator);
-  } else {
-    return std::make_unique<Pool>(allocator.get());
-  }
-}
-
-// By the pool's id.
-struct Routes {
+// Those of all threads, as they were entered. Leaked on purpose: threads may look after static objects have died.
+struct Uses {
   std::mutex mutex;
-  std::map<std::int64_t, Route> map;
+  std::vector<CudaUse*> list;
 
-  static Routes& get() {
-    static Routes& instance = *new Routes;
+  static Uses& get() {
+    static Uses& instance = *new Uses;
     return instance;
   }
-  Route* find(std::int64_t id) {
-    const std::lock_guard<std::mutex> guard(mutex);
-    const auto found = map.find(id);
-    return found == map.end() ? nullptr : &found->second;
-  }
 };
-
-Route& route_of(const std::shared_ptr<Pool>& pool) {
-  if (Route* known = Routes::get().find(pool->id())) return *known;
-  const std::lock_guard<std::mutex> guard(Routes::get().mutex);
-  const c10::DeviceIndex device = pool->device().device().index();
-  const c10::cuda::CUDAGuard current(device);
-  const std::weak_ptr<Pool> weak = pool;
-  // The arena outlives its pool for as long as a segment lives in it.
-  arena::Arena* const arena = &pool->arena();
-  const auto allocate = [weak](std::size_t bytes, int, cudaStream_t) -> void* {
-    const std::shared_ptr<Pool> pool = weak.lock();
-    arena::Block* block = pool ? pool->spare(bytes) : nullptr;
-    return block ? block->data() : nullptr;  // nullptr: torch frees what it caches, tries again, and raises
-  };
-  const auto release = [arena](void* memory, std::size_t, int, cudaStream_t) { arena->free_pointer(memory); };
-  Route& route = Routes::get().map[pool->id()];
-  if (route.pool) return route;
-  route.device = device;
-  route.allocator = torch::cuda::CUDAPluggableAllocator::createCustomAllocator(allocate, release);
-  route.pool = make_mempool(route.allocator);
-  return route;
-}
 
 class CudaUse final : public PoolUse, public std::enable_shared_from_this<CudaUse> {
  public:
-  explicit CudaUse(std::shared_ptr<Pool> pool) : pool_(std::move(pool)), route_(route_of(pool_)) {}
-
-  void enter() override {
-    pool_->check_open("Pool.use");
-    const cudaStream_t current = c10::cuda::getCurrentCUDAStream(route_.device).stream();
-    CudaUse* outer = innermost(route_.device);
-    entered.push_back(shared_from_this());
-    if (outer) outer->end();
-    begin(current);
+  explicit CudaUse(std::shared_ptr<Pool> pool) : pool_(std::move(pool)) {}
+  void enter() override;
+  bool leave() override;
+  // Serves no more.
+  void withdraw() {
+    const std::lock_guard<std::mutex> guard(Uses::get().mutex);
+    auto& list = Uses::get().list;
+    list.erase(std::remove(list.begin(), list.end(), this), list.end());
+    cuda_uses.store(static_cast<int>(list.size()), std::memory_order_relaxed);
   }
 
-  bool leave() override {
-    if (entered.empty() || entered.back().get() != this) return false;
-    end();
-    entered.pop_back();
-    if (CudaUse* outer = innermost(route_.device)) outer->begin(nullptr);
-    return true;
-  }
+  c10::DeviceIndex device() const { return pool_->device().device().index(); }
+  const CudaServer& server() const { return server_; }
 
-  // Of this thread.
-  static CudaUse* innermost(c10::DeviceIndex device) {
-    for (auto at = entered.rbegin(); at != entered.rend(); ++at)
-      if ((*at)->route_.device == device) return at->get();
-    return nullptr;
-  }
-
-  bool goes_by(const Route* route) const { return &route_ == route; }
-  bool works_on(cudaStream_t stream) const {
+  // Under the lock.
+  bool works_on(const CUDAStream& stream) const {
     return std::find(streams_.begin(), streams_.end(), stream) != streams_.end();
   }
-  void add(cudaStream_t stream) {
-    if (!works_on(stream)) streams_.push_back(stream);
+  // By its own thread.
+  void works_on_too(const CUDAStream& stream) {
+    if (streams_.back() == stream || works_on(stream)) return;  // nobody else writes
+    const std::lock_guard<std::mutex> guard(Uses::get().mutex);
+    streams_.push_back(stream);
   }
 
  private:
-  // An outer one stands aside, or it would go on serving the streams of its thread.
-  void begin(cudaStream_t stream) {
-    const std::lock_guard<std::mutex> turn(route_.turn);
-    bool first = false;
-    {
-      const std::lock_guard<std::mutex> guard(route_.mutex);
-      if (streams_.empty()) streams_.push_back(stream);
-      first = route_.uses.empty();
-      route_.uses.push_back(this);
-    }
-    Route* const route = &route_;
-    if (first)
-      caching::beginAllocateToPool(route_.device, route_.pool->id(),
-                                   [route](cudaStream_t asked) { return route->serves(asked); });
-  }
-  void end() {
-    const std::lock_guard<std::mutex> turn(route_.turn);
-    {
-      const std::lock_guard<std::mutex> guard(route_.mutex);
-      route_.uses.erase(std::find(route_.uses.begin(), route_.uses.end(), this));
-      if (!route_.uses.empty()) return;
-    }
-    caching::endAllocateToPool(route_.device, route_.pool->id());
-    caching::releasePool(route_.device, route_.pool->id());
-  }
-
   const std::shared_ptr<Pool> pool_;
-  Route& route_;
-  std::vector<cudaStream_t> streams_;  // that its thread has allocated on
+  CudaServer server_;
+  std::vector<CUDAStream> streams_;  // that its thread has allocated on
 };
 
-// What the threads within use() allocate, and on their streams who is in none: backward runs on a thread of its own.
-// Not what a graph records: torch keeps that apart for the graph.
-bool Route::serves(cudaStream_t stream) {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  if (cudaStreamIsCapturing(stream, &status) != cudaSuccess) (void)cudaGetLastError();
-  if (status != cudaStreamCaptureStatusNone) return false;
-  CudaUse* const own = CudaUse::innermost(device);
-  if (own && !own->goes_by(this)) return false;
-  const std::lock_guard<std::mutex> guard(mutex);
-  if (own) own->add(stream);
-  return own || std::any_of(uses.begin(), uses.end(), [&](const CudaUse* use) { return use->works_on(stream); });
+// Those of a thread, which leaves with its end what it has not left.
+struct Entered {
+  std::vector<std::shared_ptr<CudaUse>> list;
+
+  ~Entered() {
+    for (const auto& use : list) use->withdraw();
+  }
+};
+thread_local Entered entered;
+
+void CudaUse::enter() {
+  pool_->check_open("Pool.use");
+  stand_before_torch();
+  const CUDAStream current = c10::cuda::getCurrentCUDAStream(device());
+  entered.list.push_back(shared_from_this());
+  const std::lock_guard<std::mutex> guard(Uses::get().mutex);
+  server_ = {pool_, next_turn()};
+  streams_.assign(1, current);
+  Uses::get().list.push_back(this);
+  cuda_uses.store(static_cast<int>(Uses::get().list.size()), std::memory_order_relaxed);
+}
+
+bool CudaUse::leave() {
+  if (entered.list.empty() || entered.list.back().get() != this) return false;
+  withdraw();
+  entered.list.pop_back();
+  return true;
 }
 
 }  // namespace
 
-// torch.cuda.empty_cache() passes over the segments of a MemPool that lives: so there is a new one for what comes next.
-void empty_cuda_use(std::int64_t pool, bool close) {
-  Route* const route = Routes::get().find(pool);
-  if (!route) return;
-  const std::lock_guard<std::mutex> turn(route->turn);
-  if (route->closed || (!close && !route->uses.empty())) return;
-  route->closed = close;
-  const auto old = route->pool->id();
-  caching::releasePool(route->device, old);
-  if (!close) {
-    const c10::cuda::CUDAGuard current(route->device);
-    (void)route->pool.release();  // whose end would do what follows, and may not fail
-    route->pool = make_mempool(route->allocator);
-  }
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  if (cudaStreamIsCapturing(c10::cuda::getCurrentCUDAStream(route->device), &status) != cudaSuccess)
-    (void)cudaGetLastError();
-  if (status == cudaStreamCaptureStatusNone) try {
-      caching::emptyCache(old);
-    } catch (
-        const c10::Error&) {  // another thread is within use(), or captures: torch.cuda.empty_cache() does it later
+// What the threads within use() allocate, and on their streams who is in none: backward runs on a thread of its own.
+// Not what a graph records: torch keeps that apart for the graph.
+CudaServer cuda_server(const CUDAStream& stream) {
+  if (capture_of(stream).active) return {};
+  for (auto own = entered.list.rbegin(); own != entered.list.rend(); ++own)
+    if ((*own)->device() == stream.device_index()) {
+      (*own)->works_on_too(stream);
+      return (*own)->server();
     }
+  const std::lock_guard<std::mutex> guard(Uses::get().mutex);
+  const auto& list = Uses::get().list;
+  const auto other =
+      std::find_if(list.rbegin(), list.rend(), [&](const CudaUse* use) { return use->works_on(stream); });
+  return other == list.rend() ? CudaServer() : (*other)->server();
 }
 
 std::shared_ptr<PoolUse> make_cuda_use(std::shared_ptr<Pool> pool) {

@@ -39,6 +39,8 @@ class PoolDevice {
 
   // The data pointer that frees the block when it dies: from any thread, without Python, after the pool too.
   virtual c10::DataPtr wrap(arena::Block* block, std::size_t nbytes) = 0;
+  // The same for torch, whose counters it enters.
+  virtual c10::DataPtr lend(arena::Block* block, std::size_t nbytes) { return wrap(block, nbytes); }
 
   // Why this device's memory cannot sleep now, or nullptr.
   virtual const char* sleep_blocker(arena::Arena&) const { return nullptr; }

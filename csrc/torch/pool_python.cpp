@@ -209,8 +209,7 @@ void bind_pool(py::module_& m) {
       .def("pop_tag", &Pool::pop_tag)
       .def("sleep", &Pool::sleep, py::call_guard<py::gil_scoped_release>())
       .def("wake", &Pool::wake, py::call_guard<py::gil_scoped_release>())
-      .def("asleep", &Pool::asleep)
-      .def("refusal", &Pool::refusal);
+      .def("asleep", &Pool::asleep);
   py::class_<PoolUse, std::shared_ptr<PoolUse>>(m, "PoolUse")
       .def(py::init(&make_use))
       .def("enter", &PoolUse::enter)
