@@ -315,15 +315,15 @@ def test_growth_and_trim_in_a_capture() -> None:
     with Pool("4MiB", device="cuda", max="100MiB") as pool:
         spare = pool.empty(20 * MIB, dtype=torch.uint8)
         graph = torch.cuda.CUDAGraph()
-        reserved = pool.stats().reserved
-        assert reserved > 4 * MIB
+        assert pool.stats().reserved > 4 * MIB
         with torch.cuda.graph(graph):
             x = pool.zeros(MIB)
+            reserved = pool.stats().reserved
             del spare
             assert pool.trim() == 0  # would wait for the device
             assert pool.stats().reserved == reserved
             with pytest.raises(memkit.PoolExhausted):
-                pool.zeros(18 * MIB)  # nor is anything given back for it
+                pool.zeros(24 * MIB)  # nor is anything given back for it
             y = pool.zeros(2 * MIB)
             assert pool.stats().reserved > reserved  # rather than waiting for the stream of what was freed
             x.add_(4)
@@ -369,8 +369,8 @@ def test_memory_of_a_graph_that_outlives_its_pool(forgotten: bool) -> None:
     pool = Pool("64MiB", device="cuda", grow=False)
     graph, out = torch.cuda.CUDAGraph(), torch.zeros(1000, device="cuda")
     with torch.cuda.graph(graph):
-        x = pool.full((1000,), 3.0)
-        out.copy_(x)
+        x = pool.full((12 * MIB,), 3.0)
+        out.copy_(x[:1000])
         del x
     pool.close()
     if forgotten:
@@ -378,7 +378,7 @@ def test_memory_of_a_graph_that_outlives_its_pool(forgotten: bool) -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert out.eq(3).all()
-    assert free - torch.cuda.mem_get_info()[0] >= 64 * MIB
+    assert free - torch.cuda.mem_get_info()[0] >= 48 * MIB
     del graph
     gc.collect()
     torch.cuda.synchronize()

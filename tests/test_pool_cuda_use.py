@@ -165,7 +165,7 @@ def test_closed_within_it() -> None:
     torch.cuda.empty_cache()
     with Pool("32MiB", device="cuda", grow=False) as pool:
         with pool.use():
-            x = torch.full((MIB,), 3.0, device="cuda")
+            x = torch.full((7 * MIB,), 3.0, device="cuda")
         with pool.use():
             pool.close()
             with pytest.raises(RuntimeError, match="closed"):
@@ -178,7 +178,7 @@ def test_closed_within_it() -> None:
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    assert torch.cuda.mem_get_info()[0] - free >= 32 * MIB
+    assert torch.cuda.mem_get_info()[0] - free >= 28 * MIB
 
 
 def test_torch_keeps_its_order_between_streams(pool: Pool) -> None:

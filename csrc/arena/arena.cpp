@@ -52,7 +52,7 @@ ArenaPtr Arena::create(Options options, std::shared_ptr<Upstream> upstream) {
       failure.max = arena->options_.max;
       throw NoCapacity(std::move(failure));
     }
-    arena->heap_.add(memory, bytes, false);
+    arena->heap_.add(memory, bytes, bytes);
     arena->stats_.reserved = arena->stats_.reserved_peak = bytes;
   }
   return arena;
@@ -162,91 +162,6 @@ void Arena::fail(Allocation* result, Failure::Reason reason, const Request& requ
   failure.holders = holders_locked(5);
 }
 
-// A block of a new chunk, or what others freed while the lock was open, or nullptr.
-Block* Arena::grow(Lock& lock, Lane* lane, std::size_t size, std::size_t alignment, std::vector<LaneId>* waits,
-                   Refusal* refusal) {
-  const std::size_t need = size + (alignment - options_.alignment);
-  refusal->limit = options_.grow ? Refusal::max : Refusal::fixed;
-  if (!options_.grow) return borrow(lane, size, alignment, waits);
-  for (bool trimmed : {false, true}) {
-    if (trimmed && need > options_.max) break;
-    if (trimmed && !send_back(lock, detach_empty(false))) break;
-    for (std::size_t wish : {std::max(options_.growth, need), need}) {
-      const std::size_t taken = stats_.reserved + moving_, left = options_.max > taken ? options_.max - taken : 0;
-      const std::size_t bytes = std::min(wish, left & ~(options_.alignment - 1));
-      refusal->limit = Refusal::max;
-      if (bytes < need || closed_) continue;
-      moving_ += bytes;
-      ++busy_;
-      lock.unlock();
-      refusal->left = upstream_->available();
-      const bool harmless = bytes <= refusal->left;
-      refusal->limit = harmless ? Refusal::upstream : Refusal::available;
-      void* memory = harmless ? upstream_->allocate(bytes) : nullptr;
-      lock.lock();
-      --busy_;
-      moving_ -= bytes;
-      if (!memory) {
-        if (wish == need) continue;
-        if (Block* block = search(lane, size, alignment, waits)) return block;
-        continue;
-      }
-      Chunk* chunk = heap_.add(memory, bytes, true);
-      stats_.reserved += bytes;
-      stats_.reserved_peak = std::max(stats_.reserved_peak, stats_.reserved);
-      ++stats_.growths;
-      Block* block = chunk->first;
-      const std::uintptr_t start = round_up(block->address, alignment);
-      if (!closed_ && start < block->end() && block->end() - start >= size) {
-        ++misses_;
-        return block;
-      }
-      send_back(lock, detach_empty(closed_));  // closed meanwhile, or upstream aligns to less than the granule
-      return nullptr;
-    }
-  }
-  if (closed_) return nullptr;
-  if (Block* block = search(lane, size, alignment, waits)) return block;
-  return borrow(lane, size, alignment, waits);
-}
-
-// Unhooks the chunks that nobody uses: the grown ones or all. Blocks that a capture may write again keep their chunk.
-Chunk* Arena::detach_empty(bool all) {
-  if (recording()) return nullptr;
-  settle_recent();
-  Chunk* detached = nullptr;
-  for (std::size_t i = heap_.chunks().size(); i-- > 0;) {
-    Chunk* chunk = heap_.chunks()[i].get();
-    if (chunk->used || !(all || chunk->grown)) continue;
-    bool pinned = false;
-    for (const Block* block = chunk->first; block && !pinned; block = block->after) pinned = block->lane->pinned;
-    if (pinned) continue;
-    chunk = heap_.remove(chunk).release();
-    stats_.reserved -= chunk->bytes;
-    moving_ += chunk->bytes;  // still upstream's bytes, until send_back() has returned them
-    chunk->next = detached;
-    detached = chunk;
-  }
-  return detached;
-}
-
-std::size_t Arena::send_back(Lock& lock, Chunk* detached) noexcept {
-  if (!detached) return 0;
-  std::size_t bytes = 0;
-  ++busy_;
-  lock.unlock();
-  while (detached) {
-    const std::unique_ptr<Chunk> chunk(detached);
-    detached = chunk->next;
-    upstream_->release(chunk->memory, chunk->bytes);
-    bytes += chunk->bytes;
-  }
-  lock.lock();
-  moving_ -= bytes;
-  --busy_;
-  return bytes;
-}
-
 // Its user is done with a live block.
 inline void Arena::dismiss(Block* block) {
   if (indexed_) pointers_.erase(block);
@@ -341,26 +256,32 @@ Freed Arena::free_pointer(const void* data) noexcept {
 std::size_t Arena::trim() {
   if (inherited()) return 0;
   Lock lock(lock_);
-  return send_back(lock, detach_empty(false));
+  return send_back(lock, detach_pages());
 }
 
 void Arena::close() {
   if (inherited()) return;
   Lock lock(lock_);
+  shut();
+  send_back(lock, detach_pages());
+}
+
+void Arena::shut() {
   closed_ = true;
-  send_back(lock, detach_empty(true));
+  for (const auto& chunk : heap_.chunks()) chunk->kept = 0;
 }
 
 void Arena::dispose() noexcept {
   if (inherited()) return;  // the parent's memory; in the child nothing is given back
   Lock lock(lock_);
-  closed_ = disposed_ = true;
+  shut();
+  disposed_ = true;
   leave(lock);
 }
 
 // The end of a call that may have been the last: returns chunks of a closed arena, deletes a disposed one.
 void Arena::leave(Lock& lock) noexcept {
-  if (closed_) send_back(lock, detach_empty(true));
+  if (closed_) send_back(lock, detach_empty());
   const bool last = disposed_ && !busy_ && !stats_.live_blocks && !stats_.parked_blocks && captures_.empty();
   lock.unlock();
   if (last) delete this;

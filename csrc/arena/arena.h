@@ -31,7 +31,9 @@ struct Options {
   std::size_t max = SIZE_MAX;      // never more bytes than this from upstream
   bool grow = true;                // beyond the capacity
   std::size_t alignment = 64;      // the granule, a power of two; 512 for CUDA
-  std::size_t growth = 64u << 20;  // bytes of a new chunk; a larger request gets a chunk of its own size
+  // Bytes of a new chunk; a larger request gets a chunk of its own size. Where a chunk can be made longer, that is by what
+  // is missing, and a sixteenth of what there is if that is less than this.
+  std::size_t growth = 64u << 20;
   bool debug = false;              // a second free is recognised for long; with `memory`, canaries and poison
   std::shared_ptr<Memory> memory;
   std::uint8_t poison_new = 0xff;                    // NaN in every floating-point type
@@ -158,7 +160,7 @@ class Arena final : public Owner {
   // counted (stats()); false, and nothing done, if there was another since, whose work may go on.
   bool settle(std::size_t frees, const std::vector<LaneId>* lanes = nullptr);
   std::vector<LaneId> idle_lanes() const;  // that have free memory, and that no capture records
-  std::size_t trim();                      // gives grown chunks that are wholly free upstream; how many bytes
+  std::size_t trim();                      // gives what is free beyond the capacity upstream; how many bytes
   void close();                            // allocates no more; chunks go upstream as their last blocks are freed
   bool closed() const;
 
@@ -196,15 +198,26 @@ class Arena final : public Owner {
 
   Arena(Options options, std::shared_ptr<Upstream> upstream);
   ~Arena() = default;
+  void shut();
   void dispose() noexcept;
   void leave(Lock& lock) noexcept;
 
-  // arena.cpp
-  void fail(Allocation* result, Failure::Reason reason, const Request& request, const Refusal& refusal = {});
+  // growth.cpp
+  struct Need;
   Block* grow(Lock& lock, Lane* lane, std::size_t size, std::size_t alignment, std::vector<LaneId>* waits,
               Refusal* refusal);
-  Chunk* detach_empty(bool all);
+  Block* extend(Lock& lock, const Need& need, Refusal* refusal);
+  Block* add_chunk(Lock& lock, const Need& need, Refusal* refusal);
+  Chunk* detach_empty();
+  Chunk* detach_pages();
+  void detach(std::unique_ptr<Chunk> chunk, Chunk** list);
+  template <class Ask>
+  bool ask_upstream(Lock& lock, std::size_t bytes, Refusal* refusal, const Ask& ask);
+  void count_growth(std::size_t bytes);
   std::size_t send_back(Lock& lock, Chunk* detached) noexcept;
+
+  // arena.cpp
+  void fail(Allocation* result, Failure::Reason reason, const Request& request, const Refusal& refusal = {});
   void admit(Block* block, const Request& request);
   void dismiss(Block* block);
   void retire(Block* block);
@@ -251,6 +264,7 @@ class Arena final : public Owner {
   std::size_t misses_ = 0;  // allocations that took a new chunk
   std::size_t busy_ = 0;    // calls outside the lock, and holders
   std::size_t moving_ = 0;  // bytes on their way from or to upstream
+  std::size_t sending_ = 0;  // calls that send some there
   const Options options_;
   const std::shared_ptr<Upstream> upstream_;
 };

@@ -72,10 +72,15 @@ inline Freed free(Block* block) noexcept {
 struct Chunk {
   void* memory = nullptr;  // as upstream gave it
   std::size_t bytes = 0;
+  std::size_t kept = 0;  // of the capacity: never goes back before the arena's end
   Block* first = nullptr;
-  std::size_t used = 0;   // blocks that are not free
-  bool grown = false;     // not part of the capacity
-  Chunk* next = nullptr;  // among chunks on their way upstream
+  Block* last = nullptr;
+  std::size_t used = 0;    // blocks that are not free
+  bool moving = false;     // upstream makes it longer now
+  Chunk* next = nullptr;   // among chunks on their way upstream
+
+  std::uintptr_t start() const { return reinterpret_cast<std::uintptr_t>(memory); }
+  std::uintptr_t end() const { return start() + bytes; }
 };
 
 constexpr bool is_power_of_two(std::size_t n) { return n && !(n & (n - 1)); }

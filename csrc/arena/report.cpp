@@ -148,7 +148,7 @@ void Arena::visit(const std::function<void(const ChunkView&)>& chunk,
     return reinterpret_cast<std::uintptr_t>(a->memory) < reinterpret_cast<std::uintptr_t>(b->memory);
   });
   for (const Chunk* one : chunks) {
-    if (chunk) chunk({one->memory, one->bytes, one->grown});
+    if (chunk) chunk({one->memory, one->bytes, !one->kept});
     for (const Block* b = one->first; block && b; b = b->after) {
       void* const address = reinterpret_cast<void*>(b->address);
       if (b->state == State::free)

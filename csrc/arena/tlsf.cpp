@@ -31,7 +31,7 @@ Block* Tlsf::split(Block* block, std::size_t size) {
   rest->chunk = block->chunk;
   rest->lane = block->lane;
   rest->owner = owner_;
-  if (rest->after) rest->after->before = rest;
+  precede(rest, rest->after);
   block->after = rest;
   block->size = size;
   return rest;
@@ -41,7 +41,7 @@ Block* Tlsf::split(Block* block, std::size_t size) {
 void Tlsf::absorb(Block* block, Block* after) {
   block->size += after->size;
   block->after = after->after;
-  if (block->after) block->after->before = block;
+  precede(block, block->after);
   slab_.give(after);
 }
 
@@ -51,12 +51,12 @@ std::size_t Tlsf::usable(const Chunk& chunk, std::size_t granule) {
   return end > first ? end - first : 0;
 }
 
-Chunk* Tlsf::add(void* memory, std::size_t bytes, bool grown) {
+Chunk* Tlsf::add(void* memory, std::size_t bytes, std::size_t kept) {
   slab_.reserve(1);
   auto chunk = std::make_unique<Chunk>();
   chunk->memory = memory;
   chunk->bytes = bytes;
-  chunk->grown = grown;
+  chunk->kept = kept;
   chunks_.push_back(std::move(chunk));
   Block* block = slab_.take();
   *block = Block{};
@@ -65,9 +65,36 @@ Chunk* Tlsf::add(void* memory, std::size_t bytes, bool grown) {
   block->chunk = chunks_.back().get();
   block->lane = &clean_;
   block->owner = owner_;
-  block->chunk->first = block;
+  block->chunk->first = block->chunk->last = block;
   link(block);
   return block->chunk;
+}
+
+void Tlsf::lengthen(Chunk* chunk, std::size_t bytes) {
+  slab_.reserve(1);
+  Block* before = chunk->last;
+  chunk->bytes += bytes;
+  const std::uintptr_t end = chunk->end() & ~(granule_ - 1);
+  if (end == before->end()) return;
+  Block* block = slab_.take();
+  *block = Block{};
+  block->address = before->end();
+  block->size = end - before->end();
+  block->chunk = chunk;
+  block->lane = &clean_;
+  block->owner = owner_;
+  block->before = before;
+  before->after = chunk->last = block;
+  if (!coalesces(before, &clean_) && !(before->state == State::free && before->lane->mixes())) return link(block);
+  unlink(before);
+  absorb(before, block);
+  link(before);
+}
+
+std::size_t Tlsf::tail(const Chunk& chunk, const Lane* lane) const {
+  const Block* last = chunk.last;
+  const bool ours = last->lane == &clean_ || (last->lane == lane && lane->mixes());
+  return last->state == State::free && ours ? last->size : 0;
 }
 
 std::unique_ptr<Chunk> Tlsf::remove(Chunk* chunk) {
@@ -81,6 +108,61 @@ std::unique_ptr<Chunk> Tlsf::remove(Chunk* chunk) {
   std::unique_ptr<Chunk> removed = std::move(*at);
   chunks_.erase(at);
   return removed;
+}
+
+void Tlsf::carve(std::size_t page, std::vector<std::unique_ptr<Chunk>>* removed) {
+  for (std::size_t i = 0; i < chunks_.size(); ++i) {
+    Chunk* const chunk = chunks_[i].get();
+    if (chunk->moving) continue;
+    for (Block* block = chunk->first; block; block = block->after) {
+      if (block->state != State::free || block->lane->pinned) continue;
+      const std::uintptr_t floor = chunk->start() + chunk->kept;
+      const std::uintptr_t first = block->address <= floor ? floor : round_up(block->address, page);
+      const std::uintptr_t last = block->end() & ~(page - 1);
+      if (first >= last) continue;
+      removed->reserve(removed->size() + 1);  // what can fail comes first
+      chunks_.reserve(chunks_.size() + 1);
+      slab_.reserve(2);
+      const bool goes_on = last < block->end() || block->after;
+      auto hole = std::make_unique<Chunk>(), behind = goes_on ? std::make_unique<Chunk>() : nullptr;
+      hole->memory = reinterpret_cast<void*>(first);
+      hole->bytes = (goes_on ? last : chunk->end()) - first;
+      cut_out(chunk, block, first, last, behind.get());
+      removed->push_back(std::move(hole));
+      const bool empty = !chunk->first;
+      if (behind) chunks_.insert(chunks_.begin() + std::ptrdiff_t(i) + 1, std::move(behind));
+      if (empty) chunks_.erase(chunks_.begin() + std::ptrdiff_t(i--));
+      break;  // it goes on in what was behind
+    }
+  }
+}
+
+// Takes [first, last), of a free block, out of a chunk, which ends there. What comes after it, if anything does, is `behind`.
+void Tlsf::cut_out(Chunk* chunk, Block* block, std::uintptr_t first, std::uintptr_t last, Chunk* behind) {
+  unlink(block);
+  if (last < block->end()) link(split(block, last - block->address));
+  if (first > block->address) {
+    Block* hole = split(block, first - block->address);
+    link(block);
+    block = hole;
+  }
+  Block *before = block->before, *after = block->after;
+  slab_.give(block);
+  (before ? before->after : chunk->first) = nullptr;
+  chunk->last = before;
+  if (behind) {
+    behind->memory = reinterpret_cast<void*>(last);
+    behind->bytes = chunk->end() - last;
+    behind->first = after;
+    after->before = nullptr;
+    for (Block* each = after; each; each = each->after) {
+      each->chunk = behind;
+      behind->last = each;
+      if (each->state != State::free) ++behind->used;
+    }
+    chunk->used -= behind->used;
+  }
+  chunk->bytes = first - chunk->start();
 }
 
 Block* Tlsf::take(Block* block, std::size_t size, std::size_t alignment, Lane* lane) {
@@ -139,7 +221,7 @@ void Tlsf::give(Block* block) {
     after->address = block->address;
   } else {
     before->after = after;
-    if (after) after->before = before;
+    precede(before, after);
   }
   other->size = size;
   free_bytes_ += block->size;
@@ -153,7 +235,7 @@ Block* Tlsf::renew(Block* old) {
   Block* block = slab_.take();
   *block = copy;
   replace(block, block);
-  if (block->after) block->after->before = block;
+  precede(block, block->after);
   return block;
 }
 
@@ -282,6 +364,7 @@ std::string Tlsf::check_chunk(const Chunk& chunk, std::size_t* nodes, std::size_
     if (coalesces(block->before, block->lane) || coalesces(block->after, block->lane))
       return "free neighbours that were not coalesced";
   }
+  if (before != chunk.last) return "a chunk that ends with another block";
   if (address != end) return "blocks that do not fill their chunk";
   if (used != chunk.used) return "a chunk with the wrong number of blocks in use";
   return "";

@@ -38,9 +38,15 @@ class Tlsf {
   const Lane* clean() const { return &clean_; }
 
   // Bytes of memory between the first and the last granule in it become one free, clean block.
-  Chunk* add(void* memory, std::size_t bytes, bool grown);
+  Chunk* add(void* memory, std::size_t bytes, std::size_t kept);
+  // A chunk that goes on for so many bytes more, free and clean.
+  void lengthen(Chunk* chunk, std::size_t bytes);
+  // What is free at its end, that the lane may use and that would be one with what lengthens it.
+  std::size_t tail(const Chunk& chunk, const Lane* lane) const;
   // Without the chunk's blocks, all of them free.
   std::unique_ptr<Chunk> remove(Chunk* chunk);
+  // Cuts whole free pages out of chunks, beyond what is kept, and appends them; what is behind becomes a chunk of its own.
+  void carve(std::size_t page, std::vector<std::unique_ptr<Chunk>>* removed);
 
   // A free block of at least this size in the lane; `exact` as in FreeIndex::find_exact.
   Block* find(const Lane& lane, std::size_t size, std::size_t alignment, bool exact) const {
@@ -86,6 +92,8 @@ class Tlsf {
   void cleanse(Block* block);
   [[gnu::noinline]] void coalesce(Block* block, bool joins_before, bool joins_after);
   void replace(const Block* block, Block* by) { (block->before ? block->before->after : block->chunk->first) = by; }
+  void precede(Block* block, Block* after) { (after ? after->before : block->chunk->last) = block; }
+  void cut_out(Chunk* chunk, Block* block, std::uintptr_t first, std::uintptr_t last, Chunk* behind);
   bool coalesces(const Block* block, const Lane* lane) const {
     return block && block->state == State::free && (block->lane == lane || (block->lane == &clean_ && lane->mixes()));
   }

@@ -16,6 +16,11 @@ class Upstream {
   // nullptr: there is no more. Aligned to the arena's alignment, or the ends that are not whole granules are lost.
   virtual void* allocate(std::size_t bytes) = 0;
   virtual void release(void* memory, std::size_t bytes) = 0;
+  // 0: memory comes back as it was given. Else extend() may work, and parts of what was given may come back, from the start
+  // of a page or, once, from the end of the capacity: the rest of that page is still in use.
+  virtual std::size_t page() const { return 0; }
+  // What was given up to `end` goes on for so many bytes more; false: it cannot.
+  virtual bool extend(void* end, std::size_t bytes) { return end && !bytes; }
   // What may be asked for without harm, where the system would rather end processes than refuse.
   virtual std::size_t available() { return SIZE_MAX; }
 };

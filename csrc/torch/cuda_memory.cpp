@@ -10,6 +10,7 @@
 #include <cuda.h>
 #include <dlfcn.h>
 
+#include <iterator>
 #include <map>
 #include <mutex>
 #include <utility>
@@ -72,7 +73,8 @@ struct Driver {
   }
 };
 
-// A range of addresses for each chunk, mapped page by page, so that any page may go.
+// Pages mapped in a range of addresses that has room for all of the device's memory behind each first chunk, so that any
+// page may go and more may come behind the last.
 class MappedMemory final : public CudaMemory {
  public:
   explicit MappedMemory(int device) : CudaMemory(device) {}
@@ -92,24 +94,51 @@ class MappedMemory final : public CudaMemory {
     return memory;
   }
 
+  std::size_t page() const override { return page_; }
+
   void* take(std::size_t bytes) override {
     const std::size_t size = whole_pages(bytes);
     if (size < bytes) return nullptr;
     const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device_));
     const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);  // a capture may go on
+    std::size_t free = 0, total = 0, room = size;
+    if (good(cudaMemGetInfo(&free, &total))) room += whole_pages(total);
     CUdeviceptr start = 0;
-    if (driver_->reserve(&start, size, 0, 0, 0) != CUDA_SUCCESS) return nullptr;
-    if (map_pages(start, start + size)) return reinterpret_cast<void*>(start);
-    driver_->unreserve(start, size);
-    return nullptr;
+    if (room < size || driver_->reserve(&start, room, 0, 0, 0) != CUDA_SUCCESS) return nullptr;
+    if (!map_pages(start, start + size)) {
+      driver_->unreserve(start, room);
+      return nullptr;
+    }
+    const std::lock_guard<std::mutex> lock(mutex_);
+    ranges_[start] = {room, bytes};
+    return reinterpret_cast<void*>(start);
+  }
+
+  bool take_more(void* end, std::size_t bytes) override {
+    const auto first = reinterpret_cast<CUdeviceptr>(end);
+    const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device_));
+    const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      const auto range = range_of(first - 1);
+      if (bytes > range->first + range->second.room - first) return false;
+      range->second.given += bytes;
+    }
+    const bool mapped = map_pages(first / page_ * page_, whole_pages(first + bytes));
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!mapped) range_of(first - 1)->second.given -= bytes;
+    return mapped;
   }
 
   void give(void* memory, std::size_t bytes) override {
     const auto start = reinterpret_cast<CUdeviceptr>(memory);
-    const std::size_t size = whole_pages(bytes);
     const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device_));
-    unmap_pages(start, start + size);
-    driver_->unreserve(start, size);
+    unmap_pages(whole_pages(start), whole_pages(start + bytes));
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto range = range_of(start);
+    if (range->second.given -= bytes) return;
+    driver_->unreserve(range->first, range->second.room);
+    ranges_.erase(range);
   }
 
   const char* sleep_blocker() const override { return nullptr; }
@@ -175,10 +204,16 @@ class MappedMemory final : public CudaMemory {
     handles_.erase(found);
   }
 
+  struct Range {
+    std::size_t room, given;  // bytes
+  };
+  std::map<CUdeviceptr, Range>::iterator range_of(CUdeviceptr at) { return std::prev(ranges_.upper_bound(at)); }
+
   const Driver* driver_ = nullptr;
   CUmemAllocationProp kind_ = {};
   std::size_t page_ = 0;
   std::mutex mutex_;
+  std::map<CUdeviceptr, Range> ranges_;                          // by their first address
   std::map<CUdeviceptr, CUmemGenericAllocationHandle> handles_;  // of mapped pages
 };
 
@@ -209,16 +244,33 @@ bool synchronize(int device) {
   return good(cudaDeviceSynchronize());
 }
 
-void* CudaMemory::allocate(std::size_t bytes) {
+template <class Take>
+bool CudaMemory::try_to(const Take& take) {
   give_all();
-  void* memory = take(bytes);
-  if (!memory && synchronize(device_)) try {  // torch's allocator may keep what it does not use
+  if (take()) return true;
+  if (synchronize(device_)) try {  // torch's allocator may keep what it does not use
       c10::cuda::CUDACachingAllocator::emptyCache();
-      memory = take(bytes);
+      return take();
     } catch (const c10::Error&) {  // another thread captures
       (void)cudaGetLastError();
     }
-  return memory;
+  return false;
+}
+
+void* CudaMemory::allocate(std::size_t bytes) {
+  void* memory = nullptr;
+  return try_to([&] { return (memory = take(bytes)) != nullptr; }) ? memory : nullptr;
+}
+
+bool CudaMemory::extend(void* end, std::size_t bytes) {
+  return try_to([&] {
+    {  // what is still to go may lie there
+      const std::lock_guard<std::mutex> lock(AllGone::get().mutex);
+      for (const Gone& gone : AllGone::get().list)
+        if (gone.owner.get() == this) return false;
+    }
+    return take_more(end, bytes);
+  });
 }
 
 void CudaMemory::release(void* memory, std::size_t bytes) {

@@ -14,6 +14,7 @@ class CudaMemory : public arena::Upstream, public std::enable_shared_from_this<C
   void* allocate(std::size_t bytes) final;
   // After all work of the device, as cudaFree does; where a capture forbids the wait, when it is over.
   void release(void* memory, std::size_t bytes) final;
+  bool extend(void* end, std::size_t bytes) final;
 
   virtual const char* sleep_blocker() const = 0;  // why pages cannot go, or nullptr
   // As in PoolDevice; what uses the range is done.
@@ -24,11 +25,14 @@ class CudaMemory : public arena::Upstream, public std::enable_shared_from_this<C
   explicit CudaMemory(int device) : device_(device) {}
   virtual void* take(std::size_t bytes) = 0;  // nullptr: there is no more
   virtual void give(void* memory, std::size_t bytes) = 0;
+  virtual bool take_more(void*, std::size_t) { return false; }
 
   const int device_;
 
  private:
   static void give_all();
+  template <class Take>
+  bool try_to(const Take& take);
 };
 
 // Waits for all work of the device; false where it cannot: a capture is on, which the call would end.

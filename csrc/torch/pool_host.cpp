@@ -11,6 +11,9 @@
 #include <atomic>
 #include <cerrno>
 #include <cstring>
+#include <iterator>
+#include <map>
+#include <mutex>
 #include <optional>
 
 #include "arena/available.h"
@@ -49,27 +52,82 @@ class WithoutGil {
   std::optional<pybind11::gil_scoped_release> released_;
 };
 
-// Anonymous pages, whole huge ones where there are enough; the same address until release().
-class HostUpstream : public arena::Upstream {
+// Anonymous pages, whole huge ones where there are enough. In a range of addresses that has room for all of the machine's
+// memory behind each first chunk, where addresses are not limited: so that more may come behind the last, and any may go.
+class HostUpstream final : public arena::Upstream {
  public:
   void* allocate(std::size_t bytes) override {
     const WithoutGil no_gil;
-    const std::size_t align = bytes >= kHugePage ? kHugePage : page_size();
-    const std::size_t size = arena::round_up(bytes, page_size()), room = size + align - page_size();
-    if (room < bytes) return nullptr;
-    void* mapped = mmap(nullptr, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (mapped == MAP_FAILED) return nullptr;
-    const auto start = reinterpret_cast<std::uintptr_t>(mapped), aligned = arena::round_up(start, align);
-    if (aligned > start) munmap(mapped, aligned - start);
-    if (const std::size_t rest = start + room - (aligned + size)) munmap(reinterpret_cast<void*>(aligned + size), rest);
-    void* memory = reinterpret_cast<void*>(aligned);
-    madvise(memory, size, MADV_HUGEPAGE);
-    if (populate(memory, size)) return memory;
-    munmap(memory, size);
+    const std::size_t size = arena::round_up(bytes, page_size()), all = machine_bytes();
+    if (size < bytes || size + kHugePage + all < size) return nullptr;
+    for (const std::size_t more : {all, std::size_t(0)}) {
+      const std::size_t room = size + kHugePage + more;
+      void* const mapped = mmap(nullptr, room, PROT_NONE, kReserved, -1, 0);
+      if (mapped == MAP_FAILED) continue;
+      const auto start = reinterpret_cast<std::uintptr_t>(mapped), aligned = arena::round_up(start, kHugePage);
+      if (make(aligned, size)) {
+        const std::lock_guard<std::mutex> guard(mutex_);
+        ranges_[start] = {room, bytes};
+        return reinterpret_cast<void*>(aligned);
+      }
+      munmap(mapped, room);
+      break;
+    }
     return nullptr;
   }
-  void release(void* memory, std::size_t bytes) override { munmap(memory, arena::round_up(bytes, page_size())); }
+  std::size_t page() const override { return kHugePage; }
+  bool extend(void* end, std::size_t bytes) override {
+    const WithoutGil no_gil;
+    const auto first = reinterpret_cast<std::uintptr_t>(end), from = arena::round_up(first, page_size());
+    const std::uintptr_t to = arena::round_up(first + bytes, page_size());
+    {
+      const std::lock_guard<std::mutex> guard(mutex_);
+      const auto range = range_of(first - 1);
+      if (to < first || to > range->first + range->second.room) return false;
+      range->second.given += bytes;
+    }
+    if (make(from, to - from)) return true;
+    unmake(from, to - from);
+    const std::lock_guard<std::mutex> guard(mutex_);
+    range_of(first - 1)->second.given -= bytes;
+    return false;
+  }
+  void release(void* memory, std::size_t bytes) override {
+    const auto start = reinterpret_cast<std::uintptr_t>(memory);
+    const std::uintptr_t first = arena::round_up(start, page_size());
+    unmake(first, arena::round_up(start + bytes, page_size()) - first);
+    const std::lock_guard<std::mutex> guard(mutex_);
+    const auto range = range_of(start);
+    if (range->second.given -= bytes) return;
+    munmap(reinterpret_cast<void*>(range->first), range->second.room);
+    ranges_.erase(range);
+  }
   std::size_t available() override { return arena::available_memory(); }
+
+ private:
+  struct Range {
+    std::size_t room, given;  // bytes
+  };
+  static constexpr int kReserved = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+
+  static std::size_t machine_bytes() {
+    const long pages = sysconf(_SC_PHYS_PAGES);
+    return pages > 0 ? static_cast<std::size_t>(pages) * page_size() : 0;
+  }
+  static bool make(std::uintptr_t start, std::size_t bytes) {
+    void* const memory = reinterpret_cast<void*>(start);
+    if (!bytes) return true;
+    if (mprotect(memory, bytes, PROT_READ | PROT_WRITE) != 0) return false;
+    madvise(memory, bytes, MADV_HUGEPAGE);
+    return populate(memory, bytes);
+  }
+  static void unmake(std::uintptr_t start, std::size_t bytes) {
+    if (bytes) mmap(reinterpret_cast<void*>(start), bytes, PROT_NONE, kReserved | MAP_FIXED, -1, 0);
+  }
+  std::map<std::uintptr_t, Range>::iterator range_of(std::uintptr_t at) { return std::prev(ranges_.upper_bound(at)); }
+
+  std::mutex mutex_;
+  std::map<std::uintptr_t, Range> ranges_;  // by their first address
 };
 
 // The CUDA runtime that torch loaded, found by name: a build without memkit's CUDA half can lock pages, too.
@@ -88,22 +146,27 @@ const Runtime& runtime() {
   return found;
 }
 
-class PinnedUpstream final : public HostUpstream {
+// A chunk is locked as a whole, and goes as one.
+class PinnedUpstream final : public arena::Upstream {
  public:
   void* allocate(std::size_t bytes) override {
     const WithoutGil no_gil;
-    void* memory = HostUpstream::allocate(bytes);
+    void* memory = pages_.allocate(bytes);
     constexpr unsigned kPortable = 1;  // for every context
     if (memory && runtime().lock(memory, bytes, kPortable) != 0) {
-      HostUpstream::release(memory, bytes);
+      pages_.release(memory, bytes);
       return nullptr;
     }
     return memory;
   }
   void release(void* memory, std::size_t bytes) override {
     runtime().unlock(memory);
-    HostUpstream::release(memory, bytes);
+    pages_.release(memory, bytes);
   }
+  std::size_t available() override { return pages_.available(); }
+
+ private:
+  HostUpstream pages_;
 };
 
 void free_block(void* context) { arena::free(static_cast<arena::Block*>(context)); }

@@ -1,0 +1,168 @@
+// Memory from upstream and back: chunks, what makes them longer, and what is free of them.
+#include <algorithm>
+#include <utility>
+
+#include "arena.h"
+
+namespace memkit::arena {
+
+struct Arena::Need {
+  Lane* lane;
+  std::size_t size, alignment;
+  std::vector<LaneId>* waits;
+  std::size_t bytes;  // of fresh memory that holds it wherever that starts
+};
+
+// A block of new memory, or what others freed while the lock was open, or nullptr.
+Block* Arena::grow(Lock& lock, Lane* lane, std::size_t size, std::size_t alignment, std::vector<LaneId>* waits,
+                   Refusal* refusal) {
+  const Need need{lane, size, alignment, waits, size + (alignment - options_.alignment)};
+  refusal->limit = options_.grow ? Refusal::max : Refusal::fixed;
+  if (!options_.grow) return borrow(lane, size, alignment, waits);
+  for (bool trimmed : {false, true}) {
+    if (trimmed && need.bytes > options_.max) break;
+    if (trimmed && !send_back(lock, detach_pages())) break;
+    if (Block* block = extend(lock, need, refusal)) return block;
+    if (Block* block = add_chunk(lock, need, refusal)) return block;
+    if (closed_) return nullptr;
+  }
+  if (Block* block = search(lane, size, alignment, waits)) return block;
+  return borrow(lane, size, alignment, waits);
+}
+
+// Asks upstream for bytes by `ask`, with the lock open; false: it has no more.
+template <class Ask>
+bool Arena::ask_upstream(Lock& lock, std::size_t bytes, Refusal* refusal, const Ask& ask) {
+  moving_ += bytes;
+  ++busy_;
+  lock.unlock();
+  refusal->left = upstream_->available();
+  const bool harmless = bytes <= refusal->left;
+  refusal->limit = harmless ? Refusal::upstream : Refusal::available;
+  const bool got = harmless && ask();
+  lock.lock();
+  --busy_;
+  moving_ -= bytes;
+  return got;
+}
+
+void Arena::count_growth(std::size_t bytes) {
+  stats_.reserved += bytes;
+  stats_.reserved_peak = std::max(stats_.reserved_peak, stats_.reserved);
+  ++stats_.growths;
+}
+
+// Makes the newest chunk longer by what its free end lacks. Addresses behind it are there for that, but others may be
+// on their way upstream.
+Block* Arena::extend(Lock& lock, const Need& need, Refusal* refusal) {
+  const std::size_t page = upstream_->page();
+  settle_recent();
+  Chunk* const chunk = heap_.chunks().empty() ? nullptr : heap_.chunks().back().get();
+  if (!page || !chunk || chunk->moving || sending_ || closed_) return nullptr;
+  const std::size_t tail = heap_.tail(*chunk, need.lane->serving());
+  const std::size_t taken = stats_.reserved + moving_, left = options_.max > taken ? options_.max - taken : 0;
+  const std::size_t lacking = need.bytes > tail ? need.bytes - tail : 1;
+  const std::size_t missing = round_up(chunk->end() + lacking, page) - chunk->end();
+  const std::size_t least = std::min(missing, left & ~(options_.alignment - 1));
+  if (tail + least < need.bytes) return nullptr;
+  const std::size_t more = std::min(options_.growth, stats_.reserved / 16) & ~(page - 1);
+  for (std::size_t bytes = std::max(least, std::min(more, left & ~(page - 1)));; bytes = least) {
+    void* const end = reinterpret_cast<void*>(chunk->end());
+    chunk->moving = true;
+    const bool longer = ask_upstream(lock, bytes, refusal, [&] { return upstream_->extend(end, bytes); });
+    chunk->moving = false;
+    if (!longer && bytes > least) continue;
+    if (!longer) return nullptr;
+    heap_.lengthen(chunk, bytes);
+    count_growth(bytes);
+    break;
+  }
+  if (closed_) {
+    send_back(lock, detach_empty());
+    return nullptr;
+  }
+  Block* block = search(need.lane, need.size, need.alignment, need.waits);
+  if (block) ++misses_;
+  return block;  // or nullptr: another thread was quicker
+}
+
+Block* Arena::add_chunk(Lock& lock, const Need& need, Refusal* refusal) {
+  for (const std::size_t wish : {std::max(options_.growth, need.bytes), need.bytes}) {
+    const std::size_t taken = stats_.reserved + moving_, left = options_.max > taken ? options_.max - taken : 0;
+    const std::size_t bytes = std::min(wish, left & ~(options_.alignment - 1));
+    if (bytes < need.bytes || closed_) {
+      refusal->limit = Refusal::max;
+      continue;
+    }
+    void* memory = nullptr;
+    if (!ask_upstream(lock, bytes, refusal, [&] { return (memory = upstream_->allocate(bytes)) != nullptr; })) {
+      if (wish == need.bytes) continue;
+      if (Block* block = search(need.lane, need.size, need.alignment, need.waits)) return block;
+      continue;
+    }
+    Chunk* chunk = heap_.add(memory, bytes, 0);
+    count_growth(bytes);
+    Block* block = chunk->first;
+    const std::uintptr_t start = round_up(block->address, need.alignment);
+    if (!closed_ && start < block->end() && block->end() - start >= need.size) {
+      ++misses_;
+      return block;
+    }
+    send_back(lock, detach_empty());  // closed meanwhile, or upstream aligns to less than the granule
+    return nullptr;
+  }
+  return nullptr;
+}
+
+// Unhooks the chunks that nobody uses, but for the capacity. Blocks that a capture may write again keep their chunk.
+Chunk* Arena::detach_empty() {
+  if (recording()) return nullptr;
+  settle_recent();
+  Chunk* detached = nullptr;
+  for (std::size_t i = heap_.chunks().size(); i-- > 0;) {
+    Chunk* chunk = heap_.chunks()[i].get();
+    if (chunk->used || chunk->kept || chunk->moving) continue;
+    bool pinned = false;
+    for (const Block* block = chunk->first; block && !pinned; block = block->after) pinned = block->lane->pinned;
+    if (!pinned) detach(heap_.remove(chunk), &detached);
+  }
+  return detached;
+}
+
+// Those, and what is free of others, where upstream takes that back.
+Chunk* Arena::detach_pages() {
+  Chunk* detached = detach_empty();
+  if (!upstream_->page() || recording()) return detached;
+  std::vector<std::unique_ptr<Chunk>> removed;
+  heap_.carve(upstream_->page(), &removed);
+  for (auto& chunk : removed) detach(std::move(chunk), &detached);
+  return detached;
+}
+
+void Arena::detach(std::unique_ptr<Chunk> chunk, Chunk** list) {
+  stats_.reserved -= chunk->bytes;
+  moving_ += chunk->bytes;  // still upstream's bytes, until send_back() has returned them
+  chunk->next = *list;
+  *list = chunk.release();
+}
+
+std::size_t Arena::send_back(Lock& lock, Chunk* detached) noexcept {
+  if (!detached) return 0;
+  std::size_t bytes = 0;
+  ++busy_;
+  ++sending_;
+  lock.unlock();
+  while (detached) {
+    const std::unique_ptr<Chunk> chunk(detached);
+    detached = chunk->next;
+    upstream_->release(chunk->memory, chunk->bytes);
+    bytes += chunk->bytes;
+  }
+  lock.lock();
+  moving_ -= bytes;
+  --sending_;
+  --busy_;
+  return bytes;
+}
+
+}  // namespace memkit::arena

@@ -1,0 +1,245 @@
+// Chunks that become longer, and pages that go back out of their middle, against an upstream that knows each of them.
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "test_arena.h"
+
+namespace {
+
+constexpr std::size_t kPage = 2 * kMiB, kRoom = std::size_t(1) << 40;
+
+// Addresses that nobody may touch: each chunk with room behind it, page by page.
+class PagedUpstream final : public Upstream {
+ public:
+  explicit PagedUpstream(std::size_t limit = SIZE_MAX) : limit_(limit) {}
+  ~PagedUpstream() override { CHECK(pages_.empty(), "%zu pages were not returned", pages_.size()); }
+
+  std::size_t page() const override { return kPage; }
+  void* allocate(std::size_t bytes) override {
+    tell();
+    next_ += kRoom;
+    if (!capacity_end) capacity_end = next_ + bytes;
+    return map(next_, bytes) ? reinterpret_cast<void*>(next_) : nullptr;
+  }
+  bool extend(void* end, std::size_t bytes) override {
+    tell();
+    return !refuses && map(reinterpret_cast<std::uintptr_t>(end), bytes);
+  }
+  void release(void* memory, std::size_t bytes) override {
+    tell();
+    const auto start = reinterpret_cast<std::uintptr_t>(memory);
+    CHECK(start % kPage == 0 || start == capacity_end, "part of a page came back");
+    for (std::uintptr_t at = round_up(start, kPage); at < start + bytes; at += kPage) CHECK(pages_.erase(at), "not out, and came back");
+  }
+  std::size_t held() const { return pages_.size() * kPage; }
+  // Whether the pages that are out are those of the chunks.
+  bool agrees(const Arena& arena) const {
+    std::set<std::uintptr_t> seen;
+    const auto add = [&](const ChunkView& chunk) {
+      const auto start = reinterpret_cast<std::uintptr_t>(chunk.address);
+      for (std::uintptr_t at = start; at < start + chunk.size; at += kPage) seen.insert(at);
+    };
+    arena.visit(add, nullptr);
+    return seen == pages_;
+  }
+
+  std::function<void()> called;  // once, by the next call
+  bool refuses = false;
+  std::uintptr_t capacity_end = 0;
+
+ private:
+  void tell() {
+    if (const auto now = std::exchange(called, nullptr)) now();
+  }
+  bool map(std::uintptr_t start, std::size_t bytes) {
+    const std::uintptr_t first = start & ~(kPage - 1);
+    std::vector<std::uintptr_t> fresh;
+    for (std::uintptr_t at = first; at < start + bytes; at += kPage)
+      if (!pages_.count(at)) fresh.push_back(at);
+    CHECK(start % kPage || fresh.size() == (bytes + kPage - 1) / kPage, "given twice");
+    if (held() + fresh.size() * kPage > limit_) return false;
+    pages_.insert(fresh.begin(), fresh.end());
+    return true;
+  }
+
+  std::size_t limit_;
+  std::uintptr_t next_ = std::uintptr_t(1) << 44;
+  std::set<std::uintptr_t> pages_;
+};
+
+void test_longer() {
+  auto upstream = std::make_shared<PagedUpstream>();
+  Options options;
+  options.capacity = 8 * kMiB;
+  ArenaPtr arena = Arena::create(options, upstream);
+  Block* first = arena->allocate({6 * kMiB}).block;
+  Block* second = arena->allocate({7 * kMiB}).block;  // 2 of them are there
+  CHECK(upstream->held() == 14 * kMiB && arena->stats().chunks == 1, "what is missing: %zu", upstream->held());
+  CHECK(second->address == first->end(), "one behind the other");
+  CHECK(arena->stats().reserved == 14 * kMiB && arena->stats().growths == 1, "counted");
+  free(first);
+  CHECK(arena->trim() == 0 && upstream->held() == 14 * kMiB, "the capacity stays");
+  free(second);
+  Block* third = arena->allocate({13 * kMiB}).block;
+  CHECK(third && arena->stats().growths == 1, "what was cut is whole again");
+  free(third);
+  CHECK(arena->trim() == 6 * kMiB && upstream->held() == 8 * kMiB, "back to the capacity");
+  CHECK(arena->trim() == 0, "once");
+  CHECK_SOUND(*arena);
+  Block* fourth = arena->allocate({9 * kMiB}).block;
+  CHECK(fourth && upstream->held() == 10 * kMiB, "grows again: %zu", upstream->held());
+  free(fourth);
+}
+
+void test_capacity_in_a_page() {
+  auto upstream = std::make_shared<PagedUpstream>();
+  Options options;
+  options.capacity = 3 * kMiB;
+  ArenaPtr arena = Arena::create(options, upstream);
+  for (int i = 0; i < 2; ++i) {
+    Block* first = arena->allocate({3 * kMiB}).block;
+    Block* second = arena->allocate({2 * kMiB}).block;
+    CHECK(first && second && arena->stats().reserved == 6 * kMiB, "to the end of a page");
+    free(second);
+    CHECK(arena->trim() == 3 * kMiB && arena->stats().reserved == 3 * kMiB, "exactly the capacity");
+    free(first);
+    CHECK(upstream->agrees(*arena) && arena->trim() == 0, "its page stays");
+    CHECK_SOUND(*arena);
+  }
+}
+
+void test_steps() {
+  auto upstream = std::make_shared<PagedUpstream>();
+  Options options;
+  options.capacity = 320 * kMiB;
+  options.growth = 16 * kMiB;
+  ArenaPtr arena = Arena::create(options, upstream);
+  Block* all = arena->allocate({320 * kMiB}).block;
+  Block* one = arena->allocate({kMiB}).block;
+  CHECK(upstream->held() == 336 * kMiB, "no more than `growth`: %zu", upstream->held());
+  Block* large = arena->allocate({100 * kMiB}).block;
+  CHECK(upstream->held() == 336 * kMiB + 86 * kMiB, "what a large one lacks: %zu", upstream->held());
+  for (Block* block : {all, one, large}) free(block);
+}
+
+void test_pages_from_the_middle() {
+  auto upstream = std::make_shared<PagedUpstream>(30 * kMiB);
+  Options options;
+  options.capacity = 2 * kMiB;
+  ArenaPtr arena = Arena::create(options, upstream);
+  std::vector<Block*> blocks;
+  for (int i = 0; i < 10; ++i) blocks.push_back(arena->allocate({3 * kMiB}).block);
+  CHECK(upstream->held() == 30 * kMiB && arena->stats().chunks == 1, "full");
+  for (const int i : {1, 2, 5, 6, 7}) free(blocks[i]);
+  // [3, 9) and [15, 24) MiB are free, and 9 of them cannot be had in one piece with the end full.
+  CHECK(arena->stats().largest_free == 9 * kMiB, "holes");
+  Block* large = arena->allocate({10 * kMiB}).block;
+  CHECK(large && large->address >= blocks[9]->end(), "pages of the holes went to the end");
+  CHECK(upstream->agrees(*arena) && arena->stats().chunks == 3, "%zu chunks", arena->stats().chunks);
+  CHECK_SOUND(*arena);
+  for (const int i : {0, 3, 4, 8, 9}) free(blocks[i]);
+  CHECK_SOUND(*arena);
+  free(large);
+  arena->trim();
+  CHECK(upstream->held() == 2 * kMiB && upstream->agrees(*arena), "the capacity is left: %zu", upstream->held());
+}
+
+void test_others_in_between() {
+  auto upstream = std::make_shared<PagedUpstream>();
+  Options options;
+  options.capacity = 2 * kMiB;
+  ArenaPtr arena = Arena::create(options, upstream);
+  Block* stolen = nullptr;
+  // While upstream maps: another thread takes the free end that was counted on.
+  upstream->called = [&] {
+    stolen = arena->allocate({2 * kMiB}).block;
+  };
+  Block* block = arena->allocate({3 * kMiB}).block;
+  CHECK(block && stolen && block != stolen, "both have memory");
+  CHECK_SOUND(*arena);
+  // Another thread trims the chunk that is becoming longer.
+  free(stolen);
+  free(block);
+  std::size_t went = 1;
+  upstream->called = [&] {
+    went = arena->trim();
+  };
+  block = arena->allocate({arena->stats().reserved + kMiB}).block;
+  CHECK(block, "it has memory, whoever trims");
+  CHECK(upstream->agrees(*arena), "nothing lost; %zu trimmed", went);
+  CHECK_SOUND(*arena);
+  // And closes.
+  free(block);
+  upstream->called = [&] {
+    arena->close();
+  };
+  CHECK(!arena->allocate({arena->stats().reserved + kMiB}), "closed");
+  CHECK(upstream->held() == 0, "all is back: %zu", upstream->held());
+}
+
+void test_what_cannot_be_longer() {
+  auto upstream = std::make_shared<PagedUpstream>();
+  upstream->refuses = true;
+  Options options;
+  options.capacity = 2 * kMiB;
+  options.growth = 4 * kMiB;
+  options.max = 20 * kMiB + 64 * kKiB;
+  ArenaPtr arena = Arena::create(options, upstream);
+  Block* first = arena->allocate({3 * kMiB}).block;
+  CHECK(first && arena->stats().chunks == 2 && arena->stats().reserved == 6 * kMiB, "a chunk of its own");
+  upstream->refuses = false;
+  Block* second = arena->allocate({15 * kMiB + 32 * kKiB}).block;  // to within less than a page of the limit
+  CHECK(second && arena->stats().reserved <= options.max, "up to the limit: %zu", arena->stats().reserved);
+  const Allocation none = arena->allocate({2 * kMiB + 64 * kKiB});
+  CHECK(!none && none.failure->refusal.limit == Refusal::max, "the limit");
+  free(first);
+  free(second);
+  CHECK_SOUND(*arena);
+}
+
+void test_random() {
+  std::mt19937_64 random(7);
+  for (int round = 0; round < 30; ++round) {
+    auto upstream = std::make_shared<PagedUpstream>((64 + random() % 64) * kMiB);
+    Options options;
+    options.capacity = (random() % 5) * kMiB + 64;
+    options.growth = kMiB << random() % 6;
+    if (random() % 3 == 0) options.max = 60 * kMiB + random() % kMiB;
+    ArenaPtr arena = Arena::create(options, upstream);
+    std::vector<Block*> live;
+    for (int step = 0; step < 1500; ++step) {
+      if (random() % 5 < 3 && live.size() < 60) {
+        Request request{random() % (kMiB << random() % 4)};
+        request.lane = random() % 3;
+        if (random() % 4 == 0) request.alignment = std::size_t(64) << random() % 16;
+        if (Block* block = arena->allocate(request).block) live.push_back(block);
+      } else if (!live.empty()) {
+        std::swap(live[random() % live.size()], live.back());
+        free(live.back());
+        live.pop_back();
+      }
+      if (random() % 50 == 0) arena->trim();
+      if (step % 10 == 0) {
+        CHECK_SOUND(*arena);
+        CHECK(upstream->agrees(*arena), "pages and chunks differ");
+        CHECK(arena->stats().reserved <= options.max, "beyond max");
+      }
+    }
+    if (round % 2) arena->close();
+    for (Block* block : live) free(block);
+  }
+}
+
+}  // namespace
+
+int main() {
+  test_longer();
+  test_capacity_in_a_page();
+  test_steps();
+  test_pages_from_the_middle();
+  test_others_in_between();
+  test_what_cannot_be_longer();
+  test_random();
+  return finish("test_arena_growth");
+}
