@@ -6,8 +6,6 @@ import warnings
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from . import _C
 from ._pool_text import held_text
 from .plan import Plan, Plans

@@ -27,14 +27,14 @@ using Ticket = std::uint64_t;
 using CaptureId = std::uint64_t;
 
 struct Options {
-  std::size_t capacity = 0;        // bytes taken at once
-  std::size_t max = SIZE_MAX;      // never more bytes than this from upstream
-  bool grow = true;                // beyond the capacity
-  std::size_t alignment = 64;      // the granule, a power of two; 512 for CUDA
+  std::size_t capacity = 0;    // bytes taken at once
+  std::size_t max = SIZE_MAX;  // never more bytes than this from upstream
+  bool grow = true;            // beyond the capacity
+  std::size_t alignment = 64;  // the granule, a power of two; 512 for CUDA
   // Bytes of a new chunk; a larger request gets a chunk of its own size. Where a chunk can be made longer, that is by what
   // is missing, and a sixteenth of what there is if that is less than this.
   std::size_t growth = 64u << 20;
-  bool debug = false;              // a second free is recognised for long; with `memory`, canaries and poison
+  bool debug = false;  // a second free is recognised for long; with `memory`, canaries and poison
   std::shared_ptr<Memory> memory;
   std::uint8_t poison_new = 0xff;                    // NaN in every floating-point type
   std::uint8_t poison_freed = 0x7f;                  // 3.4e38 in float, NaN in half
@@ -261,9 +261,9 @@ class Arena final : public Owner {
   std::unordered_map<Ticket, Block*> deferred_;
   std::unordered_map<std::string, TagId> tag_numbers_;
   std::vector<Guest*> guests_;
-  std::size_t misses_ = 0;  // allocations that took a new chunk
-  std::size_t busy_ = 0;    // calls outside the lock, and holders
-  std::size_t moving_ = 0;  // bytes on their way from or to upstream
+  std::size_t misses_ = 0;   // allocations that took a new chunk
+  std::size_t busy_ = 0;     // calls outside the lock, and holders
+  std::size_t moving_ = 0;   // bytes on their way from or to upstream
   std::size_t sending_ = 0;  // calls that send some there
   const Options options_;
   const std::shared_ptr<Upstream> upstream_;

@@ -75,9 +75,9 @@ struct Chunk {
   std::size_t kept = 0;  // of the capacity: never goes back before the arena's end
   Block* first = nullptr;
   Block* last = nullptr;
-  std::size_t used = 0;    // blocks that are not free
-  bool moving = false;     // upstream makes it longer now
-  Chunk* next = nullptr;   // among chunks on their way upstream
+  std::size_t used = 0;   // blocks that are not free
+  bool moving = false;    // upstream makes it longer now
+  Chunk* next = nullptr;  // among chunks on their way upstream
 
   std::uintptr_t start() const { return reinterpret_cast<std::uintptr_t>(memory); }
   std::uintptr_t end() const { return start() + bytes; }

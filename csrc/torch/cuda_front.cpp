@@ -32,7 +32,7 @@ using c10::cuda::CUDAStream;
 
 // The counters of torch that count tensors, and how much one that is lent adds.
 struct Counter {
-  StatArray DeviceStats::*of;
+  StatArray DeviceStats::* of;
   std::size_t (*amount)(const Lent&);
 };
 constexpr Counter kCounters[] = {
@@ -100,9 +100,9 @@ void remember(TraceEntry::Action action, const Lent& lent) {
   std::shared_ptr<c10::GatheredContext> context;
   const auto least = action == TraceEntry::ALLOC ? caching::RecordContext::STATE : caching::RecordContext::ALL;
   if (history.context && history.when >= least) context = history.context();
-  const auto now = std::chrono::duration_cast<std::chrono::microseconds>(
-                       std::chrono::system_clock::now().time_since_epoch())
-                       .count();
+  const auto now =
+      std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::system_clock::now().time_since_epoch())
+          .count();
   TraceEntry entry(action, lent.device, reinterpret_cast<std::size_t>(lent.data), lent.nbytes, lent.stream, {0, 0}, 0,
                    std::move(context));
   entry.time_.t_ = now;
@@ -248,9 +248,8 @@ class Front : public caching::CUDAAllocator {
     {
       Turns& turns = Turns::get();
       const std::lock_guard<std::mutex> guard(turns.mutex);
-      const auto found = std::find_if(turns.open.rbegin(), turns.open.rend(), [&](const Turns::Turn& turn) {
-        return turn.device == device && turn.id == id;
-      });
+      const auto found = std::find_if(turns.open.rbegin(), turns.open.rend(),
+                                      [&](const Turns::Turn& turn) { return turn.device == device && turn.id == id; });
       if (found != turns.open.rend()) turns.open.erase(std::next(found).base());
       turns.count = turns.open.size();
     }
@@ -298,7 +297,8 @@ class Front : public caching::CUDAAllocator {
   MEMKIT_PASS(void, attachAllocatorTraceTracker, (caching::AllocatorTraceTracker tracker), (std::move(tracker)))
   MEMKIT_PASS(void, enablePeerAccess, (Index device, Index other), (device, other))
   MEMKIT_PASS(cudaError_t, memcpyAsync,
-              (void* to, int to_device, const void* from, int from_device, std::size_t n, cudaStream_t stream, bool p2p),
+              (void* to, int to_device, const void* from, int from_device, std::size_t n, cudaStream_t stream,
+               bool p2p),
               (to, to_device, from, from_device, n, stream, p2p))
   MEMKIT_PASS(std::shared_ptr<caching::AllocatorState>, getCheckpointState, (Index device, Id id), (device, id))
   MEMKIT_PASS(caching::CheckpointDelta, setCheckpointPoolState,
@@ -383,8 +383,7 @@ void count_returned(const Lent& lent) {
   {
     const std::lock_guard<std::mutex> guard(own.mutex);
     for (std::size_t i = 0; i < kCount; ++i)
-      for (const std::size_t kind : {kAll, kind_of(lent)})
-        own.stats[i][kind].decrease(kCounters[i].amount(lent));
+      for (const std::size_t kind : {kAll, kind_of(lent)}) own.stats[i][kind].decrease(kCounters[i].amount(lent));
   }
   own.alive.fetch_sub(1, std::memory_order_relaxed);
   if (!caching::isHistoryEnabled()) return;

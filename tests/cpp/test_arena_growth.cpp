@@ -1,75 +1,12 @@
 // Chunks that become longer, and pages that go back out of their middle, against an upstream that knows each of them.
-#include <set>
-#include <utility>
 #include <vector>
 
 #include "test_arena.h"
 
 namespace {
 
-constexpr std::size_t kPage = 2 * kMiB, kRoom = std::size_t(1) << 40;
-
-// Addresses that nobody may touch: each chunk with room behind it, page by page.
-class PagedUpstream final : public Upstream {
- public:
-  explicit PagedUpstream(std::size_t limit = SIZE_MAX) : limit_(limit) {}
-  ~PagedUpstream() override { CHECK(pages_.empty(), "%zu pages were not returned", pages_.size()); }
-
-  std::size_t page() const override { return kPage; }
-  void* allocate(std::size_t bytes) override {
-    tell();
-    next_ += kRoom;
-    if (!capacity_end) capacity_end = next_ + bytes;
-    return map(next_, bytes) ? reinterpret_cast<void*>(next_) : nullptr;
-  }
-  bool extend(void* end, std::size_t bytes) override {
-    tell();
-    return !refuses && map(reinterpret_cast<std::uintptr_t>(end), bytes);
-  }
-  void release(void* memory, std::size_t bytes) override {
-    tell();
-    const auto start = reinterpret_cast<std::uintptr_t>(memory);
-    CHECK(start % kPage == 0 || start == capacity_end, "part of a page came back");
-    for (std::uintptr_t at = round_up(start, kPage); at < start + bytes; at += kPage) CHECK(pages_.erase(at), "not out, and came back");
-  }
-  std::size_t held() const { return pages_.size() * kPage; }
-  // Whether the pages that are out are those of the chunks.
-  bool agrees(const Arena& arena) const {
-    std::set<std::uintptr_t> seen;
-    const auto add = [&](const ChunkView& chunk) {
-      const auto start = reinterpret_cast<std::uintptr_t>(chunk.address);
-      for (std::uintptr_t at = start; at < start + chunk.size; at += kPage) seen.insert(at);
-    };
-    arena.visit(add, nullptr);
-    return seen == pages_;
-  }
-
-  std::function<void()> called;  // once, by the next call
-  bool refuses = false;
-  std::uintptr_t capacity_end = 0;
-
- private:
-  void tell() {
-    if (const auto now = std::exchange(called, nullptr)) now();
-  }
-  bool map(std::uintptr_t start, std::size_t bytes) {
-    const std::uintptr_t first = start & ~(kPage - 1);
-    std::vector<std::uintptr_t> fresh;
-    for (std::uintptr_t at = first; at < start + bytes; at += kPage)
-      if (!pages_.count(at)) fresh.push_back(at);
-    CHECK(start % kPage || fresh.size() == (bytes + kPage - 1) / kPage, "given twice");
-    if (held() + fresh.size() * kPage > limit_) return false;
-    pages_.insert(fresh.begin(), fresh.end());
-    return true;
-  }
-
-  std::size_t limit_;
-  std::uintptr_t next_ = std::uintptr_t(1) << 44;
-  std::set<std::uintptr_t> pages_;
-};
-
 void test_longer() {
-  auto upstream = std::make_shared<PagedUpstream>();
+  auto upstream = std::make_shared<PagedUpstream>(false);
   Options options;
   options.capacity = 8 * kMiB;
   ArenaPtr arena = Arena::create(options, upstream);
@@ -93,7 +30,7 @@ void test_longer() {
 }
 
 void test_capacity_in_a_page() {
-  auto upstream = std::make_shared<PagedUpstream>();
+  auto upstream = std::make_shared<PagedUpstream>(false);
   Options options;
   options.capacity = 3 * kMiB;
   ArenaPtr arena = Arena::create(options, upstream);
@@ -110,7 +47,7 @@ void test_capacity_in_a_page() {
 }
 
 void test_steps() {
-  auto upstream = std::make_shared<PagedUpstream>();
+  auto upstream = std::make_shared<PagedUpstream>(false);
   Options options;
   options.capacity = 320 * kMiB;
   options.growth = 16 * kMiB;
@@ -124,7 +61,7 @@ void test_steps() {
 }
 
 void test_pages_from_the_middle() {
-  auto upstream = std::make_shared<PagedUpstream>(30 * kMiB);
+  auto upstream = std::make_shared<PagedUpstream>(false, 30 * kMiB);
   Options options;
   options.capacity = 2 * kMiB;
   ArenaPtr arena = Arena::create(options, upstream);
@@ -146,15 +83,13 @@ void test_pages_from_the_middle() {
 }
 
 void test_others_in_between() {
-  auto upstream = std::make_shared<PagedUpstream>();
+  auto upstream = std::make_shared<PagedUpstream>(false);
   Options options;
   options.capacity = 2 * kMiB;
   ArenaPtr arena = Arena::create(options, upstream);
   Block* stolen = nullptr;
   // While upstream maps: another thread takes the free end that was counted on.
-  upstream->called = [&] {
-    stolen = arena->allocate({2 * kMiB}).block;
-  };
+  upstream->called = [&] { stolen = arena->allocate({2 * kMiB}).block; };
   Block* block = arena->allocate({3 * kMiB}).block;
   CHECK(block && stolen && block != stolen, "both have memory");
   CHECK_SOUND(*arena);
@@ -162,24 +97,20 @@ void test_others_in_between() {
   free(stolen);
   free(block);
   std::size_t went = 1;
-  upstream->called = [&] {
-    went = arena->trim();
-  };
+  upstream->called = [&] { went = arena->trim(); };
   block = arena->allocate({arena->stats().reserved + kMiB}).block;
   CHECK(block, "it has memory, whoever trims");
   CHECK(upstream->agrees(*arena), "nothing lost; %zu trimmed", went);
   CHECK_SOUND(*arena);
   // And closes.
   free(block);
-  upstream->called = [&] {
-    arena->close();
-  };
+  upstream->called = [&] { arena->close(); };
   CHECK(!arena->allocate({arena->stats().reserved + kMiB}), "closed");
   CHECK(upstream->held() == 0, "all is back: %zu", upstream->held());
 }
 
 void test_what_cannot_be_longer() {
-  auto upstream = std::make_shared<PagedUpstream>();
+  auto upstream = std::make_shared<PagedUpstream>(false);
   upstream->refuses = true;
   Options options;
   options.capacity = 2 * kMiB;
@@ -201,7 +132,7 @@ void test_what_cannot_be_longer() {
 void test_random() {
   std::mt19937_64 random(7);
   for (int round = 0; round < 30; ++round) {
-    auto upstream = std::make_shared<PagedUpstream>((64 + random() % 64) * kMiB);
+    auto upstream = std::make_shared<PagedUpstream>(false, (64 + random() % 64) * kMiB);
     Options options;
     options.capacity = (random() % 5) * kMiB + 64;
     options.growth = kMiB << random() % 6;

@@ -38,8 +38,9 @@ void run(F&& work) {
   for (std::thread& thread : threads) thread.join();
 }
 
+template <class From>
 void test_arena(bool debug, int operations) {
-  auto upstream = std::make_shared<TestUpstream>(true);
+  auto upstream = std::make_shared<From>(true);
   Options options;
   options.capacity = kMiB;
   options.growth = kMiB;
@@ -47,7 +48,7 @@ void test_arena(bool debug, int operations) {
   options.debug = debug;
   options.memory = std::make_shared<HostMemory>();
   ArenaPtr arena = Arena::create(options, upstream);
-  upstream->called = [&] { arena->stats(); };
+  if constexpr (std::is_same_v<From, TestUpstream>) upstream->called = [&] { arena->stats(); };
   Exchange exchange{};
   run([&](int thread) {
     std::mt19937_64 random(static_cast<unsigned>(thread));
@@ -125,8 +126,10 @@ void test_guests(int operations) {
 
 int main(int argc, char**) {
   const int more = argc > 1 ? 10 : 1;
-  test_arena(false, 20000 * more);
-  test_arena(true, 10000 * more);
+  test_arena<TestUpstream>(false, 20000 * more);
+  test_arena<TestUpstream>(true, 10000 * more);
+  test_arena<PagedUpstream>(false, 20000 * more);
+  test_arena<PagedUpstream>(true, 10000 * more);
   test_end(100 * more);
   test_guests(5000 * more);
   return finish("test_arena_threads");
