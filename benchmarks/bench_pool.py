@@ -38,7 +38,7 @@ KIND = "memkit-pool"
 FORMAT = 3
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
-PARTS = {"cpu": ("calls", "step", "core", "plans"), "cuda": ("calls", "step", "lengths")}
+PARTS = {"cpu": ("calls", "step", "lengths", "core", "plans"), "cuda": ("calls", "step", "lengths")}
 
 Cases = dict[str, tuple[int, dict[str, str]]]
 CPU_CASES: Cases = {  # name: (statements a sample, contenders as statements, stock first)
@@ -311,7 +311,7 @@ def main(argv: list[str] | None = None) -> int:
     parts: dict[str, tuple[Callable[[], Any], Callable[[Any], str]]] = {
         "calls": (lambda: run_calls(args.rounds, device), calls_table),
         "step": (lambda: pool_step.run(args.steps, args.batch, device), step_table),
-        "lengths": (lambda: pool_step.varying_apart(args.batch), lengths_table),
+        "lengths": (lambda: pool_step.varying_apart(args.batch, device), lengths_table),
         "core": (run_core, core_table),
         "plans": (run_plans, plans_table),
     }

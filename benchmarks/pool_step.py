@@ -1,8 +1,8 @@
 """A training step whose memory comes from a pool, against stock: time, and the memory that it adds to weights and optimizer
 state. The step is one of the models that `memkit bench` trains.
 
-    python benchmarks/pool_step.py BATCH            # bytes by which the process grows over a stock step on the CPU
-    python benchmarks/pool_step.py BATCH VARIANT    # of steps with sequences of varying length on a GPU, as JSON
+    python benchmarks/pool_step.py BATCH                 # bytes by which the process grows over a stock step on the CPU
+    python benchmarks/pool_step.py BATCH DEVICE VARIANT  # of steps with sequences of varying length, as JSON
 
 Stock's memory is, on the CPU, the growth of the resident set in a process of its own, whose free memory went back to the
 system just before; on a GPU what its caching allocator reserves for a step after empty_cache(), and what the segments of
@@ -11,6 +11,7 @@ weights have left.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import json
@@ -31,7 +32,10 @@ from memkit.bench.options import Options
 from memkit.bench.timing import interleave, ratio, seconds
 
 LENGTHS = 40  # steps, each with sequences of a length of its own
-VARIANTS = {"stock": "", "stock, expandable segments": "expandable_segments:True", "pool.use()": ""}
+VARIANTS = {
+    "cpu": {"stock": "", "pool.use()": ""},
+    "cuda": {"stock": "", "stock, expandable segments": "expandable_segments:True", "pool.use()": ""},
+}
 """Settings of PyTorch's caching allocator."""
 PRECISION = 1 << 20  # bytes, of the least memory that a pool gets through a step with
 
@@ -65,15 +69,20 @@ def status(field: str) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field + ":"))
 
 
+def resident_growth(work: Callable[[], object]) -> int:
+    """The most by which this process grows meanwhile."""
+    ctypes.CDLL(None).malloc_trim(0)
+    before = status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again
+    work()
+    return status("VmHWM") - before
+
+
 def resident_peak(batch: int) -> int:
     """Of a stock step on the CPU, in this process."""
     step = training_step(batch, "cpu")
     step()
-    ctypes.CDLL(None).malloc_trim(0)
-    before = status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again
-    step()
-    return status("VmHWM") - before
+    return resident_growth(step)
 
 
 def resident_peak_apart(batch: int) -> int | None:
@@ -93,33 +102,40 @@ def cached_peak(step: Callable[[], None]) -> int:
     return torch.cuda.max_memory_reserved() - before
 
 
-def varying(batch: int, variant: str) -> dict[str, int]:
-    """Over steps of varying length on a GPU, in this process: bytes that are alive at most, and that are reserved."""
-    step = training_step(batch, "cuda")
+def varying(batch: int, device: str, variant: str) -> dict[str, int]:
+    """Over steps of varying length, in this process: bytes that are alive at most, and that are reserved."""
+    step = training_step(batch, device)
     lengths = random.Random(0).choices(range(32, Options().seq_len + 1), k=LENGTHS)
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    if variant == "pool.use()":
-        with memkit.Pool(1 << 20, "cuda") as pool:
-            for length in lengths:
-                with pool.use():
-                    step(length)
-            reserved = pool.stats().reserved_peak
-    else:
+    pool = memkit.Pool(1 << 20, device) if variant == "pool.use()" else None
+
+    def work() -> None:
         for length in lengths:
-            step(length)
-        reserved = torch.cuda.max_memory_reserved() - before
-    return {"live": torch.cuda.max_memory_allocated() - before, "reserved": reserved}
+            with pool.use() if pool else contextlib.nullcontext():
+                step(length)
+
+    gc.collect()
+    found = {}
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        work()
+        found = {
+            "live": torch.cuda.max_memory_allocated() - before,
+            "reserved": torch.cuda.max_memory_reserved() - before,
+        }
+    else:
+        grown = resident_growth(lambda: found.update(live=memkit.memory.measure(work, device=device).peak))
+        found["reserved"] = grown
+    return found | ({"reserved": pool.stats().reserved_peak} if pool else {})
 
 
-def varying_apart(batch: int) -> dict[str, dict[str, int]]:
+def varying_apart(batch: int, device: str) -> dict[str, dict[str, int]]:
     """Each variant in a process of its own, as PyTorch reads its settings when it starts."""
     found = {}
-    for variant, settings in VARIANTS.items():
+    for variant, settings in VARIANTS[device].items():
         environment = {**os.environ, "PYTORCH_ALLOC_CONF": settings, "PYTORCH_CUDA_ALLOC_CONF": settings}
-        command = [sys.executable, __file__, str(batch), variant]
+        command = [sys.executable, __file__, str(batch), device, variant]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
         found[variant] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -132,7 +148,7 @@ def least(step: Callable[[], None], low: int, device: str) -> int:
         try:
             with memkit.Pool(size, device, grow=False) as pool, pool.use():
                 step()
-        except torch.OutOfMemoryError:  # PoolExhausted is one; on a GPU torch raises its own
+        except memkit.PoolExhausted:
             return False
         return True
 

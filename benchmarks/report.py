@@ -295,6 +295,12 @@ def pool_table(results: Results) -> str:
             title = f"{bench_pool.pool_step.LENGTHS} steps of varying length"
             rows = bench_pool.lengths_rows(result["lengths"])
             parts.append(report.markdown_table([title, "reserved MiB", "to what is alive at most"], rows))
+            whose = (
+                "all that its caching allocator holds beside the weights"
+                if result["hardware"]["device"] == "cuda"
+                else "the growth of the resident set"
+            )
+            parts.append(f"One step each of the same training; stock's is {whose}, from the first step to the last.")
         body = []
         for case in result["calls"]:
             for name, taken in case["seconds"].items():

@@ -92,8 +92,10 @@ class Pool(_C.PoolBase):
             it dies.
         pin_memory: page-locked host memory, for transfers to a GPU. Memory of a tensor that dies while a copy may
             still read it is not reused before the devices are done.
-        grow: whether to take more from the system when `size` is used up, in chunks of 64 MiB or of what is asked for,
-            whichever is more. Tensors never move.
+        grow: whether to take more from the system when `size` is used up: what is lacking, in whole pages of 2 MiB, and a
+            sixteenth of what there is, up to 64 MiB, ahead. It lies behind what there is, so that nothing is cut in two
+            (pinned memory, and CUDA drivers that map no virtual memory: chunks of 64 MiB, or of what is asked for if
+            that is more). Tensors never move.
         max: bytes that growth stops at, as `size`.
         debug: fills new memory with NaN and freed memory with another pattern, guards both ends of each block
             (outside scopes and captures), and notes Python stacks. Much slower.
@@ -235,11 +237,12 @@ class Pool(_C.PoolBase):
         """`with pool.use():` every tensor that this thread makes on the pool's device lives in the pool, gradients too.
 
         May be nested, also with other pools: the innermost serves. Other threads go on as before; on CUDA those that
-        work on the same stream do not, because backward runs on a thread of its own. There torch's caching allocator
-        cuts the tensors from large blocks of the pool, and keeps those until `trim()` or `close()`. What cuBLAS works in it
+        work on the same stream do not, because backward runs on a thread of its own. What `torch.cuda` tells of memory
+        counts these tensors as allocated and reserved, and its snapshots and history show them. What cuBLAS works in it
         keeps for each stream, 66 MiB on an H200, wherever the stream's first product was: better not in here.
 
-        What a graph records comes from torch's memory for the graph, not from the pool.
+        What a graph records comes from torch's memory for the graph, not from the pool; so does what is made in a
+        `torch.cuda.use_mem_pool()` that begins inside.
 
         A process that is forked inside (a DataLoader's worker) goes on with torch's own allocator.
         """
@@ -318,9 +321,9 @@ class Pool(_C.PoolBase):
     # -- memory
 
     def trim(self) -> int:
-        """Gives grown chunks that nobody uses back to the system; returns how many bytes.
+        """Gives what is free beyond the pool's size back to the system; returns how many bytes.
 
-        On CUDA also what torch's allocator keeps of the pool for `use()`, to the pool.
+        Whole pages of 2 MiB, wherever they lie (of pinned memory: chunks that nobody uses).
         """
         return self._core.trim()
 

@@ -244,7 +244,9 @@ def pool_benchmark(file: Path, device: str) -> Path:
         patch.setattr(pool_step, "LENGTHS", 3)
         here = ("stock", "pool.use()")  # the other one needs a process of its own
         patch.setattr(
-            pool_step, "varying_apart", lambda batch: {each: pool_step.varying(batch, each) for each in here}
+            pool_step,
+            "varying_apart",
+            lambda batch, device: {each: pool_step.varying(batch, device, each) for each in here},
         )
         once = {name: (1, contenders) for name, (_, contenders) in bench_pool.CASES[device].items()}
         patch.setattr(bench_pool, "CASES", {device: once})
@@ -265,6 +267,10 @@ def test_pool_benchmark(pool: Path) -> None:
     step = result["step"]
     assert step["served_by_plan"] == step["allocations"] > 50
     assert step["live_bytes"] == step["plan_bytes"] <= step["reserved_bytes"]["pool.use()"]
+    lengths = result["lengths"]
+    assert set(lengths) == {"stock", "pool.use()"}
+    assert 0 < lengths["pool.use()"]["live"] <= lengths["pool.use()"]["reserved"]
+    assert lengths["stock"]["live"] == lengths["pool.use()"]["live"]
     names = ["gpt", "gpt_ckpt", "gpt_varlen", "step of gpt", "step of cnn"]
     assert [plan["name"] for plan in result["plans"]] == names
     assert all(plan["gap"] == 0 for plan in result["plans"])
