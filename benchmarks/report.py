@@ -300,7 +300,9 @@ def pool_table(results: Results) -> str:
                 if result["hardware"]["device"] == "cuda"
                 else "the growth of the resident set"
             )
-            parts.append(f"One step each of the same training; stock's is {whose}, from the first step to the last.")
+            parts.append(
+                f"One step each of the same training; stock's is {whose}, from the first step to the last."
+            )
         body = []
         for case in result["calls"]:
             for name, taken in case["seconds"].items():
