@@ -72,7 +72,7 @@ def test_search(script: ModuleType, limit: int, grain: int, guess: int) -> None:
 
 def test_out_of_memory_does_not_fit(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     args = script.arguments(TINY.split())
-    trials = script.Trials(script.gpt(args), "eager", args)
+    trials = script.Trials(script.MODELS["gpt"](args), "eager", args)
     step = trials.trainer.step
 
     def limited(batch: Any) -> torch.Tensor:
