@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from pool_cases import busy, cuda_pool, in_threads, two_devices
+from pool_cases import busy, cuda_pool, in_threads, inside, two_devices
 
 import memkit
 from memkit import Pool
@@ -226,3 +226,18 @@ def test_pinned_memory_waits_for_copies_that_go_on() -> None:
         back.copy_(targets[3], non_blocking=True)
         torch.cuda.synchronize()
         assert back.eq(3).all()
+
+
+@two_devices
+def test_copies_to_and_from_another_device() -> None:
+    with Pool("2MiB", device="cuda:0") as pool:
+        early = pool.full((300, 500), 3.0)
+        there = early.to("cuda:1")  # whole
+        later = pool.full((MIB,), 4.0)  # in pages that come after the devices have met
+        turned = torch.empty(500, 300, device="cuda:1").t()
+        turned.copy_(early)  # by a kernel that reads over there
+        with pool.use():
+            back = there.to("cuda:0")
+        for tensor, value in ((there, 3), (turned, 3), (later[::2].to("cuda:1"), 4), (back, 3)):
+            assert tensor.eq(value).all()
+        assert inside(pool, back)

@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "cuda_memory.h"
 #include "cuda_streams.h"
 #include "pool.h"
 #include "pool_use.h"
@@ -209,6 +210,17 @@ class Front : public caching::CUDAAllocator {
     own.look(stats);
   }
 
+  // Mapped memory needs to be told who else reads it, and what copies it that it is another device's.
+  void enablePeerAccess(c10::DeviceIndex device, c10::DeviceIndex other) override {
+    torchs_->enablePeerAccess(device, other);
+    let_peer_access(/*memory of=*/other, /*peer=*/device);
+  }
+  cudaError_t memcpyAsync(void* to, int to_device, const void* from, int from_device, std::size_t nbytes,
+                          cudaStream_t stream, bool p2p) override {
+    if (to_device == from_device) return torchs_->memcpyAsync(to, to_device, from, from_device, nbytes, stream, p2p);
+    return cudaMemcpyPeerAsync(to, to_device, from, from_device, nbytes, stream);
+  }
+
   void recordHistory(bool enabled, caching::CreateContextFn context, std::size_t most, caching::RecordContext when,
                      bool clear, const std::vector<std::string>& skipped) override {
     torchs_->recordHistory(enabled, context, most, when, clear, skipped);
@@ -295,11 +307,6 @@ class Front : public caching::CUDAAllocator {
   MEMKIT_PASS(std::string, getUserMetadata, (), ())
   MEMKIT_PASS(void, attachOutOfMemoryObserver, (caching::OutOfMemoryObserver observer), (std::move(observer)))
   MEMKIT_PASS(void, attachAllocatorTraceTracker, (caching::AllocatorTraceTracker tracker), (std::move(tracker)))
-  MEMKIT_PASS(void, enablePeerAccess, (Index device, Index other), (device, other))
-  MEMKIT_PASS(cudaError_t, memcpyAsync,
-              (void* to, int to_device, const void* from, int from_device, std::size_t n, cudaStream_t stream,
-               bool p2p),
-              (to, to_device, from, from_device, n, stream, p2p))
   MEMKIT_PASS(std::shared_ptr<caching::AllocatorState>, getCheckpointState, (Index device, Id id), (device, id))
   MEMKIT_PASS(caching::CheckpointDelta, setCheckpointPoolState,
               (Index device, std::shared_ptr<caching::AllocatorState> state), (device, std::move(state)))
@@ -351,7 +358,7 @@ caching::CUDAAllocator* make_front(caching::CUDAAllocator* torchs) {
 
 void stand_before_torch() {
   static caching::CUDAAllocator* const front = make_front<Front>(caching::get());
-  TORCH_CHECK(front, "Pool.use: expected a PyTorch whose CUDA allocator this memkit knows, got " TORCH_VERSION);
+  TORCH_CHECK(front, "Pool: expected a PyTorch whose CUDA allocator this memkit knows, got " TORCH_VERSION);
   static const bool once = [] {
     caching::allocator.store(front);
     c10::SetAllocator(c10::DeviceType::CUDA, front, /*priority=*/1);

@@ -14,7 +14,7 @@ namespace memkit {
 
 class Pool;
 
-// With the first pool.use(), for good. Raises where torch's allocator has functions that this build does not know.
+// With the first CUDA pool, for good. Raises where torch's allocator has functions that this build does not know.
 void stand_before_torch();
 // Notes that another stream uses a pool's memory.
 void record_cuda_stream(const c10::DataPtr& data, c10::cuda::CUDAStream user);

@@ -10,6 +10,7 @@
 #include <cuda.h>
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <iterator>
 #include <map>
 #include <mutex>
@@ -73,11 +74,41 @@ struct Driver {
   }
 };
 
+class MappedMemory;
+
+// Who reads and writes a device's mapped memory beside it, and what there is of that.
+struct Peers {
+  std::mutex mutex;
+  std::map<int, std::vector<int>> of;
+  std::vector<MappedMemory*> memories;
+
+  static Peers& get() {
+    static Peers& instance = *new Peers;
+    return instance;
+  }
+};
+
 // Pages mapped in a range of addresses that has room for all of the device's memory behind each first chunk, so that any
 // page may go and more may come behind the last.
 class MappedMemory final : public CudaMemory {
  public:
-  explicit MappedMemory(int device) : CudaMemory(device) {}
+  explicit MappedMemory(int device) : CudaMemory(device) {
+    const std::lock_guard<std::mutex> lock(Peers::get().mutex);
+    Peers::get().memories.push_back(this);
+    peers_ = Peers::get().of[device];
+  }
+  ~MappedMemory() override {
+    const std::lock_guard<std::mutex> lock(Peers::get().mutex);
+    auto& all = Peers::get().memories;
+    all.erase(std::find(all.begin(), all.end(), this));
+  }
+  int device() const { return device_; }
+  void add_peer(int peer) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    peers_.push_back(peer);
+    for (const auto& [at, handle] : handles_)
+      if (!let_access(at)) TORCH_WARN_ONCE("Pool: expected memory that device ", peer, " can access, got none");
+  }
   static std::shared_ptr<MappedMemory> make(int device) {
     const Driver& driver = Driver::get();
     int supported = 0;
@@ -168,7 +199,6 @@ class MappedMemory final : public CudaMemory {
     const std::lock_guard<std::mutex> lock(mutex_);
     std::vector<std::pair<CUdeviceptr, CUmemGenericAllocationHandle>> made;
     std::vector<CUdeviceptr> done;
-    CUmemAccessDesc access = {kind_.location, CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
     bool well = true;
     for (CUdeviceptr at = first; at < last && well; at += page_) {
       if (handles_.count(at)) continue;
@@ -184,11 +214,18 @@ class MappedMemory final : public CudaMemory {
       }
       handles_[at] = handle;
       done.push_back(at);
-      well = driver_->access(at, page_, &access, 1) == CUDA_SUCCESS;
+      well = let_access(at);
     }
     if (!well)
       for (const CUdeviceptr at : done) unmap_page(at);
     return well;
+  }
+
+  bool let_access(CUdeviceptr page) {
+    std::vector<CUmemAccessDesc> access{{kind_.location, CU_MEM_ACCESS_FLAGS_PROT_READWRITE}};
+    for (const int peer : peers_)
+      access.push_back({{CU_MEM_LOCATION_TYPE_DEVICE, peer}, CU_MEM_ACCESS_FLAGS_PROT_READWRITE});
+    return driver_->access(page, page_, access.data(), access.size()) == CUDA_SUCCESS;
   }
 
   void unmap_pages(CUdeviceptr first, CUdeviceptr last) {
@@ -213,6 +250,7 @@ class MappedMemory final : public CudaMemory {
   CUmemAllocationProp kind_ = {};
   std::size_t page_ = 0;
   std::mutex mutex_;
+  std::vector<int> peers_;
   std::map<CUdeviceptr, Range> ranges_;                          // by their first address
   std::map<CUdeviceptr, CUmemGenericAllocationHandle> handles_;  // of mapped pages
 };
@@ -299,6 +337,16 @@ void CudaMemory::give_all() {
       all.list.push_back(std::move(gone));
     }
   }
+}
+
+void let_peer_access(int device, int peer) {
+  Peers& all = Peers::get();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  auto& peers = all.of[device];
+  if (std::find(peers.begin(), peers.end(), peer) != peers.end()) return;
+  peers.push_back(peer);
+  for (MappedMemory* memory : all.memories)
+    if (memory->device() == device) memory->add_peer(peer);
 }
 
 std::shared_ptr<CudaMemory> make_cuda_memory(int device) {

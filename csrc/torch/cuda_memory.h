@@ -38,6 +38,9 @@ class CudaMemory : public arena::Upstream, public std::enable_shared_from_this<C
 // Waits for all work of the device; false where it cannot: a capture is on, which the call would end.
 bool synchronize(int device);
 
+// From now on the peer, another device, reads and writes what pools of the device have, and will have.
+void let_peer_access(int device, int peer);
+
 // By the driver's virtual memory where there is that, else by cudaMalloc.
 std::shared_ptr<CudaMemory> make_cuda_memory(int device);
 

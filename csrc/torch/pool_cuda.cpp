@@ -15,12 +15,9 @@ bool is_cuda_pool_memory(const c10::DataPtr&) { return false; }
 
 #else
 
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/record_stream_ops.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <atomic>
@@ -96,25 +93,11 @@ void release(void* context) {
   }
 }
 
-// torch's allocator says nothing of memory that is not its own, and does nothing: so the operator asks us first, also where
-// nobody stands before that allocator.
-void record_stream(at::Tensor& self, c10::Stream stream) {
-  const c10::DataPtr& data = self.storage().data_ptr();
-  if (is_cuda_pool_memory(data)) return record_cuda_stream(data, CUDAStream(stream));
-  c10::cuda::CUDACachingAllocator::recordStream(data, CUDAStream(stream));
-}
-
-// With the first CUDA pool, for good. The dispatcher warns of replaced kernels; this one passes on what is not ours.
+// With the first CUDA pool, for good.
 void join_torch() {
+  stand_before_torch();
   static const bool once = [] {
     c10::FreeCudaMemoryCallbacksRegistry()->Register("memkit", [] { return std::make_unique<LookAfterClosed>(); });
-    struct Quiet final : c10::WarningHandler {
-      void process(const c10::Warning&) override {}
-    } quiet;
-    const c10::WarningUtils::WarningHandlerGuard guard(&quiet);
-    static torch::Library& library =
-        *new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
-    library.impl("record_stream", &record_stream);
     return true;
   }();
   (void)once;

@@ -85,7 +85,6 @@ thread_local Entered entered;
 
 void CudaUse::enter() {
   pool_->check_open("Pool.use");
-  stand_before_torch();
   const CUDAStream current = c10::cuda::getCurrentCUDAStream(device());
   entered.list.push_back(shared_from_this());
   const std::lock_guard<std::mutex> guard(Uses::get().mutex);

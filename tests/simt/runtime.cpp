@@ -352,8 +352,10 @@ cudaError_t cudaDeviceGetPCIBusId(char* text, int length, int device) {
   std::snprintf(text, static_cast<std::size_t>(length), "0000:%02x:00.0", device);
   return cudaSuccess;
 }
-cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) { return *can = 0, cudaSuccess; }
-cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { return say(cudaErrorPeerAccessUnsupported); }
+cudaError_t cudaDeviceCanAccessPeer(int* can, int device, int peer) { return *can = device != peer, cudaSuccess; }
+cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned) {
+  return peer == device_now ? say(cudaErrorInvalidDevice) : cudaSuccess;
+}
 cudaError_t cudaDeviceSynchronize() {
   const Guard guard(runtime().mutex);
   REFUSE_IN_CAPTURE();
