@@ -6,6 +6,8 @@ import warnings
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from . import _C
 from ._pool_text import held_text
 from .plan import Plan, Plans
@@ -63,12 +65,15 @@ class PoolUse(_Within):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        refusal = self._core.refusal()
         if self._entered[-1].leave():
             self._entered.pop()
         elif kind is None:
             raise RuntimeError(
                 "Pool.use: expected to leave the innermost use() of this thread first, got an outer one"
             )
+        if kind is torch.OutOfMemoryError and refusal is not None and str(refusal) in str(error):
+            raise refusal from error  # torch's own error is what torch's kernels know
 
 
 class PoolReplay(_Within):

@@ -93,9 +93,10 @@ class Pool(_C.PoolBase):
         pin_memory: page-locked host memory, for transfers to a GPU. Memory of a tensor that dies while a copy may
             still read it is not reused before the devices are done.
         grow: whether to take more from the system when `size` is used up: what is lacking, in whole pages of 2 MiB, and a
-            sixteenth of what there is, up to 64 MiB, ahead. It lies behind what there is, so that nothing is cut in two
-            (pinned memory, and CUDA drivers that map no virtual memory: chunks of 64 MiB, or of what is asked for if
-            that is more). Tensors never move.
+            sixteenth of what there is, up to 64 MiB, ahead. It lies behind what there is, so that nothing is cut in two:
+            addresses for all of the machine's memory are reserved for that, unless they are limited (`ulimit -v`).
+            Pinned memory and CUDA drivers that map no virtual memory: chunks of 64 MiB, or of what is asked for if that
+            is more. Tensors never move.
         max: bytes that growth stops at, as `size`.
         debug: fills new memory with NaN and freed memory with another pattern, guards both ends of each block
             (outside scopes and captures), and notes Python stacks. Much slower.
@@ -243,6 +244,9 @@ class Pool(_C.PoolBase):
 
         What a graph records comes from torch's memory for the graph, not from the pool; so does what is made in a
         `torch.cuda.use_mem_pool()` that begins inside.
+
+        Without room for a tensor it raises PoolExhausted; on CUDA as it ends, inside torch's own OutOfMemoryError, which
+        kernels know that try again with less.
 
         A process that is forked inside (a DataLoader's worker) goes on with torch's own allocator.
         """

@@ -2,6 +2,10 @@
 
 import itertools
 import pickle
+import subprocess
+import sys
+import threading
+import time
 
 import numpy
 import pytest
@@ -170,6 +174,65 @@ def test_growth_and_its_limit():
     del second
     assert pool.trim() > 0
     assert pool.stats().reserved == MIB
+
+
+def test_what_slept_may_have_gone_back_to_the_system():
+    pool = Pool("1MiB", max="40MiB")
+    kept = pool.full((8 * MIB,), 1, dtype=torch.uint8)
+    with pool.tag("a"):
+        sleeper = pool.full((16 * MIB,), 2, dtype=torch.uint8)
+        other = pool.full((2 * MIB,), 3, dtype=torch.uint8)
+    pool.sleep("a")
+    del sleeper
+    assert pool.trim() >= 14 * MIB
+    pool.wake()
+    assert (kept == 1).all()
+    assert (other == 3).all()
+    pool.check()
+
+
+def test_sleep_while_others_trim():
+    pool, stop, errors = Pool("2MiB"), threading.Event(), []
+    kept = pool.full((MIB,), 5, dtype=torch.uint8)
+
+    def until_stopped(work):
+        while not stop.is_set() and not errors:
+            try:
+                work()
+            except Exception as error:
+                if "sleeps" not in str(error):
+                    errors.append(error)
+
+    def nap():
+        pool.sleep()
+        pool.wake()
+
+    works = (nap, pool.trim, lambda: [pool.empty(3 * MIB, dtype=torch.uint8) for _ in range(3)])
+    threads = [threading.Thread(target=until_stopped, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    time.sleep(1)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert (kept == 5).all()
+    pool.check()
+
+
+def test_addresses_that_are_limited_are_not_taken_in_advance():
+    code = """
+import resource, torch, memkit
+used = int(next(l for l in open("/proc/self/status") if l.startswith("VmSize")).split()[1]) << 10
+resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30),) * 2)
+pool = memkit.Pool("1MiB")
+held = [pool.empty(3 << 20) for _ in range(8)]
+torch.empty(128 << 20)
+pool.check()
+del held
+assert pool.trim() > 90 << 20
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------

@@ -143,7 +143,7 @@ def test_exhaustion_in_backward_is_raised_where_it_was_called() -> None:
         with pool.use():
             out = weight * 2 * torch.ones(3 * MIB // 2, device="cuda").sum()
             held = torch.empty(27 * MIB // 8, device="cuda")
-            with pytest.raises(PoolExhausted):
+            with pytest.raises(torch.OutOfMemoryError, match="Pool: asked for"):
                 torch.autograd.grad((out * out).sum(), weight)
             del held
         del out
@@ -332,3 +332,38 @@ def test_growth_takes_what_torch_keeps_unused() -> None:
     del kept  # but not the memory: torch's cache has it
     with Pool("1MiB", device="cuda") as pool:
         assert inside(pool, pool.empty(256 * MIB, dtype=torch.uint8))
+
+
+def test_torch_hears_of_exhaustion() -> None:
+    heard = []
+    torch._C._cuda_attach_out_of_memory_observer(lambda *what: heard.append(what[1]))
+    before = torch.cuda.memory_stats()["num_ooms"]
+    with Pool("2MiB", device="cuda", grow=False) as pool:
+        with pool.use(), pytest.raises(torch.OutOfMemoryError, match="Pool: asked for 4.00 MiB"):
+            torch.empty(MIB, device="cuda")  # of which nothing else is heard if it is caught
+        assert heard[-1] == 4 * MIB
+        assert torch.cuda.memory_stats()["num_ooms"] - before == 1
+        with pytest.raises(torch.OutOfMemoryError, match="^of another$"):
+            fail_within(pool, torch.OutOfMemoryError("of another"))
+
+
+def test_raw_memory_counts_beside_it(pool: Pool) -> None:
+    with pool.use():
+        x = torch.empty(MIB, device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    raw = torch.cuda.caching_allocator_alloc(10 * MIB)
+    assert torch.cuda.max_memory_allocated() == torch.cuda.memory_allocated()
+    torch.cuda.caching_allocator_delete(raw)
+    assert x.numel() == MIB
+
+
+def test_pages_of_several_streams_go_back() -> None:
+    with Pool("1MiB", device="cuda") as pool:
+        streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+        made = []
+        for i in range(64):
+            with torch.cuda.stream(streams[i % 2]), pool.use():
+                made.append(torch.empty(MIB, dtype=torch.uint8, device="cuda"))
+        made.clear()
+        assert pool.trim() >= 60 * MIB
+        assert pool.stats().reserved == MIB

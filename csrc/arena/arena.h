@@ -161,6 +161,9 @@ class Arena final : public Owner {
   bool settle(std::size_t frees, const std::vector<LaneId>* lanes = nullptr);
   std::vector<LaneId> idle_lanes() const;  // that have free memory, and that no capture records
   std::size_t trim();                      // gives what is free beyond the capacity upstream; how many bytes
+  // Between these nothing goes upstream: who looked at chunks and blocks goes on with their memory.
+  void hold_chunks();
+  void let_chunks_go();
   void close();                            // allocates no more; chunks go upstream as their last blocks are freed
   bool closed() const;
 
@@ -208,7 +211,7 @@ class Arena final : public Owner {
               Refusal* refusal);
   Block* extend(Lock& lock, const Need& need, Refusal* refusal);
   Block* add_chunk(Lock& lock, const Need& need, Refusal* refusal);
-  Chunk* detach_empty();
+  Chunk* detach_empty(Chunk* detached = nullptr);
   Chunk* detach_pages();
   void detach(std::unique_ptr<Chunk> chunk, Chunk** list);
   template <class Ask>
@@ -264,6 +267,7 @@ class Arena final : public Owner {
   std::size_t misses_ = 0;   // allocations that took a new chunk
   std::size_t busy_ = 0;     // calls outside the lock, and holders
   std::size_t moving_ = 0;   // bytes on their way from or to upstream
+  std::size_t held_ = 0;     // calls that want the chunks to stay
   std::size_t sending_ = 0;  // calls that send some there
   const Options options_;
   const std::shared_ptr<Upstream> upstream_;

@@ -115,10 +115,9 @@ Block* Arena::add_chunk(Lock& lock, const Need& need, Refusal* refusal) {
 }
 
 // Unhooks the chunks that nobody uses, but for the capacity. Blocks that a capture may write again keep their chunk.
-Chunk* Arena::detach_empty() {
-  if (recording()) return nullptr;
+Chunk* Arena::detach_empty(Chunk* detached) {
+  if (recording() || held_) return detached;
   settle_recent();
-  Chunk* detached = nullptr;
   for (std::size_t i = heap_.chunks().size(); i-- > 0;) {
     Chunk* chunk = heap_.chunks()[i].get();
     if (chunk->used || chunk->kept || chunk->moving) continue;
@@ -132,11 +131,23 @@ Chunk* Arena::detach_empty() {
 // Those, and what is free of others, where upstream takes that back.
 Chunk* Arena::detach_pages() {
   Chunk* detached = detach_empty();
-  if (!upstream_->page() || recording()) return detached;
+  if (!upstream_->page() || recording() || held_) return detached;
   std::vector<std::unique_ptr<Chunk>> removed;
   heap_.carve(upstream_->page(), &removed);
   for (auto& chunk : removed) detach(std::move(chunk), &detached);
-  return detached;
+  return detach_empty(detached);  // less than a page that was left behind
+}
+
+void Arena::hold_chunks() {
+  if (inherited()) return;
+  Lock lock(lock_);
+  ++held_;
+}
+
+void Arena::let_chunks_go() {
+  if (inherited()) return;
+  Lock lock(lock_);
+  if (--held_ == 0 && closed_) send_back(lock, detach_pages());
 }
 
 void Arena::detach(std::unique_ptr<Chunk> chunk, Chunk** list) {

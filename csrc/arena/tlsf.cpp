@@ -111,13 +111,16 @@ std::unique_ptr<Chunk> Tlsf::remove(Chunk* chunk) {
 }
 
 void Tlsf::carve(std::size_t page, std::vector<std::unique_ptr<Chunk>>* removed) {
+  const auto goes = [](const Block* block) { return block && block->state == State::free && !block->lane->pinned; };
   for (std::size_t i = 0; i < chunks_.size(); ++i) {
     Chunk* const chunk = chunks_[i].get();
     if (chunk->moving) continue;
     for (Block* block = chunk->first; block; block = block->after) {
-      if (block->state != State::free || block->lane->pinned) continue;
+      if (!goes(block)) continue;
+      Block* const run = block;  // of neighbours, whichever lanes they are free on
+      while (goes(block->after)) block = block->after;
       const std::uintptr_t floor = chunk->start() + chunk->kept;
-      const std::uintptr_t first = block->address <= floor ? floor : round_up(block->address, page);
+      const std::uintptr_t first = run->address <= floor ? floor : round_up(run->address, page);
       const std::uintptr_t last = block->end() & ~(page - 1);
       if (first >= last) continue;
       removed->reserve(removed->size() + 1);  // what can fail comes first
@@ -127,7 +130,7 @@ void Tlsf::carve(std::size_t page, std::vector<std::unique_ptr<Chunk>>* removed)
       auto hole = std::make_unique<Chunk>(), behind = goes_on ? std::make_unique<Chunk>() : nullptr;
       hole->memory = reinterpret_cast<void*>(first);
       hole->bytes = (goes_on ? last : chunk->end()) - first;
-      cut_out(chunk, block, first, last, behind.get());
+      cut_out(chunk, run, first, last, behind.get());
       removed->push_back(std::move(hole));
       const bool empty = !chunk->first;
       if (behind) chunks_.insert(chunks_.begin() + std::ptrdiff_t(i) + 1, std::move(behind));
@@ -137,17 +140,26 @@ void Tlsf::carve(std::size_t page, std::vector<std::unique_ptr<Chunk>>* removed)
   }
 }
 
-// Takes [first, last), of a free block, out of a chunk, which ends there. What comes after it, if anything does, is `behind`.
+// Takes [first, last), of free neighbours from `block` on, out of a chunk, which ends there. What comes after it, if anything
+// does, is `behind`.
 void Tlsf::cut_out(Chunk* chunk, Block* block, std::uintptr_t first, std::uintptr_t last, Chunk* behind) {
-  unlink(block);
-  if (last < block->end()) link(split(block, last - block->address));
-  if (first > block->address) {
-    Block* hole = split(block, first - block->address);
-    link(block);
-    block = hole;
+  const auto split_at = [&](Block* at, std::uintptr_t address) {
+    unlink(at);
+    Block* rest = split(at, address - at->address);
+    link(at);
+    link(rest);
+    return rest;
+  };
+  while (block->end() <= first) block = block->after;
+  if (block->address < first) block = split_at(block, first);
+  Block *const before = block->before, *after = block;
+  while (after && after->address < last) {
+    if (after->end() > last) split_at(after, last);
+    Block* const gone = after;
+    after = gone->after;
+    unlink(gone);
+    slab_.give(gone);
   }
-  Block *before = block->before, *after = block->after;
-  slab_.give(block);
   (before ? before->after : chunk->first) = nullptr;
   chunk->last = before;
   if (behind) {

@@ -53,7 +53,7 @@ std::size_t kind_of(const Lent& lent) { return lent.rounded < kLargeFrom ? 1 : 2
 // Of one device. A peak is one of torch's bytes and of the pools' together.
 struct Tally {
   std::mutex mutex;
-  std::atomic<std::int64_t> alive{0};
+  std::atomic<std::int64_t> alive{0}, ooms{0};
   Stat stats[kCount][kKinds];  // what is lent; a peak is that of the sum with torch's own
 
   // After an allocation of either: peaks are reached there.
@@ -74,6 +74,7 @@ struct Tally {
         sum.allocated += own.allocated;
         sum.freed += own.freed;
       }
+    torchs->num_ooms += ooms.load(std::memory_order_relaxed);
   }
 };
 
@@ -96,11 +97,15 @@ struct History {
   }
 };
 
-void remember(TraceEntry::Action action, const Lent& lent) {
+void remember(TraceEntry::Action action, const Lent& lent) try {
   History& history = History::get();
-  std::shared_ptr<c10::GatheredContext> context;
   const auto least = action == TraceEntry::ALLOC ? caching::RecordContext::STATE : caching::RecordContext::ALL;
-  if (history.context && history.when >= least) context = history.context();
+  caching::CreateContextFn gather = nullptr;
+  {
+    const std::lock_guard<std::mutex> guard(history.mutex);
+    if (history.when >= least) gather = history.context;
+  }
+  std::shared_ptr<c10::GatheredContext> context = gather ? gather() : nullptr;
   const auto now =
       std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::system_clock::now().time_since_epoch())
           .count();
@@ -110,6 +115,7 @@ void remember(TraceEntry::Action action, const Lent& lent) {
   const std::lock_guard<std::mutex> guard(history.mutex);
   history.entries.push_back(std::move(entry));
   while (history.entries.size() > history.most) history.entries.pop_front();
+} catch (const std::exception&) {  // the memory is what matters
 }
 
 std::vector<SegmentInfo> segments_of(Pool& pool) {
@@ -173,13 +179,23 @@ class Front : public caching::CUDAAllocator {
   c10::DataPtr allocate(std::size_t nbytes) override {
     const c10::DeviceIndex device = c10::cuda::current_device();
     if (const auto pool = nbytes ? server(device) : nullptr) {
-      c10::DataPtr data = pool->lend(nbytes);
+      c10::DataPtr data = lend(*pool, device, nbytes);
       look(device);
       return data;
     }
     c10::DataPtr data = torchs_->allocate(nbytes);
-    if (tally_of(device).alive.load(std::memory_order_relaxed)) look(device);
+    look_if_lent(device);
     return data;
+  }
+  void* raw_alloc(std::size_t nbytes) override {
+    void* memory = torchs_->raw_alloc(nbytes);
+    look_if_lent(c10::cuda::current_device());
+    return memory;
+  }
+  void* raw_alloc_with_stream(std::size_t nbytes, cudaStream_t stream) override {
+    void* memory = torchs_->raw_alloc_with_stream(nbytes, stream);
+    look_if_lent(c10::cuda::current_device());
+    return memory;
   }
   void recordStream(const c10::DataPtr& data, CUDAStream stream) override {
     if (is_cuda_pool_memory(data)) return record_cuda_stream(data, stream);
@@ -190,6 +206,7 @@ class Front : public caching::CUDAAllocator {
     DeviceStats stats = torchs_->getDeviceStats(device);
     Tally& own = tally_of(device);
     const std::lock_guard<std::mutex> guard(own.mutex);
+    own.look(stats);
     own.add_to(&stats);
     return stats;
   }
@@ -248,6 +265,12 @@ class Front : public caching::CUDAAllocator {
     return info;
   }
 
+  void attachOutOfMemoryObserver(caching::OutOfMemoryObserver observer) override {
+    torchs_->attachOutOfMemoryObserver(observer);
+    const std::lock_guard<std::mutex> guard(observers_mutex_);
+    observers_.push_back(std::move(observer));
+  }
+
   void beginAllocateToPool(c10::DeviceIndex device, c10::MempoolId_t id,
                            std::function<bool(cudaStream_t)> filter) override {
     torchs_->beginAllocateToPool(device, id, filter);
@@ -279,8 +302,6 @@ class Front : public caching::CUDAAllocator {
   bool isEnabled() const override { return torchs_->isEnabled(); }
   MEMKIT_PASS(bool, initialized, (), ())
   MEMKIT_PASS(void, emptyCache, (Id id), (id))
-  MEMKIT_PASS(void*, raw_alloc, (std::size_t n), (n))
-  MEMKIT_PASS(void*, raw_alloc_with_stream, (std::size_t n, cudaStream_t stream), (n, stream))
   MEMKIT_PASS(void, raw_delete, (void* at), (at))
   MEMKIT_PASS(void, init, (int devices), (devices))
   MEMKIT_PASS(double, getMemoryFraction, (Index device), (device))
@@ -305,7 +326,6 @@ class Front : public caching::CUDAAllocator {
   MEMKIT_PASS(void, popCompileContext, (), ())
   MEMKIT_PASS(void, setUserMetadata, (const std::string& text), (text))
   MEMKIT_PASS(std::string, getUserMetadata, (), ())
-  MEMKIT_PASS(void, attachOutOfMemoryObserver, (caching::OutOfMemoryObserver observer), (std::move(observer)))
   MEMKIT_PASS(void, attachAllocatorTraceTracker, (caching::AllocatorTraceTracker tracker), (std::move(tracker)))
   MEMKIT_PASS(std::shared_ptr<caching::AllocatorState>, getCheckpointState, (Index device, Id id), (device, id))
   MEMKIT_PASS(caching::CheckpointDelta, setCheckpointPoolState,
@@ -335,6 +355,25 @@ class Front : public caching::CUDAAllocator {
     CudaServer server = cuda_server(stream);
     return server.pool && !Turns::get().want(stream, server.since) ? std::move(server.pool) : nullptr;
   }
+  // Kernels that try with less memory want torch's own error; its text is the pool's.
+  c10::DataPtr lend(Pool& pool, c10::DeviceIndex device, std::size_t nbytes) {
+    std::string refusal;
+    c10::DataPtr data = pool.lend(nbytes, &refusal);
+    if (refusal.empty()) return data;
+    ++tally_of(device).ooms;
+    std::size_t free = 0, total = 0;
+    (void)cudaMemGetInfo(&free, &total);
+    std::vector<caching::OutOfMemoryObserver> observers;
+    {
+      const std::lock_guard<std::mutex> guard(observers_mutex_);
+      observers = observers_;
+    }
+    for (const auto& observer : observers) observer(device, nbytes, total, free);
+    TORCH_CHECK_WITH(OutOfMemoryError, false, refusal);
+  }
+  void look_if_lent(c10::DeviceIndex device) {
+    if (tally_of(device).alive.load(std::memory_order_relaxed)) look(device);
+  }
   void look(c10::DeviceIndex device) {
     const DeviceStats stats = torchs_->getDeviceStats(device);
     Tally& own = tally_of(device);
@@ -343,6 +382,8 @@ class Front : public caching::CUDAAllocator {
   }
 
   caching::CUDAAllocator* const torchs_;
+  std::mutex observers_mutex_;
+  std::vector<caching::OutOfMemoryObserver> observers_;
 };
 
 // Not where a later PyTorch has functions that nobody here passes on.

@@ -106,8 +106,9 @@ class MappedMemory final : public CudaMemory {
   void add_peer(int peer) {
     const std::lock_guard<std::mutex> lock(mutex_);
     peers_.push_back(peer);
-    for (const auto& [at, handle] : handles_)
+    for (const auto& [at, handle] : handles_) {
       if (!let_access(at)) TORCH_WARN_ONCE("Pool: expected memory that device ", peer, " can access, got none");
+    }
   }
   static std::shared_ptr<MappedMemory> make(int device) {
     const Driver& driver = Driver::get();
@@ -135,7 +136,10 @@ class MappedMemory final : public CudaMemory {
     std::size_t free = 0, total = 0, room = size;
     if (good(cudaMemGetInfo(&free, &total))) room += whole_pages(total);
     CUdeviceptr start = 0;
-    if (room < size || driver_->reserve(&start, room, 0, 0, 0) != CUDA_SUCCESS) return nullptr;
+    if (driver_->reserve(&start, room, 0, 0, 0) != CUDA_SUCCESS) {
+      room = size;
+      if (driver_->reserve(&start, room, 0, 0, 0) != CUDA_SUCCESS) return nullptr;
+    }
     if (!map_pages(start, start + size)) {
       driver_->unreserve(start, room);
       return nullptr;
@@ -145,15 +149,19 @@ class MappedMemory final : public CudaMemory {
     return reinterpret_cast<void*>(start);
   }
 
+  bool has_room(const void* end, std::size_t bytes) override {
+    const auto first = reinterpret_cast<CUdeviceptr>(end);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto range = range_of(first - 1);
+    return bytes <= range->first + range->second.room - first;
+  }
   bool take_more(void* end, std::size_t bytes) override {
     const auto first = reinterpret_cast<CUdeviceptr>(end);
     const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device_));
     const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      const auto range = range_of(first - 1);
-      if (bytes > range->first + range->second.room - first) return false;
-      range->second.given += bytes;
+      range_of(first - 1)->second.given += bytes;
     }
     const bool mapped = map_pages(first / page_ * page_, whole_pages(first + bytes));
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -301,17 +309,13 @@ void* CudaMemory::allocate(std::size_t bytes) {
 }
 
 bool CudaMemory::extend(void* end, std::size_t bytes) {
-  return try_to([&] {
-    {  // what is still to go may lie there
-      const std::lock_guard<std::mutex> lock(AllGone::get().mutex);
-      for (const Gone& gone : AllGone::get().list)
-        if (gone.owner.get() == this) return false;
-    }
-    return take_more(end, bytes);
-  });
+  give_all();
+  if (going_.load() || !has_room(end, bytes)) return false;  // what is still to go may lie there
+  return try_to([&] { return take_more(end, bytes); });
 }
 
 void CudaMemory::release(void* memory, std::size_t bytes) {
+  going_.fetch_add(1);
   {
     const std::lock_guard<std::mutex> lock(AllGone::get().mutex);
     AllGone::get().list.push_back({shared_from_this(), memory, bytes});
@@ -332,6 +336,7 @@ void CudaMemory::give_all() {
     if (!done.count(device)) done[device] = synchronize(device);
     if (done[device]) {
       gone.owner->give(gone.memory, gone.bytes);
+      gone.owner->going_.fetch_sub(1);
     } else {
       const std::lock_guard<std::mutex> lock(all.mutex);
       all.list.push_back(std::move(gone));

@@ -1,6 +1,7 @@
 // Device memory by the chunk, whose pages can go and come back under addresses that stay.
 #pragma once
 
+#include <atomic>
 #include <memory>
 
 #include "arena/upstream.h"
@@ -25,11 +26,13 @@ class CudaMemory : public arena::Upstream, public std::enable_shared_from_this<C
   explicit CudaMemory(int device) : device_(device) {}
   virtual void* take(std::size_t bytes) = 0;  // nullptr: there is no more
   virtual void give(void* memory, std::size_t bytes) = 0;
+  virtual bool has_room(const void*, std::size_t) { return false; }  // of addresses
   virtual bool take_more(void*, std::size_t) { return false; }
 
   const int device_;
 
  private:
+  std::atomic<int> going_{0};  // pieces that were released, and may still be mapped
   static void give_all();
   template <class Take>
   bool try_to(const Take& take);

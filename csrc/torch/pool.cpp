@@ -147,7 +147,7 @@ std::vector<std::shared_ptr<Pool>> Pool::all_cuda() {
   return found;
 }
 
-Block* Pool::take(std::size_t nbytes, Tag tag, For whom) {
+Block* Pool::take(std::size_t nbytes, Tag tag, For whom, std::unique_ptr<arena::Failure>* failure) {
   arena::Request request{nbytes, device_->lane()};
   if (tag) {
     request.tag = *tag;
@@ -168,7 +168,11 @@ Block* Pool::take(std::size_t nbytes, Tag tag, For whom) {
       if (asleep()) wake_block(block);
       return block;
     }
-  const arena::Allocation got = layer ? layer->allocate(request) : allocate(request);
+  arena::Allocation got = layer ? layer->allocate(request) : allocate(request);
+  if (!got && failure && got.failure->reason == arena::Failure::exhausted) {
+    *failure = std::move(got.failure);
+    return nullptr;
+  }
   if (!got) raise_pool_failure(*got.failure);
   if (asleep()) wake_block(got.block);
   return got.block;
@@ -197,8 +201,18 @@ CpuBlock* Pool::allocate(std::size_t nbytes) {
   }
 }
 
-c10::DataPtr Pool::lend(std::size_t nbytes) {
-  return device_->lend(take(nbytes, std::nullopt, For::torch_past_layers), nbytes);
+c10::DataPtr Pool::lend(std::size_t nbytes, std::string* refusal) {
+  std::unique_ptr<arena::Failure> failure;
+  if (Block* block = take(nbytes, std::nullopt, For::torch_past_layers, &failure)) return device_->lend(block, nbytes);
+  *refusal = pool_failure_text(*failure);
+  const std::lock_guard<std::mutex> guard(mutex_);
+  refusal_ = std::move(failure);
+  return {};
+}
+
+std::unique_ptr<arena::Failure> Pool::refusal() {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  return std::move(refusal_);
 }
 
 Block* Pool::spare(std::size_t nbytes) {

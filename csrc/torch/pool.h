@@ -76,8 +76,10 @@ class Pool final : public CpuSource, public std::enable_shared_from_this<Pool> {
 
   // For pool.use(): what torch's CPU allocator asks for on this thread.
   CpuBlock* allocate(std::size_t nbytes) override;
-  // The same on CUDA, past scopes: what torch works in lives on behind them.
-  c10::DataPtr lend(std::size_t nbytes);
+  // The same on CUDA, past scopes: what torch works in lives on behind them. Where there is no room, nothing, and why.
+  c10::DataPtr lend(std::size_t nbytes, std::string* refusal);
+  // Why there was no room when lend() was asked last, once; nullptr: there was.
+  std::unique_ptr<arena::Failure> refusal();
   // For resize_: past scopes and tags; nullptr where there is no room.
   arena::Block* spare(std::size_t nbytes);
 
@@ -114,7 +116,9 @@ class Pool final : public CpuSource, public std::enable_shared_from_this<Pool> {
 
   Pool(std::unique_ptr<PoolDevice> device, arena::Options options);
   enum class For { user, torch, torch_past_layers };
-  arena::Block* take(std::size_t nbytes, Tag tag, For whom = For::user);
+  // Raises where there is no room, or gives nullptr and says why.
+  arena::Block* take(std::size_t nbytes, Tag tag, For whom = For::user,
+                     std::unique_ptr<arena::Failure>* failure = nullptr);
   arena::Allocation allocate(const arena::Request& request);  // from the arena, waited for
   void check_awake(arena::TagId tag);
   void wake_block(arena::Block* block);
@@ -131,6 +135,7 @@ class Pool final : public CpuSource, public std::enable_shared_from_this<Pool> {
   std::atomic<std::size_t> scopes_{0};                     // entered so far
   std::atomic<bool> asleep_{false};
   mutable std::mutex mutex_;  // of what follows
+  std::unique_ptr<arena::Failure> refusal_;
   int file_ = -1;
   Tag asleep_tag_;
   std::vector<Sleeper> sleepers_;
@@ -140,6 +145,7 @@ class Pool final : public CpuSource, public std::enable_shared_from_this<Pool> {
 
 // Raises memkit.PoolExhausted, or what else the failure is; with or without the GIL.
 [[noreturn]] void raise_pool_failure(const arena::Failure& failure);
+std::string pool_failure_text(const arena::Failure& failure);
 // The calling thread's Python stack: a number for it, and its lines "file\tline\tfunction\n", innermost first.
 arena::StackId capture_python_stack();
 std::string python_stack(arena::StackId id);

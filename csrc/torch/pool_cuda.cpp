@@ -57,8 +57,10 @@ struct Held {
 };
 
 void report(const Held& held, int64_t change) {
-  if (c10::memoryProfilingEnabled())
-    c10::reportMemoryUsageToProfiler(held.block->data(), change, 0, 0, held.stream.device());
+  if (!c10::memoryProfilingEnabled()) return;
+  const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(held.stream.device_index());
+  c10::reportMemoryUsageToProfiler(held.block->data(), change, static_cast<std::size_t>(stats.allocated_bytes[0].current),
+                                   static_cast<std::size_t>(stats.reserved_bytes[0].current), held.stream.device());
 }
 
 Lent lent_of(const Held& held) {
@@ -75,8 +77,8 @@ void follow(const CUDAStream& stream, const CUDAStream& other) noexcept try {
 void release(void* context) {
   const std::unique_ptr<Held> held(static_cast<Held*>(context));
   if (held->generation != arena::fork_generation.load(std::memory_order_relaxed)) return;  // the parent's
-  report(*held, -static_cast<int64_t>(held->nbytes));
   if (held->lent) count_returned(lent_of(*held));
+  report(*held, -static_cast<int64_t>(held->nbytes));
   Block* block = held->block;
   // A graph's result belongs to the stream that recorded it, and is used on others, after a replay.
   if (held->captured) {
@@ -172,8 +174,8 @@ class CudaDevice final : public PoolDevice {
     const CUDAStream stream = c10::cuda::getCurrentCUDAStream(index_);
     const int generation = arena::fork_generation.load(std::memory_order_relaxed);
     auto* held = new Held{block, streams_, stream, capture_of(stream).active, lent, nbytes, generation, {}, {}};
-    report(*held, static_cast<int64_t>(nbytes));
     if (lent) count_lent(lent_of(*held));
+    report(*held, static_cast<int64_t>(nbytes));
     return {block->data(), held, &release, device()};
   }
 

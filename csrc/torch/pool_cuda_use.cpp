@@ -77,16 +77,22 @@ class CudaUse final : public PoolUse, public std::enable_shared_from_this<CudaUs
 struct Entered {
   std::vector<std::shared_ptr<CudaUse>> list;
 
-  ~Entered() {
-    for (const auto& use : list) use->withdraw();
-  }
+  ~Entered();
 };
-thread_local Entered entered;
+thread_local Entered* entered = nullptr;  // where the thread has been in one, and has not come to its end
+Entered& make_entered() {
+  static thread_local Entered own;
+  return *(entered = &own);
+}
+Entered::~Entered() {
+  entered = nullptr;
+  for (const auto& use : list) use->withdraw();
+}
 
 void CudaUse::enter() {
   pool_->check_open("Pool.use");
   const CUDAStream current = c10::cuda::getCurrentCUDAStream(device());
-  entered.list.push_back(shared_from_this());
+  make_entered().list.push_back(shared_from_this());
   const std::lock_guard<std::mutex> guard(Uses::get().mutex);
   server_ = {pool_, next_turn()};
   streams_.assign(1, current);
@@ -95,9 +101,9 @@ void CudaUse::enter() {
 }
 
 bool CudaUse::leave() {
-  if (entered.list.empty() || entered.list.back().get() != this) return false;
+  if (!entered || entered->list.empty() || entered->list.back().get() != this) return false;
   withdraw();
-  entered.list.pop_back();
+  entered->list.pop_back();
   return true;
 }
 
@@ -107,11 +113,12 @@ bool CudaUse::leave() {
 // Not what a graph records: torch keeps that apart for the graph.
 CudaServer cuda_server(const CUDAStream& stream) {
   if (capture_of(stream).active) return {};
-  for (auto own = entered.list.rbegin(); own != entered.list.rend(); ++own)
-    if ((*own)->device() == stream.device_index()) {
-      (*own)->works_on_too(stream);
-      return (*own)->server();
-    }
+  if (entered)
+    for (auto own = entered->list.rbegin(); own != entered->list.rend(); ++own)
+      if ((*own)->device() == stream.device_index()) {
+        (*own)->works_on_too(stream);
+        return (*own)->server();
+      }
   const std::lock_guard<std::mutex> guard(Uses::get().mutex);
   const auto& list = Uses::get().list;
   const auto other =

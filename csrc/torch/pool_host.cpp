@@ -6,6 +6,7 @@
 #include <dlfcn.h>
 #include <pybind11/pybind11.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -32,8 +33,12 @@ std::size_t page_size() {
 // Has every page backed now, contents kept: a first touch later costs some 0.25 ms a MiB.
 bool populate(void* memory, std::size_t bytes) {
 #ifdef MADV_POPULATE_WRITE
-  if (madvise(memory, bytes, MADV_POPULATE_WRITE) == 0) return true;
-  if (errno != EINVAL) return false;  // no memory; EINVAL: before Linux 5.14
+  static const bool known = [] {  // since Linux 5.14
+    alignas(64) static char own[1];
+    const auto page = reinterpret_cast<std::uintptr_t>(own) & ~(page_size() - 1);
+    return madvise(reinterpret_cast<void*>(page), 1, MADV_POPULATE_WRITE) == 0;
+  }();
+  if (known) return madvise(memory, bytes, MADV_POPULATE_WRITE) == 0;
 #endif
   for (std::size_t at = 0; at < bytes; at += page_size()) {
     __atomic_fetch_or(static_cast<char*>(memory) + at, 0, __ATOMIC_RELAXED);  // others may write there now
@@ -52,13 +57,15 @@ class WithoutGil {
   std::optional<pybind11::gil_scoped_release> released_;
 };
 
-// Anonymous pages, whole huge ones where there are enough. In a range of addresses that has room for all of the machine's
-// memory behind each first chunk, where addresses are not limited: so that more may come behind the last, and any may go.
+// Anonymous pages, whole huge ones where there are enough. In a range of addresses with `room` for all of the machine's
+// memory behind each first chunk, unless addresses are limited: so that more may come behind the last, and any may go.
 class HostUpstream final : public arena::Upstream {
  public:
+  explicit HostUpstream(bool room = true) : room_(room && !limited()) {}
+
   void* allocate(std::size_t bytes) override {
     const WithoutGil no_gil;
-    const std::size_t size = arena::round_up(bytes, page_size()), all = machine_bytes();
+    const std::size_t size = arena::round_up(bytes, page_size()), all = room_ ? machine_bytes() : 0;
     if (size < bytes || size + kHugePage + all < size) return nullptr;
     for (const std::size_t more : {all, std::size_t(0)}) {
       const std::size_t room = size + kHugePage + more;
@@ -110,6 +117,10 @@ class HostUpstream final : public arena::Upstream {
   };
   static constexpr int kReserved = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
 
+  static bool limited() {
+    rlimit limit{};
+    return getrlimit(RLIMIT_AS, &limit) != 0 || limit.rlim_cur != RLIM_INFINITY;
+  }
   static std::size_t machine_bytes() {
     const long pages = sysconf(_SC_PHYS_PAGES);
     return pages > 0 ? static_cast<std::size_t>(pages) * page_size() : 0;
@@ -121,11 +132,13 @@ class HostUpstream final : public arena::Upstream {
     madvise(memory, bytes, MADV_HUGEPAGE);
     return populate(memory, bytes);
   }
+  // The pages, and not the addresses: each piece that may not be touched would be one more of the kernel's few.
   static void unmake(std::uintptr_t start, std::size_t bytes) {
-    if (bytes) mmap(reinterpret_cast<void*>(start), bytes, PROT_NONE, kReserved | MAP_FIXED, -1, 0);
+    if (bytes) madvise(reinterpret_cast<void*>(start), bytes, MADV_DONTNEED);
   }
   std::map<std::uintptr_t, Range>::iterator range_of(std::uintptr_t at) { return std::prev(ranges_.upper_bound(at)); }
 
+  const bool room_;
   std::mutex mutex_;
   std::map<std::uintptr_t, Range> ranges_;  // by their first address
 };
@@ -166,7 +179,7 @@ class PinnedUpstream final : public arena::Upstream {
   std::size_t available() override { return pages_.available(); }
 
  private:
-  HostUpstream pages_;
+  HostUpstream pages_{/*room=*/false};
 };
 
 void free_block(void* context) { arena::free(static_cast<arena::Block*>(context)); }

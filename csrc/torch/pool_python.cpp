@@ -13,19 +13,27 @@ namespace memkit {
 namespace py = pybind11;
 using arena::Failure;
 
-void raise_pool_failure(const Failure& failure) {
-  TORCH_CHECK_VALUE(failure.reason != Failure::invalid, "Pool: ", failure.text());
-  TORCH_CHECK(failure.reason == Failure::exhausted, "Pool: ", failure.text());
-  const py::gil_scoped_acquire gil;
+std::string pool_failure_text(const Failure& failure) { return "Pool: " + failure.text(); }
+
+namespace {
+py::object exhausted(const Failure& failure) {
   py::list holders;
   for (const arena::Holder& holder : failure.holders)
     holders.append(py::make_tuple(holder.tag, holder.bytes, holder.blocks));
   const char* const limits[] = {"", "grow", "max", "available", "system"};  // as Refusal::Limit
+  const py::object type = py::module_::import("memkit.pool").attr("PoolExhausted");
+  return type(pool_failure_text(failure), failure.asked, failure.free, failure.largest_free, failure.fragmentation,
+              holders, limits[failure.refusal.limit]);
+}
+}  // namespace
+
+void raise_pool_failure(const Failure& failure) {
+  TORCH_CHECK_VALUE(failure.reason != Failure::invalid, pool_failure_text(failure));
+  TORCH_CHECK(failure.reason == Failure::exhausted, pool_failure_text(failure));
+  const py::gil_scoped_acquire gil;
   try {
-    const py::object type = py::module_::import("memkit.pool").attr("PoolExhausted");
-    const py::object error = type("Pool: " + failure.text(), failure.asked, failure.free, failure.largest_free,
-                                  failure.fragmentation, holders, limits[failure.refusal.limit]);
-    PyErr_SetObject(type.ptr(), error.ptr());
+    const py::object error = exhausted(failure);
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
   } catch (py::error_already_set& other) {
     other.restore();
   }
@@ -209,7 +217,11 @@ void bind_pool(py::module_& m) {
       .def("pop_tag", &Pool::pop_tag)
       .def("sleep", &Pool::sleep, py::call_guard<py::gil_scoped_release>())
       .def("wake", &Pool::wake, py::call_guard<py::gil_scoped_release>())
-      .def("asleep", &Pool::asleep);
+      .def("asleep", &Pool::asleep)
+      .def("refusal", [](Pool& pool) {
+        const std::unique_ptr<Failure> failure = pool.refusal();
+        return failure ? exhausted(*failure) : py::none();
+      });
   py::class_<PoolUse, std::shared_ptr<PoolUse>>(m, "PoolUse")
       .def(py::init(&make_use))
       .def("enter", &PoolUse::enter)

@@ -27,6 +27,18 @@ arena::TagId known_tag(const arena::Arena& arena, const std::string& name) {
   return static_cast<arena::TagId>(at - names.begin());
 }
 
+// Memory that is looked at stays while it is written out and given back, or comes back.
+class Chunks {
+ public:
+  explicit Chunks(arena::Arena& arena) : arena_(arena) { arena_.hold_chunks(); }
+  ~Chunks() { arena_.let_chunks_go(); }
+  Chunks(const Chunks&) = delete;
+  Chunks& operator=(const Chunks&) = delete;
+
+ private:
+  arena::Arena& arena_;
+};
+
 }  // namespace
 
 std::size_t Pool::sleep(const std::string& name, int file) {
@@ -38,6 +50,7 @@ std::size_t Pool::sleep(const std::string& name, int file) {
   const char* blocker = device_->sleep_blocker(*arena_);
   TORCH_CHECK(!blocker, "Pool.sleep: expected memory that can be given back, got a pool that cannot: ", blocker);
   device_->finish();
+  const Chunks stay(*arena_);
   asleep_tag_ = tag;
   asleep_.store(true);
   std::vector<Sleeper> sleepers, idle;
@@ -108,20 +121,28 @@ void Pool::wake() {
   TORCH_CHECK(asleep(), "Pool.wake: expected a pool that sleeps, got one that is awake");
   // What was freed meanwhile stays out: its memory may be another tag's by now. Nobody can have got it for the tag that
   // sleeps, so a live block of that tag there is the same block.
+  const Chunks stay(*arena_);
   std::set<std::pair<const void*, arena::TagId>> alive;
   std::vector<Sleeper> chunks;
   arena_->visit(
       [&](const ChunkView& chunk) {
-        if (!asleep_tag_) chunks.push_back({const_cast<char*>(static_cast<const char*>(chunk.address)), chunk.size, 0});
+        chunks.push_back({const_cast<char*>(static_cast<const char*>(chunk.address)), chunk.size, 0});
       },
       [&](const BlockView& block) {
         if (block.state == arena::State::live) alive.emplace(block.data, block.tag);
       });
   if (asleep_tag_) arena_->visit_guests([&](const BlockView& block) { alive.emplace(block.data, block.tag); });
-  for (const Sleeper& chunk : chunks) device_->restore(chunk.at, chunk.bytes);
+  // Of the dead, too: what comes next may get it. But not what went back to the system since.
+  for (const Sleeper& chunk : chunks) {
+    if (!asleep_tag_) device_->restore(chunk.at, chunk.bytes);
+    for (const Sleeper& one : asleep_tag_ ? sleepers_ : std::vector<Sleeper>()) {
+      char* const from = std::max(one.at, chunk.at);
+      char* const to = std::min(one.at + one.bytes, chunk.at + chunk.bytes);
+      if (from < to) device_->restore(from, static_cast<std::size_t>(to - from));
+    }
+  }
   off_t position = 0;
   for (const Sleeper& one : sleepers_) {
-    if (asleep_tag_) device_->restore(one.at, one.bytes);  // of the dead, too: what comes next may get it
     if (alive.count({one.at, one.tag})) {
       TORCH_CHECK(lseek(file_, position, SEEK_SET) == position, "Pool.wake: expected a file, got one closed");
       device_->load(file_, one.at, one.bytes);

@@ -129,6 +129,47 @@ void test_what_cannot_be_longer() {
   CHECK_SOUND(*arena);
 }
 
+void test_neighbours_on_several_lanes() {
+  auto upstream = std::make_shared<PagedUpstream>(false);
+  Options options;
+  options.capacity = kMiB;
+  ArenaPtr arena = Arena::create(options, upstream);
+  std::vector<Block*> blocks;
+  for (LaneId i = 0; i < 21; ++i) blocks.push_back(arena->allocate({kMiB, i % 3}).block);
+  std::swap(blocks[10], blocks.back());
+  Block* const kept = blocks.back();
+  blocks.pop_back();
+  for (Block* block : blocks) free(block);
+  const std::size_t before = arena->stats().reserved, went = arena->trim();
+  CHECK(before - went == arena->stats().reserved && arena->stats().reserved <= 3 * kMiB, "all but a page or two: %zu",
+        arena->stats().reserved);
+  CHECK(arena->trim() == 0, "at once");
+  CHECK(upstream->agrees(*arena), "the same pages");
+  CHECK_SOUND(*arena);
+  free(kept);
+}
+
+void test_chunks_that_are_held() {
+  auto upstream = std::make_shared<PagedUpstream>(false);
+  Options options;
+  options.capacity = 2 * kMiB;
+  ArenaPtr arena = Arena::create(options, upstream);
+  free(arena->allocate({20 * kMiB}).block);
+  const std::size_t before = upstream->held();
+  arena->hold_chunks();
+  arena->hold_chunks();
+  CHECK(arena->trim() == 0, "somebody looks");
+  Block* block = arena->allocate({30 * kMiB}).block;
+  CHECK(block && upstream->held() > before, "growth goes on");
+  free(block);
+  arena->let_chunks_go();
+  CHECK(arena->trim() == 0, "somebody else does");
+  arena->close();
+  CHECK(upstream->held() > before, "not even then");
+  arena->let_chunks_go();
+  CHECK(upstream->held() == 0, "%zu", upstream->held());
+}
+
 void test_random() {
   std::mt19937_64 random(7);
   for (int round = 0; round < 30; ++round) {
@@ -171,6 +212,8 @@ int main() {
   test_pages_from_the_middle();
   test_others_in_between();
   test_what_cannot_be_longer();
+  test_neighbours_on_several_lanes();
+  test_chunks_that_are_held();
   test_random();
   return finish("test_arena_growth");
 }
