@@ -339,11 +339,11 @@ def test_torch_hears_of_exhaustion() -> None:
     torch._C._cuda_attach_out_of_memory_observer(lambda *what: heard.append(what[1]))
     before = torch.cuda.memory_stats()["num_ooms"]
     with Pool("2MiB", device="cuda", grow=False) as pool:
-        with pool.use(), pytest.raises(torch.OutOfMemoryError, match="Pool: asked for 4.00 MiB"):
+        with pool.use(), pytest.raises(torch.OutOfMemoryError, match=r"Pool: asked for 4\.00 MiB"):
             torch.empty(MIB, device="cuda")  # of which nothing else is heard if it is caught
         assert heard[-1] == 4 * MIB
         assert torch.cuda.memory_stats()["num_ooms"] - before == 1
-        with pytest.raises(torch.OutOfMemoryError, match="^of another$"):
+        with pytest.raises(torch.OutOfMemoryError, match=r"^of another$"):
             fail_within(pool, torch.OutOfMemoryError("of another"))
 
 
