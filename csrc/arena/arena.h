@@ -164,7 +164,7 @@ class Arena final : public Owner {
   // Between these nothing goes upstream: who looked at chunks and blocks goes on with their memory.
   void hold_chunks();
   void let_chunks_go();
-  void close();                            // allocates no more; chunks go upstream as their last blocks are freed
+  void close();  // allocates no more; chunks go upstream as their last blocks are freed
   bool closed() const;
 
   TagId tag(std::string_view name);  // the number of a name, for good

@@ -59,7 +59,8 @@ struct Held {
 void report(const Held& held, int64_t change) {
   if (!c10::memoryProfilingEnabled()) return;
   const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(held.stream.device_index());
-  c10::reportMemoryUsageToProfiler(held.block->data(), change, static_cast<std::size_t>(stats.allocated_bytes[0].current),
+  c10::reportMemoryUsageToProfiler(held.block->data(), change,
+                                   static_cast<std::size_t>(stats.allocated_bytes[0].current),
                                    static_cast<std::size_t>(stats.reserved_bytes[0].current), held.stream.device());
 }
 
