@@ -21,16 +21,6 @@ void record_cuda_stream(const c10::DataPtr& data, c10::cuda::CUDAStream user);
 // Numbers the turns to allocate: of those that are on, of uses, graphs and MemPools, the one that began last has it.
 std::uint64_t next_turn();
 
-// What torch was given of a pool: from its making to its end, each told once, from any thread.
-struct Lent {
-  c10::DeviceIndex device;
-  void* stream;
-  const void* data;
-  std::size_t nbytes, rounded;
-};
-void count_lent(const Lent& lent);
-void count_returned(const Lent& lent);
-
 }  // namespace memkit
 
 #endif

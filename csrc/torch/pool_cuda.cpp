@@ -24,6 +24,7 @@ bool is_cuda_pool_memory(const c10::DataPtr&) { return false; }
 #include <mutex>
 
 #include "cuda_front.h"
+#include "cuda_lent.h"
 #include "cuda_memory.h"
 #include "pool_streams.h"
 
