@@ -65,14 +65,13 @@ class PoolUse(_Within):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        refusal = self._core.refusal()
         if self._entered[-1].leave():
             self._entered.pop()
         elif kind is None:
             raise RuntimeError(
                 "Pool.use: expected to leave the innermost use() of this thread first, got an outer one"
             )
-        if kind is torch.OutOfMemoryError and refusal is not None and str(refusal) in str(error):
+        if kind is torch.OutOfMemoryError and (refusal := self._core.refusal(str(error))) is not None:
             raise refusal from error  # torch's own error is what torch's kernels know
 
 

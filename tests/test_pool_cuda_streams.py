@@ -241,3 +241,29 @@ def test_copies_to_and_from_another_device() -> None:
         for tensor, value in ((there, 3), (turned, 3), (later[::2].to("cuda:1"), 4), (back, 3)):
             assert tensor.eq(value).all()
         assert inside(pool, back)
+
+
+def test_debug_memory_that_another_stream_still_poisons() -> None:
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    with Pool("4MiB", device="cuda", debug=True, grow=False) as pool:
+        for i in range(10):
+            with torch.cuda.stream(first):
+                x = pool.empty(3 * MIB, dtype=torch.uint8)
+                x.fill_(1)
+                torch.cuda._sleep(1_000_000)
+                del x
+            with torch.cuda.stream(second):
+                y = pool.empty(3_000_000 - 1024 * i, dtype=torch.uint8).fill_(2)
+                torch.cuda.synchronize()
+                del y
+            pool.check()
+
+
+def test_debug_memory_that_dies_asleep() -> None:
+    with Pool("1MiB", device="cuda", debug=True) as pool:
+        x = pool.empty(6 * MIB, dtype=torch.uint8, tag="b").fill_(1)
+        pool.sleep("b")
+        del x
+        torch.cuda.synchronize()
+        pool.wake()
+        pool.check()

@@ -343,8 +343,31 @@ def test_torch_hears_of_exhaustion() -> None:
             torch.empty(MIB, device="cuda")  # of which nothing else is heard if it is caught
         assert heard[-1] == 4 * MIB
         assert torch.cuda.memory_stats()["num_ooms"] - before == 1
+        torch.cuda.reset_accumulated_memory_stats()
+        assert torch.cuda.memory_stats()["num_ooms"] == 0
         with pytest.raises(torch.OutOfMemoryError, match=r"^of another$"):
             fail_within(pool, torch.OutOfMemoryError("of another"))
+
+
+def refused_twice(pool: Pool) -> None:
+    errors = []
+    with pool.use():
+        for size in (MIB, 2 * MIB):
+            try:
+                torch.empty(size, device="cuda")
+            except torch.OutOfMemoryError as error:
+                errors.append(error)
+        with pool.use():
+            pass  # of which neither is
+        raise errors[0]
+
+
+def test_each_refusal_is_raised_where_it_belongs() -> None:
+    with Pool("2MiB", device="cuda", grow=False) as pool:
+        with pytest.raises(PoolExhausted) as first:
+            refused_twice(pool)
+        assert first.value.asked == 4 * MIB
+        assert type(first.value.__cause__) is torch.OutOfMemoryError
 
 
 def test_raw_memory_counts_beside_it(pool: Pool) -> None:

@@ -137,6 +137,10 @@ class Arena final : public Owner {
   Allocation allocate(const Request& request);
   // The quick part of it: a block of the lane's own, or nullptr, whatever the reason: then allocate() has the answer.
   Block* serve(const Request& request);
+  // In debug mode, once the lane has waited: what others had yet to write may have overwritten the canaries.
+  void mark_again(const Block* block) const {
+    if (marks_ && block->front) mark(block);
+  }
   Freed take_back(Block* block) noexcept override;  // what arena::free() calls
   Freed free_pointer(const void* data) noexcept;
   // The live block whose data this is, or nullptr; not of a scope or a replay. The first call makes an index of all

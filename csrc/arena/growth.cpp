@@ -1,5 +1,6 @@
 // Memory from upstream and back: chunks, what makes them longer, and what is free of them.
 #include <algorithm>
+#include <new>
 #include <utility>
 
 #include "arena.h"
@@ -133,7 +134,10 @@ Chunk* Arena::detach_pages() {
   Chunk* detached = detach_empty();
   if (!upstream_->page() || recording() || held_) return detached;
   std::vector<std::unique_ptr<Chunk>> removed;
-  heap_.carve(upstream_->page(), &removed);
+  try {
+    heap_.carve(upstream_->page(), &removed);
+  } catch (const std::bad_alloc&) {  // what was cut by then goes
+  }
   for (auto& chunk : removed) detach(std::move(chunk), &detached);
   return detach_empty(detached);  // less than a page that was left behind
 }

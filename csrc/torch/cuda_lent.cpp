@@ -189,6 +189,7 @@ void reset_lent(c10::DeviceIndex device) {
   const std::lock_guard<std::mutex> guard(own.mutex);
   for (auto& kinds : own.stats)
     for (Stat& stat : kinds) stat.reset_accumulated();
+  own.ooms = 0;
 }
 
 void add_lent(c10::DeviceIndex device, DeviceStats* torchs) {

@@ -57,6 +57,8 @@ struct Driver {
   decltype(&cuMemMap) map = find<decltype(&cuMemMap)>("cuMemMap");
   decltype(&cuMemUnmap) unmap = find<decltype(&cuMemUnmap)>("cuMemUnmap");
   decltype(&cuMemSetAccess) access = find<decltype(&cuMemSetAccess)>("cuMemSetAccess");
+  decltype(&cuDevicePrimaryCtxGetState) context_state =
+      find<decltype(&cuDevicePrimaryCtxGetState)>("cuDevicePrimaryCtxGetState");
 
   bool complete() const {
     return attribute && granularity && reserve && unreserve && create && destroy && map && unmap && access;
@@ -96,6 +98,18 @@ class MappedMemory final : public CudaMemory {
     const std::lock_guard<std::mutex> lock(Peers::get().mutex);
     Peers::get().memories.push_back(this);
     peers_ = Peers::get().of[device];
+    // Those that torch may have introduced to each other before the first pool: a device that nobody uses has no context.
+    int count = 0;
+    good(cudaGetDeviceCount(&count));
+    for (int peer = 0; peer < count; ++peer) {
+      int can = 0, active = 0;
+      unsigned flags = 0;
+      const auto state = Driver::get().context_state;
+      if (peer == device || !state || state(peer, &flags, &active) != CUDA_SUCCESS || !active) continue;
+      if (good(cudaDeviceCanAccessPeer(&can, peer, device)) && can &&
+          std::find(peers_.begin(), peers_.end(), peer) == peers_.end())
+        peers_.push_back(peer);
+    }
   }
   ~MappedMemory() override {
     const std::lock_guard<std::mutex> lock(Peers::get().mutex);
@@ -105,10 +119,9 @@ class MappedMemory final : public CudaMemory {
   int device() const { return device_; }
   void add_peer(int peer) {
     const std::lock_guard<std::mutex> lock(mutex_);
+    if (std::find(peers_.begin(), peers_.end(), peer) != peers_.end()) return;
     peers_.push_back(peer);
-    for (const auto& [at, handle] : handles_) {
-      if (!let_access(at)) TORCH_WARN_ONCE("Pool: expected memory that device ", peer, " can access, got none");
-    }
+    for (const auto& [at, handle] : handles_) let_access(at);
   }
   static std::shared_ptr<MappedMemory> make(int device) {
     const Driver& driver = Driver::get();
@@ -127,6 +140,13 @@ class MappedMemory final : public CudaMemory {
   }
 
   std::size_t page() const override { return page_; }
+  bool present(const void* memory, std::size_t bytes) override {
+    const auto start = reinterpret_cast<CUdeviceptr>(memory);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (CUdeviceptr at = start / page_ * page_; at < start + bytes; at += page_)
+      if (!handles_.count(at)) return false;
+    return true;
+  }
 
   void* take(std::size_t bytes) override {
     const std::size_t size = whole_pages(bytes);
@@ -229,11 +249,13 @@ class MappedMemory final : public CudaMemory {
     return well;
   }
 
+  // To the device, and to its peers if they can.
   bool let_access(CUdeviceptr page) {
     std::vector<CUmemAccessDesc> access{{kind_.location, CU_MEM_ACCESS_FLAGS_PROT_READWRITE}};
     for (const int peer : peers_)
       access.push_back({{CU_MEM_LOCATION_TYPE_DEVICE, peer}, CU_MEM_ACCESS_FLAGS_PROT_READWRITE});
-    return driver_->access(page, page_, access.data(), access.size()) == CUDA_SUCCESS;
+    return driver_->access(page, page_, access.data(), access.size()) == CUDA_SUCCESS ||
+           driver_->access(page, page_, access.data(), 1) == CUDA_SUCCESS;
   }
 
   void unmap_pages(CUdeviceptr first, CUdeviceptr last) {
@@ -270,7 +292,8 @@ struct Gone {
   std::size_t bytes;
 };
 struct AllGone {
-  std::mutex mutex;
+  std::mutex turn;   // to give
+  std::mutex mutex;  // of the list
   std::vector<Gone> list;
 
   static AllGone& get() {
@@ -325,6 +348,7 @@ void CudaMemory::release(void* memory, std::size_t bytes) {
 
 void CudaMemory::give_all() {
   AllGone& all = AllGone::get();
+  const std::lock_guard<std::mutex> turn(all.turn);  // who comes second finds all gone
   std::vector<Gone> list;
   {
     const std::lock_guard<std::mutex> lock(all.mutex);

@@ -17,7 +17,8 @@ class CudaMemory : public arena::Upstream, public std::enable_shared_from_this<C
   void release(void* memory, std::size_t bytes) final;
   bool extend(void* end, std::size_t bytes) final;
 
-  virtual const char* sleep_blocker() const = 0;  // why pages cannot go, or nullptr
+  virtual bool present(const void*, std::size_t) { return true; }  // all pages
+  virtual const char* sleep_blocker() const = 0;                   // why pages cannot go, or nullptr
   // As in PoolDevice; what uses the range is done.
   virtual std::size_t discard(void* memory, std::size_t bytes) = 0;
   virtual void restore(void* memory, std::size_t bytes) = 0;

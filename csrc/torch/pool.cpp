@@ -6,8 +6,10 @@
 #include <c10/core/TensorImpl.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <exception>
+#include <iterator>
 #include <utility>
 
 namespace memkit {
@@ -28,6 +30,8 @@ struct PoolViolations {
 };
 
 namespace {
+
+constexpr std::size_t kRefusals = 16;
 
 // Storages name the allocator that resizes them for as long as they live: so it stays, some 40 bytes a pool.
 class PoolAllocator final : public c10::Allocator {
@@ -205,14 +209,23 @@ c10::DataPtr Pool::lend(std::size_t nbytes, std::string* refusal) {
   std::unique_ptr<arena::Failure> failure;
   if (Block* block = take(nbytes, std::nullopt, For::torch_past_layers, &failure)) return device_->lend(block, nbytes);
   *refusal = pool_failure_text(*failure);
-  const std::lock_guard<std::mutex> guard(mutex_);
-  refusal_ = std::move(failure);
+  const std::lock_guard<std::mutex> guard(refusals_mutex_);
+  refusals_.push_back(std::move(failure));
+  if (refusals_.size() > kRefusals) refusals_.pop_front();
   return {};
 }
 
-std::unique_ptr<arena::Failure> Pool::refusal() {
-  const std::lock_guard<std::mutex> guard(mutex_);
-  return std::move(refusal_);
+std::unique_ptr<arena::Failure> Pool::refusal(const std::string& text) {
+  std::unique_ptr<arena::Failure> found;
+  if (arena_->inherited()) return found;
+  const std::lock_guard<std::mutex> guard(refusals_mutex_);
+  const auto at = std::find_if(refusals_.rbegin(), refusals_.rend(), [&](const auto& failure) {
+    return text.find(pool_failure_text(*failure)) != std::string::npos;
+  });
+  if (at == refusals_.rend()) return found;
+  found = std::move(*at);
+  refusals_.erase(std::next(at).base());
+  return found;
 }
 
 Block* Pool::spare(std::size_t nbytes) {

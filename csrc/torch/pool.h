@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <atomic>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -78,8 +79,8 @@ class Pool final : public CpuSource, public std::enable_shared_from_this<Pool> {
   CpuBlock* allocate(std::size_t nbytes) override;
   // The same on CUDA, past scopes: what torch works in lives on behind them. Where there is no room, nothing, and why.
   c10::DataPtr lend(std::size_t nbytes, std::string* refusal);
-  // Why there was no room when lend() was asked last, once; nullptr: there was.
-  std::unique_ptr<arena::Failure> refusal();
+  // That refusal, once, by its text, of the latest few; nullptr: none of them.
+  std::unique_ptr<arena::Failure> refusal(const std::string& text);
   // For resize_: past scopes and tags; nullptr where there is no room.
   arena::Block* spare(std::size_t nbytes);
 
@@ -126,6 +127,8 @@ class Pool final : public CpuSource, public std::enable_shared_from_this<Pool> {
 
   const std::int64_t id_;
   const std::unique_ptr<PoolDevice> device_;
+  std::mutex refusals_mutex_;  // of what follows
+  std::deque<std::unique_ptr<arena::Failure>> refusals_;
   const c10::DispatchKeySet keys_;
   c10::Allocator* const allocator_;  // of the storages, for resize_
   bool debug_;
@@ -135,7 +138,6 @@ class Pool final : public CpuSource, public std::enable_shared_from_this<Pool> {
   std::atomic<std::size_t> scopes_{0};                     // entered so far
   std::atomic<bool> asleep_{false};
   mutable std::mutex mutex_;  // of what follows
-  std::unique_ptr<arena::Failure> refusal_;
   int file_ = -1;
   Tag asleep_tag_;
   std::vector<Sleeper> sleepers_;

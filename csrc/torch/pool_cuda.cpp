@@ -57,12 +57,13 @@ struct Held {
   std::vector<CUDAStream> users;  // streams other than its own that record_stream() named
 };
 
-void report(const Held& held, int64_t change) {
+void report(const Held& held, int64_t change) try {
   if (!c10::memoryProfilingEnabled()) return;
   const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(held.stream.device_index());
   c10::reportMemoryUsageToProfiler(held.block->data(), change,
                                    static_cast<std::size_t>(stats.allocated_bytes[0].current),
                                    static_cast<std::size_t>(stats.reserved_bytes[0].current), held.stream.device());
+} catch (const std::exception&) {  // of an allocator that does not count
 }
 
 Lent lent_of(const Held& held) {
@@ -110,17 +111,18 @@ void join_torch() {
 // Canaries and poison, in the order of the lane.
 class DebugMemory final : public arena::Memory {
  public:
-  explicit DebugMemory(c10::DeviceIndex device) : device_(device) {}
-  // A capture would do both later, again and again.
+  DebugMemory(c10::DeviceIndex device, std::shared_ptr<CudaMemory> memory)
+      : device_(device), memory_(std::move(memory)) {}
+  // A capture would do both later, again and again. What sleeps cannot be touched.
   void fill(LaneId lane, void* at, std::uint8_t byte, std::size_t bytes) override {
     const CUDAStream stream = stream_of(lane, device_);
-    if (capture_of(stream).active) return;
+    if (capture_of(stream).active || !memory_->present(at, bytes)) return;
     const c10::cuda::CUDAGuard guard(device_);
     (void)cudaMemsetAsync(at, byte, bytes, stream);
   }
   bool holds(LaneId lane, const void* at, std::uint8_t byte, std::size_t bytes) override {
     const CUDAStream stream = stream_of(lane, device_);
-    if (!bytes || capture_of(stream).active) return true;
+    if (!bytes || capture_of(stream).active || !memory_->present(at, bytes)) return true;
     const c10::cuda::CUDAGuard guard(device_);
     const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);  // another's may go on
     std::vector<std::uint8_t> copy(bytes);
@@ -132,6 +134,7 @@ class DebugMemory final : public arena::Memory {
 
  private:
   const c10::DeviceIndex device_;
+  const std::shared_ptr<CudaMemory> memory_;
 };
 
 class CudaDevice final : public PoolDevice {
@@ -143,12 +146,16 @@ class CudaDevice final : public PoolDevice {
   c10::DispatchKeySet keys() const override { return c10::DispatchKeySet(c10::DispatchKey::CUDA); }
   std::size_t alignment() const override { return 512; }
   std::shared_ptr<arena::Upstream> upstream() override { return memory_; }
-  std::shared_ptr<arena::Memory> memory() override { return std::make_shared<DebugMemory>(index_); }
+  std::shared_ptr<arena::Memory> memory() override { return std::make_shared<DebugMemory>(index_, memory_); }
   c10::Allocator* stock() const override { return c10::cuda::CUDACachingAllocator::get(); }
 
   LaneId lane() const override { return lane_of(c10::cuda::getCurrentCUDAStream(index_)); }
 
-  bool wait(LaneId lane, const arena::Allocation& got) override { return streams_->wait(lane, got); }
+  bool wait(LaneId lane, const arena::Allocation& got) override {
+    if (!streams_->wait(lane, got)) return false;
+    if (!got.waits.empty()) static_cast<arena::Arena*>(got.block->owner)->mark_again(got.block);
+    return true;
+  }
 
   arena::CaptureId make_room(arena::Arena& arena, std::size_t) override { return streams_->prepare(arena, lane()); }
   void reclaim(arena::Arena& arena) override {

@@ -134,7 +134,9 @@ class HostUpstream final : public arena::Upstream {
   }
   // The pages, and not the addresses: each piece that may not be touched would be one more of the kernel's few.
   static void unmake(std::uintptr_t start, std::size_t bytes) {
-    if (bytes) madvise(reinterpret_cast<void*>(start), bytes, MADV_DONTNEED);
+    void* const memory = reinterpret_cast<void*>(start);
+    if (!bytes || madvise(memory, bytes, MADV_DONTNEED) == 0) return;
+    mmap(memory, bytes, PROT_NONE, kReserved | MAP_FIXED, -1, 0);  // pages that were locked
   }
   std::map<std::uintptr_t, Range>::iterator range_of(std::uintptr_t at) { return std::prev(ranges_.upper_bound(at)); }
 

@@ -218,8 +218,8 @@ void bind_pool(py::module_& m) {
       .def("sleep", &Pool::sleep, py::call_guard<py::gil_scoped_release>())
       .def("wake", &Pool::wake, py::call_guard<py::gil_scoped_release>())
       .def("asleep", &Pool::asleep)
-      .def("refusal", [](Pool& pool) {
-        const std::unique_ptr<Failure> failure = pool.refusal();
+      .def("refusal", [](Pool& pool, const std::string& text) {
+        const std::unique_ptr<Failure> failure = pool.refusal(text);
         return failure ? exhausted(*failure) : py::none();
       });
   py::class_<PoolUse, std::shared_ptr<PoolUse>>(m, "PoolUse")
