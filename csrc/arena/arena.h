@@ -220,6 +220,7 @@ class Arena final : public Owner {
   void detach(std::unique_ptr<Chunk> chunk, Chunk** list);
   template <class Ask>
   bool ask_upstream(Lock& lock, std::size_t bytes, Refusal* refusal, const Ask& ask);
+  std::size_t growth_left() const;
   void count_growth(std::size_t bytes);
   std::size_t send_back(Lock& lock, Chunk* detached) noexcept;
 

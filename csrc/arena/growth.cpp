@@ -47,6 +47,12 @@ bool Arena::ask_upstream(Lock& lock, std::size_t bytes, Refusal* refusal, const 
   return got;
 }
 
+// Whole granules up to the limit.
+std::size_t Arena::growth_left() const {
+  const std::size_t taken = stats_.reserved + moving_;
+  return options_.max > taken ? (options_.max - taken) & ~(options_.alignment - 1) : 0;
+}
+
 void Arena::count_growth(std::size_t bytes) {
   stats_.reserved += bytes;
   stats_.reserved_peak = std::max(stats_.reserved_peak, stats_.reserved);
@@ -61,10 +67,10 @@ Block* Arena::extend(Lock& lock, const Need& need, Refusal* refusal) {
   Chunk* const chunk = heap_.chunks().empty() ? nullptr : heap_.chunks().back().get();
   if (!page || !chunk || chunk->moving || sending_ || closed_) return nullptr;
   const std::size_t tail = heap_.tail(*chunk, need.lane->serving());
-  const std::size_t taken = stats_.reserved + moving_, left = options_.max > taken ? options_.max - taken : 0;
+  const std::size_t left = growth_left();
   const std::size_t lacking = need.bytes > tail ? need.bytes - tail : 1;
   const std::size_t missing = round_up(chunk->end() + lacking, page) - chunk->end();
-  const std::size_t least = std::min(missing, left & ~(options_.alignment - 1));
+  const std::size_t least = std::min(missing, left);
   if (tail + least < need.bytes) return nullptr;
   const std::size_t more = std::min(options_.growth, stats_.reserved / 16) & ~(page - 1);
   for (std::size_t bytes = std::max(least, std::min(more, left & ~(page - 1)));; bytes = least) {
@@ -89,8 +95,7 @@ Block* Arena::extend(Lock& lock, const Need& need, Refusal* refusal) {
 
 Block* Arena::add_chunk(Lock& lock, const Need& need, Refusal* refusal) {
   for (const std::size_t wish : {std::max(options_.growth, need.bytes), need.bytes}) {
-    const std::size_t taken = stats_.reserved + moving_, left = options_.max > taken ? options_.max - taken : 0;
-    const std::size_t bytes = std::min(wish, left & ~(options_.alignment - 1));
+    const std::size_t bytes = std::min(wish, growth_left());
     if (bytes < need.bytes || closed_) {
       refusal->limit = Refusal::max;
       continue;

@@ -11,11 +11,12 @@
 #include <dlfcn.h>
 
 #include <algorithm>
-#include <iterator>
 #include <map>
 #include <mutex>
 #include <utility>
 #include <vector>
+
+#include "arena/ranges.h"
 
 namespace memkit {
 namespace {
@@ -164,40 +165,29 @@ class MappedMemory final : public CudaMemory {
       driver_->unreserve(start, room);
       return nullptr;
     }
-    const std::lock_guard<std::mutex> lock(mutex_);
-    ranges_[start] = {room, bytes};
+    ranges_.add({start, room}, bytes);
     return reinterpret_cast<void*>(start);
   }
 
   bool has_room(const void* end, std::size_t bytes) override {
-    const auto first = reinterpret_cast<CUdeviceptr>(end);
-    const std::lock_guard<std::mutex> lock(mutex_);
-    const auto range = range_of(first - 1);
-    return bytes <= range->first + range->second.room - first;
+    return ranges_.has_room(reinterpret_cast<std::uintptr_t>(end), bytes);
   }
   bool take_more(void* end, std::size_t bytes) override {
     const auto first = reinterpret_cast<CUdeviceptr>(end);
     const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device_));
     const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      range_of(first - 1)->second.given += bytes;
-    }
-    const bool mapped = map_pages(first / page_ * page_, whole_pages(first + bytes));
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (!mapped) range_of(first - 1)->second.given -= bytes;
-    return mapped;
+    if (!ranges_.lengthen(first, bytes)) return false;
+    if (map_pages(first / page_ * page_, whole_pages(first + bytes))) return true;
+    ranges_.take_back(first - 1, bytes);
+    return false;
   }
 
   void give(void* memory, std::size_t bytes) override {
     const auto start = reinterpret_cast<CUdeviceptr>(memory);
     const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device_));
     unmap_pages(whole_pages(start), whole_pages(start + bytes));
-    const std::lock_guard<std::mutex> lock(mutex_);
-    const auto range = range_of(start);
-    if (range->second.given -= bytes) return;
-    driver_->unreserve(range->first, range->second.room);
-    ranges_.erase(range);
+    const arena::Ranges::Range whole = ranges_.take_back(start, bytes);
+    if (whole.room) driver_->unreserve(whole.start, whole.room);
   }
 
   const char* sleep_blocker() const override { return nullptr; }
@@ -271,17 +261,12 @@ class MappedMemory final : public CudaMemory {
     handles_.erase(found);
   }
 
-  struct Range {
-    std::size_t room, given;  // bytes
-  };
-  std::map<CUdeviceptr, Range>::iterator range_of(CUdeviceptr at) { return std::prev(ranges_.upper_bound(at)); }
-
   const Driver* driver_ = nullptr;
   CUmemAllocationProp kind_ = {};
   std::size_t page_ = 0;
-  std::mutex mutex_;
+  arena::Ranges ranges_;
+  std::mutex mutex_;  // of what follows
   std::vector<int> peers_;
-  std::map<CUdeviceptr, Range> ranges_;                          // by their first address
   std::map<CUdeviceptr, CUmemGenericAllocationHandle> handles_;  // of mapped pages
 };
 

@@ -12,12 +12,10 @@
 #include <atomic>
 #include <cerrno>
 #include <cstring>
-#include <iterator>
-#include <map>
-#include <mutex>
 #include <optional>
 
 #include "arena/available.h"
+#include "arena/ranges.h"
 #include "pool_device.h"
 
 namespace memkit {
@@ -73,8 +71,7 @@ class HostUpstream final : public arena::Upstream {
       if (mapped == MAP_FAILED) continue;
       const auto start = reinterpret_cast<std::uintptr_t>(mapped), aligned = arena::round_up(start, kHugePage);
       if (make(aligned, size)) {
-        const std::lock_guard<std::mutex> guard(mutex_);
-        ranges_[start] = {room, bytes};
+        ranges_.add({start, room}, bytes);
         return reinterpret_cast<void*>(aligned);
       }
       munmap(mapped, room);
@@ -87,34 +84,22 @@ class HostUpstream final : public arena::Upstream {
     const WithoutGil no_gil;
     const auto first = reinterpret_cast<std::uintptr_t>(end), from = arena::round_up(first, page_size());
     const std::uintptr_t to = arena::round_up(first + bytes, page_size());
-    {
-      const std::lock_guard<std::mutex> guard(mutex_);
-      const auto range = range_of(first - 1);
-      if (to < first || to > range->first + range->second.room) return false;
-      range->second.given += bytes;
-    }
+    if (!ranges_.lengthen(first, bytes)) return false;
     if (make(from, to - from)) return true;
     unmake(from, to - from);
-    const std::lock_guard<std::mutex> guard(mutex_);
-    range_of(first - 1)->second.given -= bytes;
+    ranges_.take_back(first - 1, bytes);
     return false;
   }
   void release(void* memory, std::size_t bytes) override {
     const auto start = reinterpret_cast<std::uintptr_t>(memory);
     const std::uintptr_t first = arena::round_up(start, page_size());
     unmake(first, arena::round_up(start + bytes, page_size()) - first);
-    const std::lock_guard<std::mutex> guard(mutex_);
-    const auto range = range_of(start);
-    if (range->second.given -= bytes) return;
-    munmap(reinterpret_cast<void*>(range->first), range->second.room);
-    ranges_.erase(range);
+    const arena::Ranges::Range whole = ranges_.take_back(start, bytes);
+    if (whole.room) munmap(reinterpret_cast<void*>(whole.start), whole.room);
   }
   std::size_t available() override { return arena::available_memory(); }
 
  private:
-  struct Range {
-    std::size_t room, given;  // bytes
-  };
   static constexpr int kReserved = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
 
   static bool limited() {
@@ -138,11 +123,9 @@ class HostUpstream final : public arena::Upstream {
     if (!bytes || madvise(memory, bytes, MADV_DONTNEED) == 0) return;
     mmap(memory, bytes, PROT_NONE, kReserved | MAP_FIXED, -1, 0);  // pages that were locked
   }
-  std::map<std::uintptr_t, Range>::iterator range_of(std::uintptr_t at) { return std::prev(ranges_.upper_bound(at)); }
 
   const bool room_;
-  std::mutex mutex_;
-  std::map<std::uintptr_t, Range> ranges_;  // by their first address
+  arena::Ranges ranges_;
 };
 
 // The CUDA runtime that torch loaded, found by name: a build without memkit's CUDA half can lock pages, too.

@@ -134,8 +134,11 @@ void Pool::wake() {
   if (asleep_tag_) arena_->visit_guests([&](const BlockView& block) { alive.emplace(block.data, block.tag); });
   // Of the dead, too: what comes next may get it. But not what went back to the system since.
   for (const Sleeper& chunk : chunks) {
-    if (!asleep_tag_) device_->restore(chunk.at, chunk.bytes);
-    for (const Sleeper& one : asleep_tag_ ? sleepers_ : std::vector<Sleeper>()) {
+    if (!asleep_tag_) {
+      device_->restore(chunk.at, chunk.bytes);
+      continue;
+    }
+    for (const Sleeper& one : sleepers_) {
       char* const from = std::max(one.at, chunk.at);
       char* const to = std::min(one.at + one.bytes, chunk.at + chunk.bytes);
       if (from < to) device_->restore(from, static_cast<std::size_t>(to - from));
