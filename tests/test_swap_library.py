@@ -532,6 +532,28 @@ def test_a_block_whose_rounding_autocast_shows(monkeypatch):
     assert all(row.changed for row in report.rows)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_blocks_in_half_precision(dtype):
+    """Whose twins round elsewhere than stock: alike in float32, and as near to that in half precision."""
+    resnet = pytest.importorskip("torchvision.models.resnet")
+    torch.manual_seed(0)
+    for model in (resnet.resnet50().layer3, resnet.resnet18().layer2):
+        report = swap(model.to(dtype), lean=True)
+        assert all(row.changed for row in report.rows), str(report)
+
+
+def test_a_block_that_is_another_in_half_precision():
+    resnet = pytest.importorskip("torchvision.models.resnet")
+
+    class Other(resnet.BasicBlock):
+        def forward(self, x):
+            return super().forward(x) * (1.5 if x.dtype == torch.bfloat16 else 1)
+
+    assert all(row.changed for row in swap(Other(16, 16), lean=True).rows)
+    (row,) = (row for row in swap(Other(16, 16).bfloat16(), lean=True).rows if row.before == "Other")
+    assert row.reason == "this version of Other computes something else"
+
+
 def test_nearness_of_a_twin():
     exact, stock, slack = torch.tensor([1.0, 0.0]), torch.tensor([1.0, 0.1]), 0.0
     assert library._is_as_near(torch.tensor([1.0, -0.19]), stock, exact, slack)

@@ -129,6 +129,8 @@ def elementary() -> None:
             e,
             10,
         )
+    p, q, e = remez(ratio, spread(mp.mpf("-0.25"), 0, 1e6), 5, 0, lambda f: 1 / ratio(f), {})
+    show("log_near_one, on a device: log1p(f) / f on [-1/4, 0], relative, degree 5", p, q, e, 10)
     p, q, e = remez(mills, spread(0, 39, 1 / 39), 10, 11, lambda t: 1 / mills(t), {0: mp.mpf(1) / 2})
     show("normal tail: Phi(-t) exp(t^2/2) on [0, 39], relative, 10/11", p, q, e, 20)
     t = np.concatenate([np.linspace(0, 1, 150), np.linspace(1, 4.5, 150), np.linspace(4.5, 13.1, 100)])

@@ -62,7 +62,7 @@ MEMKIT_FN Start<T> smooth_variable(T y, T above, bool right) {
   constexpr T inverse_y0 = T(1 / Op::y0);
   T log = memkit::log_near_one<fine>(at_least(y * inverse_y0, T(1e-34)), above * inverse_y0);
   Start<T> s(right);
-  s.u = memkit::near_sqrt(at_least(s.pick(above, -log), T(0)));
+  s.u = near_sqrt_of_normal(at_least(s.pick(above, -log), T(0)));
   return s;
 }
 
@@ -77,7 +77,7 @@ MEMKIT_FN Start<T> smooth_variable(T y, T above, bool right) {
 template <bool coarse, class Op>
 MEMKIT_FN float slope_at_output(float y, float above, bool right) {
   if constexpr (coarse) {
-    float u = at_most(memkit::near_sqrt(at_least(above, 0.f)), Op::coarse_reach);
+    float u = at_most(near_sqrt_of_normal(at_least(above, 0.f)), Op::coarse_reach);
     float s = from_bits<float>(bits_of(u) | (Format<float>::Bits(!right) << 31));
     float slope = Op::coarse_fit(s - Op::coarse_centre, s * (s + Op::coarse_end));
     return select(u >= Op::coarse_reach, 1.f, slope);

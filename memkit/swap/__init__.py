@@ -7,8 +7,8 @@ What is changed, by module or by function:
   libraries belong);
 - norms, dropouts and max pooling of torch.nn, and a batch norm with the activation behind it in an `nn.Sequential`
   (layers.py);
-- modules of model libraries: activations, norms, feed-forward networks, residual blocks, and the loss that transformers'
-  causal language models hold (library/).
+- modules of model libraries: activations, norms, feed-forward networks, residual blocks, attention and its rotary
+  embeddings, and the loss that transformers' causal language models hold (library/).
 
 Which variant of an activation, site by site (structure.py from how modules are put together, prove.py from
 a run on a sample that watch.py looks at):
@@ -41,7 +41,7 @@ from .prove import prove
 from .report import Row, SwapReport
 from .sites import Decision, Decisions
 from .structure import by_structure, check
-from .trial import TOLERANCE, Outcome, Trial, tensors
+from .trial import HALVES, TOLERANCE, Outcome, Trial, exact_convolutions, tensors
 
 __all__ = ["Row", "SwapReport", "swap", "unswap"]
 
@@ -74,8 +74,8 @@ def swap(
             its input, in torch.nn's transformer layers), and norms keep their input.
         ops: which, by their names in `memkit.functional`: of activations, of norms ("layer_norm", "rms_norm",
             "group_norm"; "batch_norm_act" for a batch norm with what is behind it), of dropouts ("dropout", ...),
-            "max_pool2d", of feed-forward networks ("act_linear", "gated"), of "attention", recurrences included, and of
-            losses ("cross_entropy"). "gelu" means both forms of gelu, "gelu_tanh" that with approximate="tanh" alone.
+            "max_pool2d", of feed-forward networks ("act_linear", "gated"), of "attention", recurrences included, of
+            rotary embeddings ("apply_rotary") and losses ("cross_entropy"). "gelu" means both forms of gelu, "gelu_tanh" that with approximate="tanh" alone.
         exact: only where the slope from the output is off by at most 2e-4, and that only by its own rounding near the
             function's minimum: for gelu, silu, mish, hardswish, elu, selu, celu and softplus in float32 and
             float64. Calls in half precision then stay as in stock, and so do norms whose result is float32 under
@@ -104,15 +104,16 @@ def swap(
         _check_sample(model, sample)
     previous = change.undo(model)
     try:
-        found = find(model, names, exact, bool(lean))
-        if sample is None:
-            pools = {site.module for site in found.layers if site.name == "max_pool2d" and not check(site)}
-            decisions = {site: by_structure(site, exact, bool(lean), pools) for site in found.sites}
-            report = SwapReport(_rows(decisions, found))
-            _apply(model, decisions, found, lean)
-        else:
-            given = dict(sample) if isinstance(sample, Mapping) else sample
-            report = _swap_by_sample(Trial(model, given), found, exact, lean)
+        with exact_convolutions():
+            found = find(model, names, exact, bool(lean))
+            if sample is None:
+                pools = {site.module for site in found.layers if site.name == "max_pool2d" and not check(site)}
+                decisions = {site: by_structure(site, exact, bool(lean), pools) for site in found.sites}
+                report = SwapReport(_rows(decisions, found))
+                _apply(model, decisions, found, lean)
+            else:
+                given = dict(sample) if isinstance(sample, Mapping) else sample
+                report = _swap_by_sample(Trial(model, given), found, exact, lean)
     except BaseException:
         change.undo(model)
         change.redo(previous)
@@ -155,7 +156,7 @@ def _swap_by_sample(trial: Trial, found: Found, exact: bool, lean: bool | str) -
         tolerance = _widened(trial, stock, dropouts, tolerance)
         change_over()
     if not swapped.agrees_with(stock, tolerance) and not _exact_alike(
-        trial, stock, swapped, dropouts, change_over
+        trial, stock, swapped, dropouts, dtypes, change_over
     ):
         change.undo(trial.model)
         repeats = stock.agrees_with(trial.run("stock, again", dropouts), tolerance)
@@ -193,28 +194,31 @@ def _exact_alike(
     stock: Outcome,
     swapped: Outcome,
     dropouts: Sequence[nn.Module],
+    dtypes: Collection[torch.dtype],
     change_over: Callable[[], None],
 ) -> bool:
-    """Whether a model under autocast, of whose gradients half precision leaves nothing to compare (a deep network with batch
-    norms, as it is initialised), agrees with the stock one in float32, and has none under autocast that is farther from
-    float32's than twice as far as the stock one's, whose sample is rounded in several ways."""
-    device = trial.device().type
-    if not torch.is_autocast_enabled(device):
+    """Whether a model in half precision, which leaves nothing of its gradients to compare (a deep network with batch norms, as
+    it is initialised), agrees with the stock one in float32, and has none in half precision that is farther from float32's
+    than twice as far as the stock one's, whose sample is rounded in several ways."""
+    device, tolerance = trial.device().type, TOLERANCE[torch.float32]
+    if torch.is_autocast_enabled(device):
+        dtypes = {torch.get_autocast_dtype(device)}
+    half = max((TOLERANCE[dtype] for dtype in dtypes if dtype in HALVES), default=0.0)
+    if not half:
         return False
-    exact, tolerance = trial.in_float32(), TOLERANCE[torch.float32]
-    half = TOLERANCE[torch.get_autocast_dtype(device)]
     rounded = [stock]
     try:
         with torch.autocast(device, enabled=False):
-            ours = exact.run("swapped, in float32", dropouts)
+            ours = trial.in_float32().run("swapped, in float32", dropouts)
         change.undo(trial.model)
         for noise in (0.01 * half, 0.02 * half, 0.04 * half):
             rounded.append(trial.run("stock, its sample rounded", dropouts, noise))
         with torch.autocast(device, enabled=False):
+            exact = trial.in_float32()
             theirs = exact.run("stock, in float32", dropouts)
             if not ours.agrees_with(theirs, tolerance):
                 tolerance = _widened(exact, theirs, dropouts, tolerance)
-    except Exception:  # it needs autocast, or more memory than there is
+    except Exception:  # it needs half precision, or more memory than there is
         return False
     finally:
         change.undo(trial.model)

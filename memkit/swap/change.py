@@ -8,7 +8,7 @@ from torch import nn
 
 from .find import Found
 from .layers import Sequential
-from .library import InLean, hold, release, twin_of
+from .library import InLean, hold, release
 from .recipes import RECIPES
 from .sites import AnySite, Site
 from .types import Changed, Swapped, stock_of
@@ -28,8 +28,8 @@ def apply_others(found: Found) -> None:
         hold(module)
     for module in found.sequences:
         _become(module, Sequential)
-    for module in found.attentions:
-        _become(module, twin_of("attention", type(module)))
+    for module, twin in found.attentions:
+        _become(module, twin)
     for module, twin in found.in_lean:
         if "forward" not in vars(module):
             _become(module, twin)

@@ -21,14 +21,17 @@ from .layers import (
     is_pointwise,
 )
 from .library import (
+    ROTARY,
     Match,
     Verifier,
+    attention_twin,
     candidates,
     has_library_loss,
     is_attention,
     library_activation,
     made_again,
     twin_of,
+    why_not_rotary,
 )
 from .recipes import FUNCTIONS, RECIPES
 from .report import Row
@@ -50,6 +53,7 @@ OPS = (
     "act_linear",
     "gated",
     "attention",
+    "apply_rotary",
     "cross_entropy",
 )
 
@@ -64,7 +68,8 @@ class Found:
     """Those with a batch norm and an activation behind it."""
     losses: list[nn.Module] = field(default_factory=list)
     """Those that hold their loss as a function."""
-    attentions: list[nn.Module] = field(default_factory=list)
+    attentions: list[tuple[nn.Module, type[Any]]] = field(default_factory=list)
+    """With their twins."""
     others: list[Row] = field(default_factory=list)
     """Activations that are none of the above, losses and attention."""
 
@@ -120,18 +125,27 @@ class _Search:
             self.found.losses.append(module)
             path = _inside(places[:1], "loss_function")
             self.found.others.append(Row(path, "ForCausalLMLoss", "memkit", "logits", None, None, ""))
-        if (
-            self.lean
-            and "attention" in self.names
-            and is_attention(type(module))
-            and "forward" not in vars(module)
-        ):
-            self.found.attentions.append(module)
-            name = type(module).__name__
-            self.found.others.append(Row(where, name, "in lean()", "query, key, value", None, None, ""))
+        if "forward" not in vars(module):
+            self.attention(module, places)
         if match is None and self.lean and "forward" not in vars(module):
             self.again(module, where)
         return () if match is None else match.takes
+
+    def attention(self, module: nn.Module, places: list[str]) -> None:
+        """Of transformers' models."""
+        kind = type(module)
+        in_lean = self.lean and "attention" in self.names and is_attention(kind)
+        why_not = why_not_rotary(kind) if "apply_rotary" in self.names else None
+        if in_lean:
+            row = Row(", ".join(places), kind.__name__, "in lean()", "query, key, value", None, None, "")
+            self.found.others.append(row)
+        if why_not:
+            self.left(_inside(places, ROTARY), ROTARY, why_not)
+        elif why_not is not None:
+            row = Row(_inside(places, ROTARY), ROTARY, "memkit", "tables", None, None, "")
+            self.found.others.append(row)
+        if in_lean or why_not == "":
+            self.found.attentions.append((module, attention_twin(kind, in_lean, why_not == "")))
 
     def again(self, module: nn.Module, where: str) -> None:
         """What no recipe knows, and is cheap to make again."""

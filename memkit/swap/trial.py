@@ -7,6 +7,7 @@ import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -19,6 +20,8 @@ from ..memory import measure
 # Of each output and gradient, so many elements are compared, and the norm.
 PROBES = 4096
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
+
+HALVES = torch.float16, torch.bfloat16
 
 Digests = list[tuple[float, Tensor]]
 
@@ -74,18 +77,19 @@ class Trial:
             )
 
     def in_float32(self) -> Trial:
-        """With the numbers of the sample in float32 where they are in half precision."""
-        half = torch.float16, torch.bfloat16
+        """With the numbers of the sample, and of a copy of the model, in float32 where they are in half precision."""
         copies: dict[int, Tensor] = {}
 
         def wide(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or leaf.dtype not in half:
+            if not isinstance(leaf, Tensor) or leaf.dtype not in HALVES:
                 return leaf
             if id(leaf) not in copies:
                 copies[id(leaf)] = leaf.detach().float().requires_grad_(leaf.requires_grad)
             return copies[id(leaf)]
 
-        return Trial(self.model, tree_map(wide, self.sample))
+        halves = any(tensor.dtype in HALVES for tensor in (*self.model.parameters(), *self.model.buffers()))
+        model = deepcopy(self.model).float() if halves else self.model
+        return Trial(model, tree_map(wide, self.sample))
 
     @contextmanager
     def disturbed(self, inputs: Any, noise: float) -> Iterator[None]:
@@ -163,6 +167,19 @@ def explained(phase: str) -> Iterator[None]:
         if hasattr(error, "add_note"):  # Python 3.11
             error.add_note(f"swap: the model raised this on the sample ({phase}); it is as it was before")
         raise
+
+
+@contextmanager
+def exact_convolutions() -> Iterator[None]:
+    """In float32 as elsewhere in PyTorch, where cuDNN would round what it is given to TF32: of two inputs that differ by a
+    rounding error it may make one that is three digits larger."""
+    convolutions: Any = torch.backends.cudnn.conv
+    before = convolutions.fp32_precision
+    convolutions.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        convolutions.fp32_precision = before
 
 
 @contextmanager

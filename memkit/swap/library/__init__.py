@@ -8,33 +8,37 @@ is either the same function or left alone, with the reason in the report.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..layers import Choice
-from ..trial import untouched
+from ..trial import HALVES, untouched
 from .activations import CLASSES, activation_of, activation_twin, library_activation
 from .again import made_again
-from .attention import is_attention
+from .attention import attention_twin, is_attention, why_not_rotary
 from .gated_norms import GATES, gated_norm_probe, is_gated_norm
 from .losses import has_library_loss, hold, release
 from .mlps import GATINGS, STEPS, Gating, Steps
 from .norm_acts import BatchNormAct, norm_op
 from .norms import further_probes, norm_kinds, norm_probe
 from .residual import BLOCKS, DENSE, OPTIONAL, is_dense_layer
+from .rotary import NAME as ROTARY
 from .twin import TOLERANCE, InLean, Twin, numbers, twin_of
 from .written import written
 
 __all__ = [
     "CLASSES",
+    "ROTARY",
     "BatchNormAct",
     "InLean",
     "Match",
     "Twin",
     "Verifier",
     "activation_twin",
+    "attention_twin",
     "candidates",
     "has_library_loss",
     "hold",
@@ -43,6 +47,7 @@ __all__ = [
     "made_again",
     "release",
     "twin_of",
+    "why_not_rotary",
 ]
 
 
@@ -154,23 +159,47 @@ class Verifier:
 
 
 def _rounds_alike(module: nn.Module, match: Match, training: bool) -> bool:
-    """Whether a twin differs under autocast alone, and there is as near to what is computed without as stock."""
-    device = match.probe[0].device.type
-    if not torch.is_autocast_enabled(device):
+    """Whether a twin differs by the rounding of half precision alone: not in float32, and else it is as near to what that
+    gives as stock, on one of a few inputs: an element that rounding takes across a kink may be stock's or the twin's alone.
+    """
+    given = match.probe[0]
+    autocast = torch.is_autocast_enabled(given.device.type)
+    half = torch.get_autocast_dtype(given.device.type) if autocast else given.dtype
+    if half not in HALVES:
         return False
+    try:
+        wide = module if given.dtype not in HALVES else deepcopy(module).float()
+    except Exception:  # what cannot be copied
+        return False
+    return any(
+        _is_near(module, wide, match._replace(probe=tuple(factor * x for x in match.probe)), training, half)
+        for factor in (1, 1.01, 1.02, 1.03)
+    )
+
+
+def _is_near(module: nn.Module, wide: nn.Module, match: Match, training: bool, half: torch.dtype) -> bool:
+    """`wide` is the module in float32."""
     theirs, ours = _both(module, match, training)
-    with torch.autocast(device, enabled=False):
-        exact, own = _both(module, match, training)
+    widened = match._replace(probe=tuple(x.float() if x.dtype in HALVES else x for x in match.probe))
+    with torch.autocast(match.probe[0].device.type, enabled=False):
+        exact, own = _both(wide, widened, training)
     if isinstance(theirs, Exception) or isinstance(exact, Exception) or ours is None or own is None:
+        return False
+    # Rounded, stock's output is still that of float32: else it does something else in half precision.
+    if not _agree([_like(theirs[0], exact[0])], exact[:1], 0, 4 * TOLERANCE[half]):
         return False
     # A bias before a batch norm has no gradient but for rounding: compared at the scale of the others, as in _agree.
     inputs = len(match.probe)
     largest = max((float(c.double().norm()) for c in exact[1 + inputs :] if c is not None), default=0.0)
-    slack = 1e-2 * TOLERANCE[torch.get_autocast_dtype(device)] * largest
-    return _agree(own, exact, inputs, _tolerance(match)) and all(
+    slack = 1e-2 * TOLERANCE[half] * largest
+    return _agree(own, exact, inputs, _tolerance(widened)) and all(
         _is_as_near(a, b, c, slack if i > inputs else 0.0)
         for i, (a, b, c) in enumerate(zip(ours, theirs, exact, strict=True))
     )
+
+
+def _like(value: Tensor | None, other: Tensor | None) -> Tensor | None:
+    return value if value is None or other is None else value.to(other.dtype)
 
 
 def _is_as_near(ours: Tensor | None, theirs: Tensor | None, exact: Tensor | None, slack: float) -> bool:

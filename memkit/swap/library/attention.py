@@ -10,6 +10,8 @@ looks at what they are given:
   they are.
 - Where one projection gives query, key and value, and rotary embeddings have made new tensors of the first two, the value
   alone holds all its memory: it is copied. Not where a norm of query or key keeps its part of that memory.
+
+Rotary embeddings become memkit's inside it and outside (rotary.py).
 """
 
 from __future__ import annotations
@@ -22,11 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.compiler import is_compiling
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..._lean import is_lean
 from ..layers import serves
 from .attend import Scores, attend
+from .rotary import NAME, calls_rotary, is_rotary, rotary_of
 from .twin import (
     Twin,
     checkpointed,
@@ -36,6 +40,7 @@ from .twin import (
     near,
     numbers,
     own_tensors,
+    twin_of,
     undecorated,
     with_names,
 )
@@ -51,17 +56,43 @@ _same: dict[Any, bool] = {}
 
 
 class Attention(Twin, kind="attention"):
+    _in_lean, _turns = True, False
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         forward = type(self)._stock_forward
-        if is_lean() and torch.is_grad_enabled() and not is_tracing() and _asks(forward):
-            # Asked again: of a pickle, the library may be another now.
-            forward = with_names(forward, **{TABLE: _Table(undecorated(forward).__globals__[TABLE])})
-        return forward(self, *args, **kwargs)
+        if is_compiling() or is_tracing():
+            return forward(self, *args, **kwargs)
+        names: dict[str, Any] = {}
+        # Asked again: of a pickle, the library may be another now.
+        if self._in_lean and is_lean() and torch.is_grad_enabled() and _asks(forward):
+            names[TABLE] = _Table(undecorated(forward).__globals__[TABLE])
+        if self._turns and calls_rotary(forward):
+            names[NAME] = rotary_of(forward)
+        return (with_names(forward, **names) if names else forward)(self, *args, **kwargs)
+
+
+class Rotary(Attention, kind="rotary"):
+    _in_lean, _turns = False, True
+
+
+class RotaryAttention(Attention, kind="rotary attention"):
+    _turns = True
 
 
 def is_attention(cls: type[nn.Module]) -> bool:
     """Whether its forward asks the table for the function, by the table's name."""
     return _asks(cls.forward)
+
+
+def why_not_rotary(cls: type[nn.Module]) -> str | None:
+    """Why rotary embeddings stay as they are: nothing if they become memkit's, None if its forward calls none."""
+    if not calls_rotary(cls.forward):
+        return None
+    return "" if is_rotary(cls.forward) else f"this version of {NAME} computes something else"
+
+
+def attention_twin(cls: type[nn.Module], in_lean: bool, turns: bool) -> type[Any]:
+    return twin_of("rotary attention" if in_lean and turns else "rotary" if turns else "attention", cls)
 
 
 def _asks(forward: Any) -> bool:
