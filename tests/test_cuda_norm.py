@@ -160,7 +160,11 @@ def test_captured_graph() -> None:
     torch.testing.assert_close(out, F.rms_norm(x, (256,), norm.weight))
 
 
-@pytest.mark.parametrize("shape", [(9, 24, 31, 33), (400, 24), (9, 16, 77), (3, 20, 8, 8), (5000, 3)])
+# Rows enough, in the layout of columns, that a device is filled by threads that hold their channels' terms, are among them.
+@pytest.mark.parametrize(
+    "shape",
+    [(9, 24, 31, 33), (400, 24), (9, 16, 77), (3, 20, 8, 8), (5000, 3), (9001, 40), (10, 264, 30, 29), (9001, 35)],
+)
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 def test_channels(dtype: torch.dtype, last: bool, shape: tuple[int, ...]) -> None:

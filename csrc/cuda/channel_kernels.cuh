@@ -1,5 +1,5 @@
 // The passes of batch and group norm over the tensor, one kernel for all activations. A thread works on eight neighbouring
-// elements; sums are taken by a block over a plane or, in the layout of columns, over some rows of eight channels a thread.
+// elements; sums are taken by a block over a plane. The layout of columns has kernels of its own (channel_columns.cuh).
 #pragma once
 
 #include <algorithm>
@@ -268,86 +268,6 @@ __global__ void plane_sums_kernel(const ChannelArgs args, const Statistics<T> s,
   });
 }
 
-// In the layout of columns a thread has eight channels and every blockDim.y-th row of its block's range; blockIdx.y is the
-// range. At the end the block's threads take a channel each and add up what the rows of threads have of it.
-constexpr int kColumnThreads = 256;
-
-struct ColumnShare {
-  int64_t channels, c, begin, end;
-
-  __device__ explicit ColumnShare(const ChannelArgs& args)
-      : channels(args.channels),
-        c((int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * kWidth),
-        begin(args.outer * blockIdx.y / gridDim.y),
-        end(args.outer * (blockIdx.y + 1) / gridDim.y) {}
-
-  // Rows that the threads of row y have.
-  __device__ double rows(int y) const {
-    const int64_t all = end - begin;
-    return double(all > y ? (all - y + blockDim.y - 1) / blockDim.y : 0);
-  }
-};
-
-struct ColumnSums {
-  double a[kColumnThreads * kWidth], b[kColumnThreads * kWidth];
-
-  static __device__ int place(int y, int x, int k) { return (k * int(blockDim.y) + y) * int(blockDim.x) + x; }
-  __device__ void put(int k, double first, double second) {
-    const int at = place(threadIdx.y, threadIdx.x, k);
-    a[at] = first, b[at] = second;
-  }
-  // f(channel, its x, its k) by a thread for each channel.
-  template <class F>
-  __device__ void for_channels(const ColumnShare& share, F&& f) const {
-    __syncthreads();
-    const int t = int(threadIdx.y * blockDim.x + threadIdx.x), x = t / kWidth, k = t % kWidth;
-    const int64_t channel = (int64_t(blockIdx.x) * blockDim.x + x) * kWidth + k;
-    if (x < int(blockDim.x) && channel < share.channels) f(channel, x, k);
-  }
-};
-
-template <class T>
-__global__ void __launch_bounds__(kColumnThreads, sizeof(T) == 8 ? 1 : 2)
-    column_sums_kernel(const ChannelArgs args, const Statistics<T> s, const bool wide, double* dz,
-                       double* dz_distance) {
-  const ColumnShare share(args);
-  const int64_t c = share.c, channels = share.channels;
-  __shared__ ChannelTerms<T> terms[kLanes * kWidth];
-  const int thread = int(threadIdx.y * blockDim.x + threadIdx.x);
-  const int64_t own = int64_t(blockIdx.x) * blockDim.x * kWidth + thread;
-  if (thread < int(blockDim.x) * kWidth && own < channels) terms[thread] = sum_terms(args, s, own);
-  __syncthreads();
-  Vector<T> center = {}, scale = {}, shift = {};
-  Vector<double> sum = {}, sum_distance = {};
-  MEMKIT_UNROLL
-  for (int k = 0; k < kWidth; ++k) {
-    const ChannelTerms<T>& t = terms[threadIdx.x * kWidth + k];
-    if (c + k < channels) center.x[k] = t.center, scale.x[k] = t.scale, shift.x[k] = t.shift;
-  }
-  if (c < channels) {
-    for (int64_t row = share.begin + threadIdx.y; row < share.end; row += blockDim.y) {
-      const int64_t at = row * channels + c, row_end = (row + 1) * channels;
-      const Vector<T> x = load_eight<T>(args.x, args.dtype, at, row_end, wide);
-      Vector<T> g = load_eight<T>(args.grad, args.out_dtype, at, row_end, wide), z;
-      MEMKIT_UNROLL
-      for (int k = 0; k < kWidth; ++k) z.x[k] = (x.x[k] - center.x[k]) * scale.x[k] + shift.x[k];
-      visit(act_of(args), ActGradient<T>{}, args.params, z, g);
-      MEMKIT_UNROLL
-      for (int k = 0; k < kWidth; ++k)
-        sum.x[k] += double(g.x[k]), sum_distance.x[k] += double(g.x[k] * (x.x[k] - center.x[k]));
-    }
-  }
-  __shared__ ColumnSums sums;
-  MEMKIT_UNROLL
-  for (int k = 0; k < kWidth; ++k) sums.put(k, sum.x[k], sum_distance.x[k]);
-  sums.for_channels(share, [&](int64_t channel, int x, int k) {
-    double a = 0, b = 0;
-    for (int y = 0; y < int(blockDim.y); ++y) a += sums.a[sums.place(y, x, k)], b += sums.b[sums.place(y, x, k)];
-    dz[blockIdx.y * channels + channel] = a;
-    dz_distance[blockIdx.y * channels + channel] = b;
-  });
-}
-
 // -- from a call to the launch ---------------------------------------------------------------------------------------------
 
 inline bool channel_aligned(const ChannelArgs& args) {
@@ -392,16 +312,6 @@ void launch_short_planes(void (*kernel)(ChannelArgs, P...), int planes, const Ch
   const int64_t each = int64_t(block.y) * planes;
   const auto blocks = unsigned(std::min<int64_t>((args.planes() + each - 1) / each, 1 << 30));
   launch_kernel(kernel, blocks, block, stream, args, rest...);
-}
-
-inline dim3 column_threads(const ChannelArgs& args) {
-  unsigned threads = 1;
-  while (threads < kLanes && threads * kWidth < args.channels) threads *= 2;
-  return dim3(threads, kColumnThreads / threads);
-}
-inline dim3 column_grid(const ChannelArgs& args, int64_t parts) {
-  const int64_t each = int64_t(column_threads(args).x) * kWidth;
-  return dim3(unsigned((args.channels + each - 1) / each), unsigned(parts / args.channels));
 }
 
 inline bool has_short_planes(const ChannelArgs& args, bool wide) { return wide && args.inner <= kShortPlane; }

@@ -1,4 +1,5 @@
 // Moments of planes and columns, and the steps between the passes over the tensor.
+#include "channel_columns.cuh"
 #include "channel_kernels.cuh"
 
 namespace memkit::cuda {
@@ -66,65 +67,6 @@ __global__ void plane_moments_kernel(const ChannelArgs args, const bool wide, do
     if (threadIdx.x != 0) return;
     const Moments<double> moments = moments_about(double(args.inner), about, distance);
     means[plane] = moments.mean, m2[plane] = moments.m2;
-  });
-}
-
-// A thread takes the moments of some rows at a time in its registers and adds them up: Moments::add, with the quotient of
-// counts that all channels share.
-template <class T>
-__global__ void __launch_bounds__(kColumnThreads)
-    column_moments_kernel(const ChannelArgs args, const bool wide, double* means, double* m2) {
-  constexpr int kRows = 4;
-  const ColumnShare share(args);
-  const int64_t c = share.c, channels = share.channels;
-  double count = 0;
-  Vector<double> mean = {}, squares = {};
-  if (c < channels) {
-    for (int64_t row = share.begin + threadIdx.y; row < share.end; row += int64_t(blockDim.y) * kRows) {
-      Vector<T> x[kRows] = {};
-      int rows = 0;
-      MEMKIT_UNROLL
-      for (int r = 0; r < kRows; ++r) {
-        const int64_t at = row + r * int64_t(blockDim.y);
-        if (at >= share.end) continue;
-        x[r] = load_eight<T>(args.x, args.dtype, at * channels + c, (at + 1) * channels, wide);
-        ++rows;
-      }
-      const T one_of = T(1) / T(rows);
-      const double both = count + rows, part = rows / both, weight = count * part;
-      MEMKIT_UNROLL
-      for (int k = 0; k < kWidth; ++k) {
-        T about = 0;  // near the mean
-        MEMKIT_UNROLL
-        for (int r = 0; r < kRows; ++r) about += x[r].x[k];
-        about *= one_of;
-        Pair<T> distance{0, 0};
-        MEMKIT_UNROLL
-        for (int r = 0; r < kRows; ++r) {
-          const T d = r < rows ? x[r].x[k] - about : T(0);
-          distance.a += d, distance.b += d * d;
-        }
-        const T off = distance.a * one_of;
-        const double delta = (double(about) + double(off)) - mean.x[k];
-        mean.x[k] += delta * part;
-        squares.x[k] += double(at_least(distance.b - distance.a * off, T(0))) + delta * delta * weight;
-      }
-      count = both;
-    }
-  }
-  __shared__ ColumnSums sums;
-  MEMKIT_UNROLL
-  for (int k = 0; k < kWidth; ++k) sums.put(k, mean.x[k], squares.x[k]);
-  sums.for_channels(share, [&](int64_t channel, int x, int k) {
-    double all = 0, sum = 0;
-    for (int y = 0; y < int(blockDim.y); ++y) sum += share.rows(y) * sums.a[sums.place(y, x, k)];
-    sum /= double(share.end - share.begin);
-    for (int y = 0; y < int(blockDim.y); ++y) {
-      const double d = sums.a[sums.place(y, x, k)] - sum;
-      all += sums.b[sums.place(y, x, k)] + share.rows(y) * d * d;
-    }
-    means[blockIdx.y * channels + channel] = sum;
-    m2[blockIdx.y * channels + channel] = all;
   });
 }
 
@@ -232,8 +174,8 @@ template <class T>
 int moments(const ChannelArgs& args, int64_t parts, double* means, double* m2, cudaStream_t stream) {
   const bool wide = wide_units(args);
   if (args.columns()) {
-    launch_kernel(column_moments_kernel<T>, column_grid(args, parts), column_threads(args), stream, args, wide, means,
-                  m2);
+    launch_kernel(column_moments<T>(args.dtype), column_grid(args, parts / args.channels), column_threads(args), stream,
+                  args, wide, means, m2);
   } else if (has_short_planes(args, wide)) {
     launch_short_planes(short_plane_moments_kernel<T>, kPlanesOfMoments, args, stream, means, m2);
   } else {
@@ -249,12 +191,9 @@ int channel_parts(const ChannelArgs& args, int64_t& parts) {
     parts = args.planes();
     return cudaSuccess;
   }
-  int count = 0;
-  if (const cudaError_t error = processor_count(count)) return error;
-  // Enough blocks to fill the device, each with a few rows a thread at least.
-  const int64_t tiles = column_grid(args, args.channels).x;
-  const int64_t ways = std::min<int64_t>(std::max<int64_t>(1, int64_t(count) * 8 / tiles), args.outer / 64 + 1);
-  parts = std::min<int64_t>(ways, 65535) * args.channels;
+  int64_t ranges = 0;
+  if (const cudaError_t error = column_ranges(args, ranges)) return error;
+  parts = ranges * args.channels;
   return cudaSuccess;
 }
 

@@ -1,3 +1,4 @@
+#include "channel_columns.cuh"
 #include "channel_kernels.cuh"
 
 namespace memkit::cuda {
@@ -7,8 +8,8 @@ int channel_sums(const ChannelArgs& args, const Statistics<T>& s, int64_t parts,
                  CUstream_st* stream) {
   const bool wide = wide_units(args);
   if (args.columns())
-    launch_kernel(column_sums_kernel<T>, column_grid(args, parts), column_threads(args), stream, args, s, wide, dz,
-                  dz_distance);
+    launch_kernel(wide ? column_sums_kernel<T, true> : column_sums_kernel<T, false>,
+                  column_grid(args, parts / args.channels), column_threads(args), stream, args, s, dz, dz_distance);
   else if (has_short_planes(args, wide))
     launch_short_planes(short_plane_sums_kernel<T>, kPlanesOfSums, args, stream, s, dz, dz_distance);
   else

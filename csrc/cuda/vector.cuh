@@ -127,6 +127,27 @@ __device__ void store_eight(const Vector<T>& v, void* array, Dtype dtype, int64_
   }
 }
 
+// As by load_eight(), with the load still under way.
+template <class T, bool wide>
+struct Pending {
+  RawVector<T> raw;
+
+  __device__ void load(const void* array, Dtype dtype, int64_t i, int64_t end) {
+    if constexpr (wide) {
+      raw.load(array, dtype, i);
+    } else {
+      const Vector<T> v = load_eight<T>(array, dtype, i, end, false);
+      memcpy(raw.word, v.x, sizeof(v.x));
+    }
+  }
+  __device__ Vector<T> values(Dtype dtype) const {
+    if constexpr (wide) return raw.values(dtype);
+    Vector<T> v;
+    memcpy(v.x, raw.word, sizeof(v.x));
+    return v;
+  }
+};
+
 // Eight elements of a dtype that the kernel knows, as they lie in memory.
 template <class S>
 struct Eight {
@@ -136,6 +157,14 @@ struct Eight {
   __device__ void load(const S* from) {
     MEMKIT_UNROLL
     for (int k = 0; k < words; ++k) word[k] = reinterpret_cast<const Word*>(from)[k];
+  }
+  // Of which so many exist; the others are 0.
+  __device__ void load_some(const S* from, int exist) {
+    S parts[kWidth] = {};
+    MEMKIT_UNROLL
+    for (int k = 0; k < kWidth; ++k)
+      if (k < exist) parts[k] = from[k];
+    memcpy(word, parts, sizeof(parts));
   }
   __device__ auto values() const {
     S parts[kWidth];

@@ -74,8 +74,9 @@ def swap(
             its input, in torch.nn's transformer layers), and norms keep their input.
         ops: which, by their names in `memkit.functional`: of activations, of norms ("layer_norm", "rms_norm",
             "group_norm"; "batch_norm_act" for a batch norm with what is behind it), of dropouts ("dropout", ...),
-            "max_pool2d", of feed-forward networks ("act_linear", "gated"), of "attention", recurrences included, of
-            rotary embeddings ("apply_rotary") and losses ("cross_entropy"). "gelu" means both forms of gelu, "gelu_tanh" that with approximate="tanh" alone.
+            "max_pool2d", of feed-forward networks ("act_linear", "gated"), of "attention", recurrences included, of rotary
+            embeddings ("apply_rotary") and of losses ("cross_entropy"). "gelu" means both forms of gelu, "gelu_tanh" that
+            with approximate="tanh" alone.
         exact: only where the slope from the output is off by at most 2e-4, and that only by its own rounding near the
             function's minimum: for gelu, silu, mish, hardswish, elu, selu, celu and softplus in float32 and
             float64. Calls in half precision then stay as in stock, and so do norms whose result is float32 under
@@ -107,7 +108,9 @@ def swap(
         with exact_convolutions():
             found = find(model, names, exact, bool(lean))
             if sample is None:
-                pools = {site.module for site in found.layers if site.name == "max_pool2d" and not check(site)}
+                pools = {
+                    site.module for site in found.layers if site.name == "max_pool2d" and not check(site)
+                }
                 decisions = {site: by_structure(site, exact, bool(lean), pools) for site in found.sites}
                 report = SwapReport(_rows(decisions, found))
                 _apply(model, decisions, found, lean)
@@ -197,9 +200,9 @@ def _exact_alike(
     dtypes: Collection[torch.dtype],
     change_over: Callable[[], None],
 ) -> bool:
-    """Whether a model in half precision, which leaves nothing of its gradients to compare (a deep network with batch norms, as
-    it is initialised), agrees with the stock one in float32, and has none in half precision that is farther from float32's
-    than twice as far as the stock one's, whose sample is rounded in several ways."""
+    """Whether a model in half precision, which leaves nothing of its gradients to compare (a deep network with batch norms,
+    as it is initialised), agrees with the stock one in float32, and has none in half precision that is farther from
+    float32's than twice as far as the stock one's, whose sample is rounded in several ways."""
     device, tolerance = trial.device().type, TOLERANCE[torch.float32]
     if torch.is_autocast_enabled(device):
         dtypes = {torch.get_autocast_dtype(device)}

@@ -1,8 +1,8 @@
 """Rotary position embeddings as the attention layers of transformers' models call them: one pass over queries and keys.
 
-Their forward calls a function that its module knows under one name. The twin runs it with one of ours under that name, which
-turns by :func:`memkit.functional.apply_rotary` where that computes the same: values and gradients on a few numbers say so, for
-each way in which that function is called.
+Their forward calls a function that its module knows under one name. The twin runs it with one of ours under that name,
+which turns by :func:`memkit.functional.apply_rotary` where that computes the same: values and gradients on a few numbers
+say so, for each way in which that function is called.
 """
 
 from __future__ import annotations
