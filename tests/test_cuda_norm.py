@@ -163,7 +163,16 @@ def test_captured_graph() -> None:
 # Rows enough, in the layout of columns, that a device is filled by threads that hold their channels' terms, are among them.
 @pytest.mark.parametrize(
     "shape",
-    [(9, 24, 31, 33), (400, 24), (9, 16, 77), (3, 20, 8, 8), (5000, 3), (9001, 40), (10, 264, 30, 29), (9001, 35)],
+    [
+        (9, 24, 31, 33),
+        (400, 24),
+        (9, 16, 77),
+        (3, 20, 8, 8),
+        (5000, 3),
+        (9001, 40),
+        (10, 264, 30, 29),
+        (9001, 35),
+    ],
 )
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("dtype", LOW, ids=str)

@@ -14,6 +14,40 @@ struct Distances {
   MEMKIT_FN void merge(const Distances& other) { sum += other.sum, squares += other.squares; }
 };
 
+// What a warp has of a row: elements, what they are near, their mean's distance from that, and m2.
+struct WarpMoments {
+  float count, about, rest, m2;
+};
+
+// The elements of a row of so many words that the thread's warp has, or its team, if that is smaller.
+template <class X, int W>
+__device__ float warp_count(int64_t words) {
+  const int threads = int(blockDim.x), team = at_most(threads, kLanes);
+  const int first = int(threadIdx.x) / kLanes * kLanes;
+  int count = 0;
+  MEMKIT_UNROLL
+  for (int w = 0; w < W; ++w) count += at_most(at_least(int(words) - first - w * threads, 0), team);
+  return float(count * RowWalk<X>::width);
+}
+
+// The row's moments, with one wait for the other warps. The first one's elements are a place near all: sums are taken from
+// there, and that warp's own part in m2 bounds what is lost where their means differ.
+__device__ Moments<float> row_moments(const WarpMoments& own, float count) {
+  if (blockDim.x <= kLanes) return {own.count, own.about + own.rest, own.m2};
+  __shared__ WarpMoments warps[kLanes];
+  if (threadIdx.x % kLanes == 0) warps[threadIdx.x / kLanes] = own;
+  __syncthreads();
+  const float about = warps[0].about;
+  Distances all;
+  MEMKIT_ROLL
+  for (int w = 0; w < int(blockDim.x / kLanes); ++w) {
+    const WarpMoments each = warps[w];
+    const float distance = (each.about - about) + each.rest, sum = each.count * distance;
+    all.merge({sum, each.m2 + sum * distance});
+  }
+  return Moments<float>::from_sums(count, about, all.sum, all.squares);
+}
+
 // Weight or bias of some columns; `missing` where there is none.
 template <class P, int n>
 __device__ void load_parameter(const void* array, int column, float missing, float (&x)[n]) {
@@ -58,11 +92,14 @@ __global__ void __launch_bounds__(kTeamMost) forward_held_kernel(const RowNormAr
     MEMKIT_UNROLL
     for (int k = 0; k < width; ++k) sum.value += centered ? x[k] : x[k] * x[k];
   }
-  sum = team_merge(sum);
-  float mean = 0, squares = sum.value;
-  if constexpr (centered) {
+  float mean = 0, squares = 0;
+  if constexpr (!centered) {
+    squares = team_merge(sum).value;
+  } else {
     words.stay_narrow();
-    const float about = sum.value / count;
+    WarpMoments own{warp_count<X, W>(walk.words)};
+    const float one_of = 1 / at_least(own.count, 1.f);
+    own.about = warp_merge(sum).value * one_of;
     Distances distances;
     MEMKIT_UNROLL
     for (int w = 0; w < W; ++w) {
@@ -71,12 +108,14 @@ __global__ void __launch_bounds__(kTeamMost) forward_held_kernel(const RowNormAr
       words.values(w, x);
       MEMKIT_UNROLL
       for (int k = 0; k < width; ++k) {
-        const float d = x[k] - about;
+        const float d = x[k] - own.about;
         distances.sum += d, distances.squares += d * d;
       }
     }
-    distances = team_merge(distances);
-    const auto moments = Moments<float>::from_sums(count, about, distances.sum, distances.squares);
+    distances = warp_merge(distances);
+    own.rest = distances.sum * one_of;
+    own.m2 = at_least(distances.squares - distances.sum * own.rest, 0.f);
+    const Moments<float> moments = row_moments(own, count);
     mean = moments.mean, squares = moments.m2;
   }
   const float rstd = reciprocal_root(squares / count, float(args.eps));

@@ -23,13 +23,20 @@ __device__ V team_lane(const V& own, int distance) {
   return other;
 }
 
-// All threads' values merged, in all of them; once a kernel for each type.
+// The values of a warp's threads merged, or of a team's that is smaller, in all of them.
 template <class V>
-__device__ V team_merge(V own) {
+__device__ V warp_merge(V own) {
   static_assert(sizeof(V) % sizeof(uint32_t) == 0);
   MEMKIT_UNROLL
   for (int d = kLanes / 2; d > 0; d /= 2)
     if (d < int(blockDim.x)) own.merge(team_lane(own, d));
+  return own;
+}
+
+// All threads' values merged, in all of them; once a kernel for each type.
+template <class V>
+__device__ V team_merge(V own) {
+  own = warp_merge(own);
   if (blockDim.x <= kLanes) return own;
   __shared__ uint32_t warps[kLanes][sizeof(V) / sizeof(uint32_t)];
   if (threadIdx.x % kLanes == 0) memcpy(warps[threadIdx.x / kLanes], &own, sizeof(V));
@@ -47,10 +54,12 @@ struct TeamLargest {
   MEMKIT_FN void merge(const TeamLargest& other) { value = select(other.value > value, other.value, value); }
 };
 template <class T>
+__device__ T warp_largest(T own) {
+  return warp_merge(TeamLargest<T>{own}).value;
+}
+template <class T>
 __device__ T team_largest(T own) {
-  TeamLargest<T> largest;
-  largest.value = own;
-  return team_merge(largest).value;
+  return team_merge(TeamLargest<T>{own}).value;
 }
 
 template <class T>
