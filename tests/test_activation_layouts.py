@@ -138,6 +138,20 @@ GRADIENTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @function_modes
 @pytest.mark.parametrize("layout", ["as it is", "channels_last", "transposed"])
+@pytest.mark.parametrize("save", ["input", "output"])
+def test_a_gradient_in_another_order_takes_the_inputs(save: str) -> None:
+    """As nobody else sees that gradient, its memory could serve; what comes before would have to sort it once more."""
+    x = torch.randn(2, 8, 5, 3).contiguous(memory_format=torch.channels_last).requires_grad_()
+    before, found, factor = x * 1, [], torch.randn(2, 8, 5, 3)
+    before.register_hook(lambda grad: found.append(grad))
+    (M.silu(before, save=save).contiguous() * factor).sum().backward()
+    (grad,) = found
+    assert grad.stride() == x.stride()
+    other = x.detach().requires_grad_()
+    F.silu(other).backward(factor)
+    torch.testing.assert_close(grad, other.grad)
+
+
 @pytest.mark.parametrize("gradient", GRADIENTS)
 def test_gradient_layouts(name: str, mode: str, layout: str, gradient: str) -> None:
     shape = (6, 6, 10, 11)

@@ -151,8 +151,9 @@ autograd::variable_list ActivationBackward::backward(autograd::variable_list&& g
     grad_input = sole ? run(ops::activation_backward_) : run(ops::activation_backward);
   } else {
     const Tensor ordered = has_bits || seed ? restride(*kept, strides) : *kept;
-    // The incoming gradient's memory serves for the outgoing one where no one else can see it.
-    if (is_sole_owner(grad) && is_plain(ordered)) {
+    // The incoming gradient's memory serves for the outgoing one where no one else can see it. Not in another order than the
+    // saved tensor's, which a copy has to take on anyway and those before should find.
+    if (is_sole_owner(grad) && is_plain(ordered) && grad.sym_strides() == ordered.sym_strides()) {
       grad_input = ops::activation_backward_(grad, ordered, kept_bias, dim, kept_bits, op, params,
                                              saved == Save::output, seed, drop);
     } else {

@@ -213,7 +213,7 @@ Tensor activation_backward(const Tensor& grad, const OptionalTensor& saved, cons
   check_saved(spec, grad, saved, bias, dim, bits, from_output);
   const Drop dropout = drop_of(spec, grad, seed, drop);
   const auto [s, g] = in_one_order(saved, grad, bias.has_value(), dim);
-  Tensor out = fresh_like(g);
+  Tensor out = g.is_same(grad) ? fresh_like(g) : g;
   backward_into(g, s, bias, dim, bits, spec, from_output, dropout, out);
   return out;
 }
