@@ -136,8 +136,6 @@ GRADIENTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@function_modes
-@pytest.mark.parametrize("layout", ["as it is", "channels_last", "transposed"])
 @pytest.mark.parametrize("save", ["input", "output"])
 def test_a_gradient_in_another_order_takes_the_inputs(save: str) -> None:
     """As nobody else sees that gradient, its memory could serve; what comes before would have to sort it once more."""
@@ -152,6 +150,8 @@ def test_a_gradient_in_another_order_takes_the_inputs(save: str) -> None:
     torch.testing.assert_close(grad, other.grad)
 
 
+@function_modes
+@pytest.mark.parametrize("layout", ["as it is", "channels_last", "transposed"])
 @pytest.mark.parametrize("gradient", GRADIENTS)
 def test_gradient_layouts(name: str, mode: str, layout: str, gradient: str) -> None:
     shape = (6, 6, 10, 11)

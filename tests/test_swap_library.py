@@ -21,7 +21,7 @@ from torch import nn
 
 from memkit import lean, swap, unswap
 from memkit.memory import measure
-from memkit.swap import library, types
+from memkit.swap import library, trial, types
 from memkit.swap.library.twin import computes_in
 
 pytestmark = pytest.mark.usefixtures("repeatable")
@@ -552,6 +552,53 @@ def test_a_block_that_is_another_in_half_precision():
     assert all(row.changed for row in swap(Other(16, 16), lean=True).rows)
     (row,) = (row for row in swap(Other(16, 16).bfloat16(), lean=True).rows if row.before == "Other")
     assert row.reason == "this version of Other computes something else"
+
+
+@pytest.mark.parametrize("factor", [1.05, 1.02])
+def test_a_norm_that_is_larger_in_half_precision(factor):
+    class LlamaRMSNorm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.variance_epsilon = nn.Parameter(torch.ones(64)), 1e-6
+
+        def forward(self, x):
+            kind, wide = x.dtype, x.float()
+            wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+            out = self.weight * wide.to(kind)
+            return out * factor if kind == torch.bfloat16 else out
+
+    assert swap(LlamaRMSNorm()).changed
+    assert not library._rounds_alike(*_its_match(LlamaRMSNorm().bfloat16()), True)
+
+
+def _its_match(module):
+    return module, library.candidates(module, frozenset(["rms_norm"]), True)[0]
+
+
+def test_a_copy_that_is_the_module_itself():
+    """Is not made float32 for a comparison."""
+
+    class Frozen(nn.Linear):
+        def __deepcopy__(self, memo):
+            return self
+
+    resnet = pytest.importorskip("torchvision.models.resnet")
+    block = resnet.BasicBlock(16, 16, downsample=Frozen(1, 1)).bfloat16()
+    model = nn.Sequential(Frozen(8, 8), nn.SiLU(), nn.BatchNorm1d(8), nn.Linear(8, 8)).bfloat16()
+    for each in (block, model):
+        assert trial.own_copy(each) is None
+    swap(block, lean=True)
+    swap(model, sample=torch.randn(4, 8).bfloat16(), lean=True)
+    assert {p.dtype for each in (block, model) for p in each.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("layers", [4, 16])
+def test_dropouts_are_in_training_after_a_comparison_in_float32(layers):
+    torch.manual_seed(0)
+    parts = [(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.SiLU()) for _ in range(layers)]
+    model = nn.Sequential(*(layer for part in parts for layer in part), nn.Dropout(0.3)).bfloat16()
+    swap(model, sample=torch.randn(64, 32).bfloat16(), lean=True)
+    assert all(module.training for module in model.modules())
 
 
 def test_nearness_of_a_twin():

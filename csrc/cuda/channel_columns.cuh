@@ -70,6 +70,17 @@ __device__ void column_terms(const ColumnShare& share, F&& put) {
     if (share.c + k < share.channels) put(k, share.c + k);
 }
 
+// Most have no activation behind them, or relu: kernels for those alone are short, and several rows fit. Any other is for
+// one row at a time.
+template <bool any, class F, class... Args>
+__device__ void with_act(const ChannelArgs& args, F&& f, Args&... on) {
+  if constexpr (any)
+    visit(act_of(args), f, args.params, on...);
+  else if (args.has_act)
+    f.template operator()<Relu>(args.params, on...);
+}
+inline bool is_any(const ChannelArgs& args) { return args.has_act && args.act != Act::relu; }
+
 // A thread takes the moments of some rows at a time in its registers and adds them up: Moments::add, with the quotient of
 // counts that all channels share.
 template <class S>
@@ -141,10 +152,10 @@ __global__ void __launch_bounds__(kColumnThreads, sizeof(S) == 8 ? 1 : kColumnBl
 // A thread's sums leave the type computed in, for shared memory, after kSumRows rows.
 constexpr int kSumRows = 8;
 
-template <class T, bool wide>
+template <class T, bool wide, bool any>
 __global__ void __launch_bounds__(kColumnThreads, sizeof(T) == 8 ? 1 : kColumnBlocks)
     column_sums_kernel(const ChannelArgs args, const Statistics<T> s, double* dz, double* dz_distance) {
-  constexpr int n = 2;
+  constexpr int n = any ? 1 : 3;
   const ColumnShare share(args);
   const int64_t channels = share.channels;
   __shared__ ChannelTerms<T> terms[kLanes * kWidth];
@@ -187,12 +198,12 @@ __global__ void __launch_bounds__(kColumnThreads, sizeof(T) == 8 ? 1 : kColumnBl
         from_center.x[k] -= center.x[k];
         z.x[k] = from_center.x[k] * scale.x[k] + shift.x[k];
       }
-      visit(act_of(args), ActGradient<T>{}, args.params, z, own);
+      with_act<any>(args, ActGradient<T>{}, z, own);
       MEMKIT_UNROLL
       for (int k = 0; k < kWidth; ++k) sum.x[k] += own.x[k], distance.x[k] += own.x[k] * from_center.x[k];
     }
     held += n;
-    if (held == kSumRows) let_go(), held = 0;
+    if (held >= kSumRows) let_go(), held = 0;
   });
   let_go();
   sums.for_channels(share, [&](int64_t channel, int x, int k) {
@@ -203,10 +214,10 @@ __global__ void __launch_bounds__(kColumnThreads, sizeof(T) == 8 ? 1 : kColumnBl
   });
 }
 
-template <class T>
+template <class T, bool any>
 __global__ void __launch_bounds__(kColumnThreads, sizeof(T) == 8 ? 1 : kColumnBlocks)
     column_forward_kernel(const ChannelArgs args) {
-  constexpr int n = 4;
+  constexpr int n = any ? 1 : 4;
   const ColumnShare share(args);
   const TermArrays<const T> terms{static_cast<const T*>(args.terms), args.sets};
   Vector<T> center = {}, scale = {}, shift = {};
@@ -224,16 +235,16 @@ __global__ void __launch_bounds__(kColumnThreads, sizeof(T) == 8 ? 1 : kColumnBl
       Vector<T> z = x[r].values(args.dtype);
       MEMKIT_UNROLL
       for (int k = 0; k < kWidth; ++k) z.x[k] = ChannelTerms<T>{center.x[k], scale.x[k], shift.x[k]}.value(z.x[k]);
-      visit(act_of(args), ActValue<T>{}, args.params, z);
+      with_act<any>(args, ActValue<T>{}, z);
       store_eight(z, args.y, args.out_dtype, rows.at(r), rows.at(r) + kWidth, true);
     }
   });
 }
 
-template <class T>
+template <class T, bool any>
 __global__ void __launch_bounds__(kColumnThreads, sizeof(T) == 8 ? 1 : kColumnBlocks)
     column_backward_kernel(const ChannelArgs args) {
-  constexpr int n = 2;
+  constexpr int n = any ? 1 : 3;
   const ColumnShare share(args);
   const TermArrays<const T> terms{static_cast<const T*>(args.terms), args.sets};
   ChannelTerms<T> own[kWidth] = {};
@@ -256,7 +267,7 @@ __global__ void __launch_bounds__(kColumnThreads, sizeof(T) == 8 ? 1 : kColumnBl
       Vector<T> dz = g[r].values(args.out_dtype), z;
       MEMKIT_UNROLL
       for (int k = 0; k < kWidth; ++k) z.x[k] = own[k].value(given.x[k]);
-      visit(act_of(args), ActGradient<T>{}, args.params, z, dz);
+      with_act<any>(args, ActGradient<T>{}, z, dz);
       MEMKIT_UNROLL
       for (int k = 0; k < kWidth; ++k) dz.x[k] = own[k].gradient(given.x[k], dz.x[k]);
       store_eight(dz, args.grad_input, args.dtype, rows.at(r), rows.at(r) + kWidth, true);
@@ -297,13 +308,18 @@ auto column_moments(Dtype dtype) {
   }
 }
 
-// One of those over all elements, where they are aligned and fill the device. done: whether they are.
-inline int launch_columns(void (*kernel)(ChannelArgs), const ChannelArgs& args, cudaStream_t stream, bool& done) {
+// One of those over all elements, where they are aligned and fill the device. done: whether they are. short_one: for no
+// activation, or relu.
+using ColumnKernel = void (*)(ChannelArgs);
+
+inline int launch_columns(ColumnKernel short_one, ColumnKernel any, const ChannelArgs& args, cudaStream_t stream,
+                          bool& done) {
   done = args.columns() && wide_units(args);
   if (!done) return cudaSuccess;
   int64_t ranges = 0;
   if (const cudaError_t error = column_ranges(args, ranges, &done)) return error;
-  if (done) launch_kernel(kernel, column_grid(args, ranges), column_threads(args), stream, args);
+  if (done)
+    launch_kernel(is_any(args) ? any : short_one, column_grid(args, ranges), column_threads(args), stream, args);
   return cudaGetLastError();
 }
 

@@ -36,7 +36,7 @@ from torch.nn.parameter import is_lazy
 
 from . import change
 from .find import OPS, Found, find
-from .library import twin_of
+from .library import served, twin_of
 from .prove import prove
 from .report import Row, SwapReport
 from .sites import Decision, Decisions
@@ -105,18 +105,15 @@ def swap(
         _check_sample(model, sample)
     previous = change.undo(model)
     try:
-        with exact_convolutions():
-            found = find(model, names, exact, bool(lean))
-            if sample is None:
-                pools = {
-                    site.module for site in found.layers if site.name == "max_pool2d" and not check(site)
-                }
-                decisions = {site: by_structure(site, exact, bool(lean), pools) for site in found.sites}
-                report = SwapReport(_rows(decisions, found))
-                _apply(model, decisions, found, lean)
-            else:
-                given = dict(sample) if isinstance(sample, Mapping) else sample
-                report = _swap_by_sample(Trial(model, given), found, exact, lean)
+        found = find(model, names, exact, bool(lean))
+        if sample is None:
+            pools = {site.module for site in found.layers if site.name == "max_pool2d" and not check(site)}
+            decisions = {site: by_structure(site, exact, bool(lean), pools) for site in found.sites}
+            report = SwapReport(_rows(decisions, found))
+            _apply(model, decisions, found, lean)
+        else:
+            given = dict(sample) if isinstance(sample, Mapping) else sample
+            report = _swap_by_sample(Trial(model, given), found, exact, lean)
     except BaseException:
         change.undo(model)
         change.redo(previous)
@@ -147,7 +144,9 @@ def _swap_by_sample(trial: Trial, found: Found, exact: bool, lean: bool | str) -
     stock = trial.run("stock", dropouts)
     before = trial.run("stock, with dropout").saved if dropouts else stock.saved
     change_over()
+    served.difference_update(found.rotaries)
     swapped = trial.run("swapped", dropouts)
+    found.note_idle()
     dtypes = dtypes or {parameter.dtype for parameter in trial.model.parameters()}
     tolerance = max((TOLERANCE.get(dtype, 0.0) for dtype in dtypes), default=0.0)
     note = "" if torch.is_grad_enabled() else "autograd was off, so gradients were not compared"
@@ -211,13 +210,16 @@ def _exact_alike(
         return False
     rounded = [stock]
     try:
-        with torch.autocast(device, enabled=False):
-            ours = trial.in_float32().run("swapped, in float32", dropouts)
+        exact = trial.in_float32()
+        if exact is None:
+            return False
+        with torch.autocast(device, enabled=False), exact_convolutions(trial.device()):
+            ours = exact.run("swapped, in float32", dropouts)
         change.undo(trial.model)
         for noise in (0.01 * half, 0.02 * half, 0.04 * half):
             rounded.append(trial.run("stock, its sample rounded", dropouts, noise))
-        with torch.autocast(device, enabled=False):
-            exact = trial.in_float32()
+        change.undo(exact.model)
+        with torch.autocast(device, enabled=False), exact_convolutions(trial.device()):
             theirs = exact.run("stock, in float32", dropouts)
             if not ours.agrees_with(theirs, tolerance):
                 tolerance = _widened(exact, theirs, dropouts, tolerance)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -30,6 +30,7 @@ from .library import (
     is_attention,
     library_activation,
     made_again,
+    served,
     twin_of,
     why_not_rotary,
 )
@@ -58,6 +59,9 @@ OPS = (
 )
 
 
+IDLE = "not called on the sample, or with tables that memkit does not take"
+
+
 @dataclass
 class Found:
     activations: list[Site] = field(default_factory=list)
@@ -70,6 +74,8 @@ class Found:
     """Those that hold their loss as a function."""
     attentions: list[tuple[nn.Module, type[Any]]] = field(default_factory=list)
     """With their twins."""
+    rotaries: dict[nn.Module, int] = field(default_factory=dict)
+    """Layers that turn queries and keys, with the number of their row in `others`."""
     others: list[Row] = field(default_factory=list)
     """Activations that are none of the above, losses and attention."""
 
@@ -87,6 +93,13 @@ class Found:
     def changes_others(self) -> bool:
         """Whether something is changed that nothing has to be proven of."""
         return bool(self.losses or self.attentions or self.in_lean)
+
+    def note_idle(self) -> None:
+        """After a run: rows of rotary embeddings say where it turned nothing that memkit takes."""
+        for module, number in self.rotaries.items():
+            if module not in served:
+                row = self.others[number]
+                self.others[number] = replace(row, after="unchanged", saved="?", reason=IDLE)
 
 
 def find(model: nn.Module, names: frozenset[str], exact: bool, lean: bool) -> Found:
@@ -125,8 +138,7 @@ class _Search:
             self.found.losses.append(module)
             path = _inside(places[:1], "loss_function")
             self.found.others.append(Row(path, "ForCausalLMLoss", "memkit", "logits", None, None, ""))
-        if "forward" not in vars(module):
-            self.attention(module, places)
+        self.attention(module, places)
         if match is None and self.lean and "forward" not in vars(module):
             self.again(module, where)
         return () if match is None else match.takes
@@ -134,14 +146,17 @@ class _Search:
     def attention(self, module: nn.Module, places: list[str]) -> None:
         """Of transformers' models."""
         kind = type(module)
-        in_lean = self.lean and "attention" in self.names and is_attention(kind)
-        why_not = why_not_rotary(kind) if "apply_rotary" in self.names else None
+        in_lean = (
+            self.lean and "attention" in self.names and is_attention(kind) and "forward" not in vars(module)
+        )
+        why_not = why_not_rotary(module) if "apply_rotary" in self.names else None
         if in_lean:
             row = Row(", ".join(places), kind.__name__, "in lean()", "query, key, value", None, None, "")
             self.found.others.append(row)
         if why_not:
             self.left(_inside(places, ROTARY), ROTARY, why_not)
         elif why_not is not None:
+            self.found.rotaries[module] = len(self.found.others)
             row = Row(_inside(places, ROTARY), ROTARY, "memkit", "tables", None, None, "")
             self.found.others.append(row)
         if in_lean or why_not == "":

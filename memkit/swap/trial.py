@@ -56,6 +56,7 @@ class Trial:
     def __init__(self, model: nn.Module, sample: Any) -> None:
         self.model = model
         self.sample = sample
+        self.places: dict[nn.Module, nn.Module] = {}  # of a copy: what stands for which module
 
     def run(self, phase: str, in_evaluation: Sequence[nn.Module] = (), noise: float = 0.0) -> Outcome:
         """Counts what is saved on the way. Some modules may be told that this is no training.
@@ -65,7 +66,7 @@ class Trial:
         """
         with untouched(self.model), explained(phase):
             for module in in_evaluation:
-                module.training = False
+                self.places.get(module, module).training = False
             inputs = self.fresh()
             with self.disturbed(inputs, noise) if noise else nullcontext():
                 measured = measure(lambda: self.step(inputs), device=self.device())
@@ -76,8 +77,9 @@ class Trial:
                 measured.saved,
             )
 
-    def in_float32(self) -> Trial:
-        """With the numbers of the sample, and of a copy of the model, in float32 where they are in half precision."""
+    def in_float32(self) -> Trial | None:
+        """With the numbers of the sample, and of a copy of the model, in float32 where they are in half precision. None:
+        there is no copy."""
         copies: dict[int, Tensor] = {}
 
         def wide(leaf: Any) -> Any:
@@ -87,9 +89,14 @@ class Trial:
                 copies[id(leaf)] = leaf.detach().float().requires_grad_(leaf.requires_grad)
             return copies[id(leaf)]
 
-        halves = any(tensor.dtype in HALVES for tensor in (*self.model.parameters(), *self.model.buffers()))
-        model = deepcopy(self.model).float() if halves else self.model
-        return Trial(model, tree_map(wide, self.sample))
+        trial = Trial(self.model, tree_map(wide, self.sample))
+        if any(tensor.dtype in HALVES for tensor in (*self.model.parameters(), *self.model.buffers())):
+            copy = own_copy(self.model)
+            if copy is None:
+                return None
+            trial.places = dict(zip(self.model.modules(), copy.modules(), strict=True))
+            trial.model = copy.float()
+        return trial
 
     @contextmanager
     def disturbed(self, inputs: Any, noise: float) -> Iterator[None]:
@@ -169,17 +176,48 @@ def explained(phase: str) -> Iterator[None]:
         raise
 
 
+def own_copy(module: nn.Module) -> nn.Module | None:
+    """A copy that shares nothing with the module, which may say itself how it is copied; None where that cannot be had."""
+    try:
+        copy = deepcopy(module)
+    except Exception:
+        return None
+    theirs = {id(part) for part in module.modules()}
+    memory = {_memory(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    if any(id(part) in theirs for part in copy.modules()):
+        return None
+    shared = any(
+        _memory(tensor) in memory for tensor in (*copy.parameters(), *copy.buffers()) if tensor.numel()
+    )
+    return None if shared else copy
+
+
+def _memory(tensor: Tensor) -> Any:
+    try:
+        return tensor.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):  # a tensor without one
+        return id(tensor)
+
+
 @contextmanager
-def exact_convolutions() -> Iterator[None]:
-    """In float32 as elsewhere in PyTorch, where cuDNN would round what it is given to TF32: of two inputs that differ by a
-    rounding error it may make one that is three digits larger."""
-    convolutions: Any = torch.backends.cudnn.conv
-    before = convolutions.fp32_precision
-    convolutions.fp32_precision = "ieee"
+def exact_convolutions(device: torch.device) -> Iterator[None]:
+    """On a GPU in float32 as elsewhere in PyTorch, where cuDNN would round what it is given to TF32: of two inputs that
+    differ by a rounding error it may make one that is three digits larger."""
+    if device.type != "cuda":
+        yield
+        return
+    cudnn: Any = torch.backends.cudnn
+    before, of_convolutions = cudnn.fp32_precision, cudnn.conv.fp32_precision
+    cudnn.fp32_precision = "ieee"
+    follows = cudnn.conv.fp32_precision == "ieee"  # else somebody has said it of convolutions themselves
+    if not follows:
+        cudnn.conv.fp32_precision = "ieee"
     try:
         yield
     finally:
-        convolutions.fp32_precision = before
+        if not follows:
+            cudnn.conv.fp32_precision = of_convolutions
+        cudnn.fp32_precision = before
 
 
 @contextmanager

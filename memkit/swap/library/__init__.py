@@ -8,14 +8,13 @@ is either the same function or left alone, with the reason in the report.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..layers import Choice
-from ..trial import HALVES, untouched
+from ..trial import HALVES, exact_convolutions, own_copy, untouched
 from .activations import CLASSES, activation_of, activation_twin, library_activation
 from .again import made_again
 from .attention import attention_twin, is_attention, why_not_rotary
@@ -26,6 +25,7 @@ from .norm_acts import BatchNormAct, norm_op
 from .norms import further_probes, norm_kinds, norm_probe
 from .residual import BLOCKS, DENSE, OPTIONAL, is_dense_layer
 from .rotary import NAME as ROTARY
+from .rotary import served
 from .twin import TOLERANCE, InLean, Twin, numbers, twin_of
 from .written import written
 
@@ -46,6 +46,7 @@ __all__ = [
     "library_activation",
     "made_again",
     "release",
+    "served",
     "twin_of",
     "why_not_rotary",
 ]
@@ -147,14 +148,15 @@ class Verifier:
         sharded = not match.probe or not all(tensor.numel() for tensor in match.probe)
         if sharded or any(tensor.is_meta for tensor in (*match.probe, *module.parameters())):
             return "its parameters have no values yet"
-        # In both modes: a dropout that its forward writes out would not show in evaluation.
-        for training in (module.training, not module.training):
-            for probe in (match.probe, *match.further):
-                probed = match._replace(probe=probe)
-                if (reason := _why_not(module, probed, training)) and not _rounds_alike(
-                    module, probed, training
-                ):
-                    return reason
+        with exact_convolutions(match.probe[0].device):
+            # In both modes: a dropout that its forward writes out would not show in evaluation.
+            for training in (module.training, not module.training):
+                for probe in (match.probe, *match.further):
+                    probed = match._replace(probe=probe)
+                    if (reason := _why_not(module, probed, training)) and not _rounds_alike(
+                        module, probed, training
+                    ):
+                        return reason
         return ""
 
 
@@ -167,11 +169,10 @@ def _rounds_alike(module: nn.Module, match: Match, training: bool) -> bool:
     half = torch.get_autocast_dtype(given.device.type) if autocast else given.dtype
     if half not in HALVES:
         return False
-    try:
-        wide = module if given.dtype not in HALVES else deepcopy(module).float()
-    except Exception:  # what cannot be copied
-        return False
-    return any(
+    wide: nn.Module | None = module
+    if given.dtype in HALVES and (wide := own_copy(module)) is not None:
+        wide.float()
+    return wide is not None and any(
         _is_near(module, wide, match._replace(probe=tuple(factor * x for x in match.probe)), training, half)
         for factor in (1, 1.01, 1.02, 1.03)
     )
@@ -185,8 +186,7 @@ def _is_near(module: nn.Module, wide: nn.Module, match: Match, training: bool, h
         exact, own = _both(wide, widened, training)
     if isinstance(theirs, Exception) or isinstance(exact, Exception) or ours is None or own is None:
         return False
-    # Rounded, stock's output is still that of float32: else it does something else in half precision.
-    if not _agree([_like(theirs[0], exact[0])], exact[:1], 0, 4 * TOLERANCE[half]):
+    if not _rounds(theirs[0], exact[0], half):
         return False
     # A bias before a batch norm has no gradient but for rounding: compared at the scale of the others, as in _agree.
     inputs = len(match.probe)
@@ -198,8 +198,14 @@ def _is_near(module: nn.Module, wide: nn.Module, match: Match, training: bool, h
     )
 
 
-def _like(value: Tensor | None, other: Tensor | None) -> Tensor | None:
-    return value if value is None or other is None else value.to(other.dtype)
+def _rounds(output: Tensor | None, exact: Tensor | None, half: torch.dtype) -> bool:
+    """Whether an output is that of float32 but for rounding, which does not make it larger or smaller as a whole."""
+    if output is None or exact is None or output.shape != exact.shape:
+        return False
+    error, size = output.double() - exact.double(), exact.double().square().sum()
+    return bool(error.norm() <= TOLERANCE[half] * size.sqrt()) and bool(
+        (error * exact.double()).sum().abs() <= torch.finfo(half).eps * size
+    )
 
 
 def _is_as_near(ours: Tensor | None, theirs: Tensor | None, exact: Tensor | None, slack: float) -> bool:

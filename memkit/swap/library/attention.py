@@ -67,7 +67,7 @@ class Attention(Twin, kind="attention"):
         if self._in_lean and is_lean() and torch.is_grad_enabled() and _asks(forward):
             names[TABLE] = _Table(undecorated(forward).__globals__[TABLE])
         if self._turns and calls_rotary(forward):
-            names[NAME] = rotary_of(forward)
+            names[NAME] = rotary_of(self, forward)
         return (with_names(forward, **names) if names else forward)(self, *args, **kwargs)
 
 
@@ -84,11 +84,15 @@ def is_attention(cls: type[nn.Module]) -> bool:
     return _asks(cls.forward)
 
 
-def why_not_rotary(cls: type[nn.Module]) -> str | None:
+def why_not_rotary(module: nn.Module) -> str | None:
     """Why rotary embeddings stay as they are: nothing if they become memkit's, None if its forward calls none."""
-    if not calls_rotary(cls.forward):
+    forward = type(module).forward
+    if not calls_rotary(forward):
         return None
-    return "" if is_rotary(cls.forward) else f"this version of {NAME} computes something else"
+    if "forward" in vars(module):
+        return "its forward is replaced"
+    same = is_rotary(forward, list(module.parameters()))
+    return "" if same else f"this version of {NAME} computes something else"
 
 
 def attention_twin(cls: type[nn.Module], in_lean: bool, turns: bool) -> type[Any]:
