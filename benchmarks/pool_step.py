@@ -37,6 +37,7 @@ VARIANTS = {
     "cuda": {"stock": "", "stock, expandable segments": "expandable_segments:True", "pool.use()": ""},
 }
 """Settings of PyTorch's caching allocator."""
+PRECISION = 1 << 20  # bytes, of the least memory that a pool gets through a step with
 
 
 def training_step(batch: int, device: str, model: str = "gpt") -> Callable[..., None]:
@@ -140,12 +141,33 @@ def varying_apart(batch: int, device: str) -> dict[str, dict[str, int]]:
     return found
 
 
+def least(step: Callable[[], None], low: int, device: str) -> int:
+    """The smallest pool, to PRECISION, that a step gets through use() with; `low` bytes are known to be needed."""
+
+    def enough(size: int) -> bool:
+        try:
+            with memkit.Pool(size, device, grow=False) as pool, pool.use():
+                step()
+        except memkit.PoolExhausted:
+            return False
+        return True
+
+    high = low
+    while not enough(high):
+        low, high = high, high + max(high // 32, PRECISION)
+    while high - low > PRECISION:
+        middle = (low + high) // 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high
+
+
 def run(rounds: int, batch: int, device: str) -> dict[str, Any]:
     step = training_step(batch, device)
     plan = memkit.Pool(1 << 20).record(step) if device == "cpu" else None  # plans are for the CPU
     measured = memkit.memory.measure(step, device=device)
     live = plan.lower_bound if plan else measured.peak
-    pool = memkit.Pool(1 << 20, device)
+    needed = least(step, live, device)
+    pool = memkit.Pool(needed, device)
 
     def in_pool() -> None:
         with pool.use():
@@ -163,7 +185,7 @@ def run(rounds: int, batch: int, device: str) -> dict[str, Any]:
     times = interleave({k: lambda work=v: seconds(work, device) for k, v in contenders.items()}, rounds)
     reserved = {
         "stock": cached_peak(step) if device == "cuda" else resident_peak_apart(batch),
-        "pool.use()": pool.stats().reserved_peak,
+        "pool.use()": max(needed, pool.stats().reserved_peak),
     }
     pool.check()
     found: dict[str, Any] = {

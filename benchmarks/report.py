@@ -288,8 +288,8 @@ def pool_table(results: Results) -> str:
             )
         parts.append(
             f"A training step of the gpt above, batch {step['batch']}: {step['allocations']:,} allocations, at most {live} "
-            f"alive at once{planned}. Stock's peak is {measured}; the pool's is what it reserves "
-            "as it grows. Ratios are medians of each round's own."
+            f"alive at once{planned}. Stock's peak is {measured}; the pool's is the smallest "
+            "pool that a step gets through. Ratios are medians of each round's own."
         )
         if "lengths" in result:
             title = f"{bench_pool.pool_step.LENGTHS} steps of varying length"

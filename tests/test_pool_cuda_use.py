@@ -325,6 +325,7 @@ def test_snapshots_of_torch_show_it(pool: Pool) -> None:
     assert [b["requested_size"] for b in blocks if b["address"] == x.data_ptr()] == [4 * MIB]
 
 
+@pytest.mark.alone
 def test_growth_takes_what_torch_keeps_unused() -> None:
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0]

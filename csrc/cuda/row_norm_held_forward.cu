@@ -38,13 +38,10 @@ __device__ Moments<float> row_moments(const WarpMoments& own, float count) {
   if (threadIdx.x % kLanes == 0) warps[threadIdx.x / kLanes] = own;
   __syncthreads();
   const float about = warps[0].about;
-  Distances all;
-  MEMKIT_ROLL
-  for (int w = 0; w < int(blockDim.x / kLanes); ++w) {
-    const WarpMoments each = warps[w];
-    const float distance = (each.about - about) + each.rest, sum = each.count * distance;
-    all.merge({sum, each.m2 + sum * distance});
-  }
+  const unsigned lane = threadIdx.x % kLanes;
+  const WarpMoments each = lane < blockDim.x / kLanes ? warps[lane] : WarpMoments{};
+  const float distance = (each.about - about) + each.rest, sum = each.count * distance;
+  const Distances all = warp_merge(Distances{sum, each.m2 + sum * distance});
   return Moments<float>::from_sums(count, about, all.sum, all.squares);
 }
 

@@ -30,37 +30,12 @@ constexpr int kWalkWords = sizeof(S) == 8 ? 1
 template <class S>
 constexpr int kWalkBackWords = sizeof(S) == 8 ? 1 : 2;
 
-// The largest of a row and its sum from those of its warps, whose sums are of e^(z - pivot) with pivots of their own.
-template <class S, class T>
-__device__ void over_warps(T& largest, RowSum<S>& sum) {
-  if (blockDim.x <= kLanes) return;
-  __shared__ T most[kLanes], sums[kLanes];
-  const int warps = int(blockDim.x / kLanes), own = int(threadIdx.x / kLanes);
-  if (threadIdx.x % kLanes == 0) most[own] = largest, sums[own] = sum.high;
-  __syncthreads();
-  MEMKIT_ROLL
-  for (int w = 0; w < warps; ++w) largest = std::fmax(largest, most[w]);
-  const T pivot = softmax_pivot(largest);
-  sum = {};
-  MEMKIT_ROLL
-  for (int w = 0; w < warps; ++w) sum.add(sums[w] * row_exp<S>(most[w] - pivot));
-}
-
 template <class S, int W, bool log, bool masked>
 __global__ void __launch_bounds__(kTeamMost) forward_held(const SoftmaxArgs args) {
-  using Held = SoftmaxHeld<S, W, log, masked>;
   const int64_t i = team_row();
-  Held held(args, i, i < args.rows, int(threadIdx.x), int(blockDim.x));
-  auto largest = held.load();
-  RowSum<S> sum;
-  if constexpr (Held::wide) {
-    largest = team_largest(largest);
-    sum = team_merge(held.sum(softmax_pivot(largest)));
-  } else {  // exponentials are taken again in the end, of the row's pivot: one wait for the other warps is enough
-    largest = warp_largest(largest);
-    sum = warp_merge(held.sum(softmax_pivot(largest)));
-    over_warps(largest, sum);
-  }
+  SoftmaxHeld<S, W, log, masked> held(args, i, i < args.rows, int(threadIdx.x), int(blockDim.x));
+  const auto largest = team_largest(held.load());
+  const auto sum = team_merge(held.sum(softmax_pivot(largest)));
   held.write(SoftmaxEnd<S, log>(largest, sum, masked));
 }
 

@@ -54,10 +54,6 @@ struct TeamLargest {
   MEMKIT_FN void merge(const TeamLargest& other) { value = select(other.value > value, other.value, value); }
 };
 template <class T>
-__device__ T warp_largest(T own) {
-  return warp_merge(TeamLargest<T>{own}).value;
-}
-template <class T>
 __device__ T team_largest(T own) {
   return team_merge(TeamLargest<T>{own}).value;
 }
