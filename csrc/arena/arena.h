@@ -220,7 +220,6 @@ class Arena final : public Owner {
   void detach(std::unique_ptr<Chunk> chunk, Chunk** list);
   template <class Ask>
   bool ask_upstream(Lock& lock, std::size_t bytes, Refusal* refusal, const Ask& ask);
-  bool pages_should_move(const Need& need);
   std::size_t growth_left() const;
   void count_growth(std::size_t bytes);
   std::size_t send_back(Lock& lock, Chunk* detached) noexcept;
@@ -275,8 +274,6 @@ class Arena final : public Owner {
   std::size_t moving_ = 0;   // bytes on their way from or to upstream
   std::size_t held_ = 0;     // calls that want the chunks to stay
   std::size_t sending_ = 0;  // calls that send some there
-  std::uint64_t moves_ = 0,
-                moved_at_ = 0;  // how often pages went to where they were needed; allocations by the last time
   const Options options_;
   const std::shared_ptr<Upstream> upstream_;
 };

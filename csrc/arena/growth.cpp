@@ -20,7 +20,6 @@ Block* Arena::grow(Lock& lock, Lane* lane, std::size_t size, std::size_t alignme
   const Need need{lane, size, alignment, waits, size + (alignment - options_.alignment)};
   refusal->limit = options_.grow ? Refusal::max : Refusal::fixed;
   if (!options_.grow) return borrow(lane, size, alignment, waits);
-  if (pages_should_move(need)) send_back(lock, detach_pages());
   for (bool trimmed : {false, true}) {
     if (trimmed && need.bytes > options_.max) break;
     if (trimmed && !send_back(lock, detach_pages())) break;
@@ -30,18 +29,6 @@ Block* Arena::grow(Lock& lock, Lane* lane, std::size_t size, std::size_t alignme
   }
   if (Block* block = search(lane, size, alignment, waits)) return block;
   return borrow(lane, size, alignment, waits);
-}
-
-// Whether what is free would do, were it in one place: its whole pages go then, and as many come where they are needed. Each
-// time that has been, allocations go by until the next, more and more of them: of a step that repeats nothing moves in the
-// end, or the arena grows after all.
-bool Arena::pages_should_move(const Need& need) {
-  const std::uint64_t since = stats_.allocations - moved_at_;
-  if (!upstream_->page() || need.lane->redirect || stats_.reserved - stats_.active < need.bytes ||
-      since < moves_ * moves_ / 4)
-    return false;
-  ++moves_, moved_at_ = stats_.allocations;
-  return true;
 }
 
 // Asks upstream for bytes by `ask`, with the lock open; false: it has no more.

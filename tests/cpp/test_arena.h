@@ -3,7 +3,6 @@
 
 #include <sys/mman.h>
 
-#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <functional>
@@ -113,7 +112,6 @@ class PagedUpstream final : public Upstream {
     for (std::uintptr_t at = round_up(start, kPage); at < start + bytes; at += kPage)
       CHECK(pages_.erase(at), "not out, and came back");
   }
-  std::atomic<std::size_t> calls{0};
   std::size_t held() const { return pages_.size() * kPage; }
   // Whether the pages that are out are those of the chunks.
   bool agrees(const Arena& arena) const {
@@ -131,7 +129,6 @@ class PagedUpstream final : public Upstream {
 
  private:
   void tell() {
-    ++calls;
     if (const auto now = std::exchange(called, nullptr)) now();
   }
   bool map(std::uintptr_t start, std::size_t bytes) {

@@ -82,47 +82,6 @@ void test_pages_from_the_middle() {
   CHECK(upstream->held() == 2 * kMiB && upstream->agrees(*arena), "the capacity is left: %zu", upstream->held());
 }
 
-void test_pages_move_before_it_grows() {
-  auto upstream = std::make_shared<PagedUpstream>(false);
-  Options options;
-  options.capacity = 2 * kMiB;
-  ArenaPtr arena = Arena::create(options, upstream);
-  std::vector<Block*> blocks;
-  for (int i = 0; i < 20; ++i) blocks.push_back(arena->allocate({3 * kMiB}).block);
-  const std::size_t full = upstream->held();
-  for (int i = 1; i < 19; i += 2) free(blocks[i]);
-  Block* large = arena->allocate({15 * kMiB}).block;
-  CHECK(large && upstream->held() <= full, "pages of holes, %zu before and %zu now", full, upstream->held());
-  CHECK(upstream->agrees(*arena), "nothing lost");
-  CHECK_SOUND(*arena);
-  free(large);
-  for (int i = 0; i < 20; i += 2) free(blocks[i]);
-  free(blocks[19]);
-}
-
-// One step needs a large block at one place, the next at another, again and again: pages stop moving, or it grows.
-void test_pages_come_to_rest() {
-  auto upstream = std::make_shared<PagedUpstream>(false);
-  Options options;
-  options.capacity = 2 * kMiB;
-  ArenaPtr arena = Arena::create(options, upstream);
-  std::size_t calls = 0, most = 0;
-  for (int step = 0; step < 400; ++step) {
-    std::vector<Block*> small, large;
-    for (int i = 0; i < 16; ++i) small.push_back(arena->allocate({(2 + (i + step) % 3) * kMiB}).block);
-    for (int i = step % 2; i < 16; i += 2) free(small[i]);
-    for (int i = 0; i < 2; ++i) large.push_back(arena->allocate({(9 + step % 5) * kMiB}).block);
-    most = std::max(most, arena->stats().active);
-    for (int i = 1 - step % 2; i < 16; i += 2) free(small[i]);
-    for (Block* block : large) free(block);
-    if (step == 199) calls = upstream->calls;
-  }
-  CHECK(upstream->calls == calls, "%zu calls in the second half", upstream->calls - calls);
-  CHECK(arena->stats().reserved_peak < 2 * most, "%zu for %zu", arena->stats().reserved_peak, most);
-  CHECK(upstream->agrees(*arena), "nothing lost");
-  CHECK_SOUND(*arena);
-}
-
 void test_others_in_between() {
   auto upstream = std::make_shared<PagedUpstream>(false);
   Options options;
@@ -251,8 +210,6 @@ int main() {
   test_capacity_in_a_page();
   test_steps();
   test_pages_from_the_middle();
-  test_pages_move_before_it_grows();
-  test_pages_come_to_rest();
   test_others_in_between();
   test_what_cannot_be_longer();
   test_neighbours_on_several_lanes();
