@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from .._hooks import has_hooks
@@ -145,6 +146,8 @@ class _Search:
 
     def attention(self, module: nn.Module, places: list[str]) -> None:
         """Of transformers' models."""
+        if isinstance(module, torch.jit.ScriptModule):
+            return
         kind = type(module)
         in_lean = (
             self.lean and "attention" in self.names and is_attention(kind) and "forward" not in vars(module)
