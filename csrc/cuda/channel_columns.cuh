@@ -308,18 +308,18 @@ auto column_moments(Dtype dtype) {
   }
 }
 
-// One of those over all elements, where they are aligned and fill the device. done: whether they are. short_one: for no
-// activation, or relu.
+// A pass over all elements: by columns where these are aligned and fill the device, of the kernels the short one where there
+// is no activation, or relu; else by `elements`.
 using ColumnKernel = void (*)(ChannelArgs);
 
-inline int launch_columns(ColumnKernel short_one, ColumnKernel any, const ChannelArgs& args, cudaStream_t stream,
-                          bool& done) {
-  done = args.columns() && wide_units(args);
-  if (!done) return cudaSuccess;
+inline int launch_over_all(ColumnKernel short_one, ColumnKernel any, void (*elements)(ChannelArgs, SetFinder, bool),
+                           const ChannelArgs& args, cudaStream_t stream) {
   int64_t ranges = 0;
-  if (const cudaError_t error = column_ranges(args, ranges, &done)) return error;
-  if (done)
-    launch_kernel(is_any(args) ? any : short_one, column_grid(args, ranges), column_threads(args), stream, args);
+  bool fill = args.columns() && wide_units(args);
+  if (fill)
+    if (const cudaError_t error = column_ranges(args, ranges, &fill)) return error;
+  if (!fill) return launch_elements(elements, args, stream);
+  launch_kernel(is_any(args) ? any : short_one, column_grid(args, ranges), column_threads(args), stream, args);
   return cudaGetLastError();
 }
 
