@@ -124,13 +124,13 @@ Block* Arena::add_chunk(Lock& lock, const Need& need, Refusal* refusal) {
 Chunk* Arena::detach_empty(Chunk* detached) {
   if (recording() || held_) return detached;
   settle_recent();
-  for (std::size_t i = heap_.chunks().size(); i-- > 0;) {
-    Chunk* chunk = heap_.chunks()[i].get();
-    if (chunk->used || chunk->kept || chunk->moving) continue;
-    bool pinned = false;
-    for (const Block* block = chunk->first; block && !pinned; block = block->after) pinned = block->lane->pinned;
-    if (!pinned) detach(heap_.remove(chunk), &detached);
-  }
+  const auto goes = [](const Chunk& chunk) {
+    if (chunk.used || chunk.kept || chunk.moving) return false;
+    for (const Block* block = chunk.first; block; block = block->after)
+      if (block->lane->pinned) return false;
+    return true;
+  };
+  heap_.remove(goes, [&](std::unique_ptr<Chunk> chunk) { detach(std::move(chunk), &detached); });
   return detached;
 }
 
@@ -141,7 +141,7 @@ Chunk* Arena::detach_pages() {
   std::vector<std::unique_ptr<Chunk>> removed;
   try {
     heap_.carve(upstream_->page(), &removed);
-  } catch (const std::bad_alloc&) {  // what was cut by then goes
+  } catch (const std::bad_alloc&) {  // no room to cut: they stay
   }
   for (auto& chunk : removed) detach(std::move(chunk), &detached);
   return detach_empty(detached);  // less than a page that was left behind

@@ -97,52 +97,59 @@ std::size_t Tlsf::tail(const Chunk& chunk, const Lane* lane) const {
   return last->state == State::free && ours ? last->size : 0;
 }
 
-std::unique_ptr<Chunk> Tlsf::remove(Chunk* chunk) {
+void Tlsf::clear(Chunk* chunk) {
   for (Block *block = chunk->first, *after; block; block = after) {
     after = block->after;
     unlink(block);
     slab_.give(block);
   }
   chunk->first = nullptr;
-  const auto at = std::find_if(chunks_.begin(), chunks_.end(), [&](const auto& one) { return one.get() == chunk; });
-  std::unique_ptr<Chunk> removed = std::move(*at);
-  chunks_.erase(at);
-  return removed;
 }
 
-void Tlsf::carve(std::size_t page, std::vector<std::unique_ptr<Chunk>>* removed) {
+// Calls use(block, first, last) with each range of whole pages in free neighbours, whichever lanes they are free on, from
+// `block` on. From the last to the first, and use() may take the range out.
+template <class Use>
+void Tlsf::each_hole(const Chunk& chunk, std::size_t page, const Use& use) {
   const auto goes = [](const Block* block) { return block && block->state == State::free && !block->lane->pinned; };
-  for (std::size_t i = 0; i < chunks_.size(); ++i) {
-    Chunk* const chunk = chunks_[i].get();
-    if (chunk->moving) continue;
-    for (Block* block = chunk->first; block; block = block->after) {
-      if (!goes(block)) continue;
-      Block* const run = block;  // of neighbours, whichever lanes they are free on
-      while (goes(block->after)) block = block->after;
-      const std::uintptr_t floor = chunk->start() + chunk->kept;
-      const std::uintptr_t first = run->address <= floor ? floor : round_up(run->address, page);
-      const std::uintptr_t last = block->end() & ~(page - 1);
-      if (first >= last) continue;
-      removed->reserve(removed->size() + 1);  // what can fail comes first
-      chunks_.reserve(chunks_.size() + 1);
-      slab_.reserve(2);
-      const bool goes_on = last < block->end() || block->after;
-      auto hole = std::make_unique<Chunk>(), behind = goes_on ? std::make_unique<Chunk>() : nullptr;
-      hole->memory = reinterpret_cast<void*>(first);
-      hole->bytes = (goes_on ? last : chunk->end()) - first;
-      cut_out(chunk, run, first, last, behind.get());
-      removed->push_back(std::move(hole));
-      const bool empty = !chunk->first;
-      if (behind) chunks_.insert(chunks_.begin() + std::ptrdiff_t(i) + 1, std::move(behind));
-      if (empty) chunks_.erase(chunks_.begin() + std::ptrdiff_t(i--));
-      break;  // it goes on in what was behind
-    }
+  if (chunk.moving) return;
+  const std::uintptr_t floor = chunk.start() + chunk.kept;
+  for (Block *block = chunk.last, *before; block; block = before) {
+    const std::uintptr_t last = block->end() & ~(page - 1);
+    for (before = block->before; goes(block) && goes(before); before = block->before) block = before;
+    const std::uintptr_t first = block->address <= floor ? floor : round_up(block->address, page);
+    if (goes(block) && first < last) use(block, first, last);
   }
 }
 
-// Takes [first, last), of free neighbours from `block` on, out of a chunk, which ends there. What comes after it, if anything
-// does, is `behind`.
-void Tlsf::cut_out(Chunk* chunk, Block* block, std::uintptr_t first, std::uintptr_t last, Chunk* behind) {
+void Tlsf::carve(std::size_t page, std::vector<std::unique_ptr<Chunk>>* removed) {
+  std::size_t holes = 0;
+  for (const auto& chunk : chunks_) each_hole(*chunk, page, [&](Block*, std::uintptr_t, std::uintptr_t) { ++holes; });
+  if (!holes) return;
+  // What can fail comes first.
+  slab_.reserve(holes + 1);
+  std::vector<std::unique_ptr<Chunk>> kept, spare(2 * holes);
+  kept.reserve(chunks_.size() + holes);
+  removed->reserve(removed->size() + holes);
+  for (auto& chunk : spare) chunk = std::make_unique<Chunk>();
+  for (auto& chunk : chunks_) {
+    const std::size_t at = kept.size();
+    each_hole(*chunk, page, [&](Block* block, std::uintptr_t first, std::uintptr_t last) {
+      removed->push_back(std::move(spare.back()));
+      spare.pop_back();
+      cut_out(chunk.get(), block, first, last, removed->back().get(), spare.back().get());
+      if (!spare.back()->first) return;
+      kept.push_back(std::move(spare.back()));
+      spare.pop_back();
+    });
+    if (chunk->first) kept.push_back(std::move(chunk));
+    std::reverse(kept.begin() + std::ptrdiff_t(at), kept.end());
+  }
+  chunks_.swap(kept);
+}
+
+// Takes [first, last), of free neighbours from `block` on, out of a chunk, which ends there. It becomes `hole`; what comes
+// after it, if anything does, `behind`.
+void Tlsf::cut_out(Chunk* chunk, Block* block, std::uintptr_t first, std::uintptr_t last, Chunk* hole, Chunk* behind) {
   const auto split_at = [&](Block* at, std::uintptr_t address) {
     unlink(at);
     Block* rest = split(at, address - at->address);
@@ -160,9 +167,11 @@ void Tlsf::cut_out(Chunk* chunk, Block* block, std::uintptr_t first, std::uintpt
     unlink(gone);
     slab_.give(gone);
   }
+  hole->memory = reinterpret_cast<void*>(first);
+  hole->bytes = (after ? last : chunk->end()) - first;
   (before ? before->after : chunk->first) = nullptr;
   chunk->last = before;
-  if (behind) {
+  if (after) {
     behind->memory = reinterpret_cast<void*>(last);
     behind->bytes = chunk->end() - last;
     behind->first = after;

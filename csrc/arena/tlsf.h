@@ -4,6 +4,7 @@
 
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "free_index.h"
@@ -43,8 +44,20 @@ class Tlsf {
   void lengthen(Chunk* chunk, std::size_t bytes);
   // What is free at its end, that the lane may use and that would be one with what lengthens it.
   std::size_t tail(const Chunk& chunk, const Lane* lane) const;
-  // Without the chunk's blocks, all of them free.
-  std::unique_ptr<Chunk> remove(Chunk* chunk);
+  // Without the chunks that go, all of whose blocks are free; each of them to use().
+  template <class Goes, class Use>
+  void remove(const Goes& goes, const Use& use) {
+    auto end = chunks_.begin();
+    for (auto& chunk : chunks_) {
+      if (!goes(*chunk)) {
+        *end++ = std::move(chunk);
+        continue;
+      }
+      clear(chunk.get());
+      use(std::move(chunk));
+    }
+    chunks_.erase(end, chunks_.end());
+  }
   // Cuts whole free pages out of chunks, beyond what is kept, and appends them; what is behind becomes a chunk of its own.
   void carve(std::size_t page, std::vector<std::unique_ptr<Chunk>>* removed);
 
@@ -93,7 +106,10 @@ class Tlsf {
   [[gnu::noinline]] void coalesce(Block* block, bool joins_before, bool joins_after);
   void replace(const Block* block, Block* by) { (block->before ? block->before->after : block->chunk->first) = by; }
   void precede(Block* block, Block* after) { (after ? after->before : block->chunk->last) = block; }
-  void cut_out(Chunk* chunk, Block* block, std::uintptr_t first, std::uintptr_t last, Chunk* behind);
+  void clear(Chunk* chunk);
+  template <class Use>
+  static void each_hole(const Chunk& chunk, std::size_t page, const Use& use);
+  void cut_out(Chunk* chunk, Block* block, std::uintptr_t first, std::uintptr_t last, Chunk* hole, Chunk* behind);
   bool coalesces(const Block* block, const Lane* lane) const {
     return block && block->state == State::free && (block->lane == lane || (block->lane == &clean_ && lane->mixes()));
   }

@@ -1,4 +1,6 @@
 // Chunks that become longer, and pages that go back out of their middle, against an upstream that knows each of them.
+#include <algorithm>
+#include <chrono>
 #include <vector>
 
 #include "test_arena.h"
@@ -170,6 +172,34 @@ void test_chunks_that_are_held() {
   CHECK(upstream->held() == 0, "%zu", upstream->held());
 }
 
+// Seconds until the pages of so many holes are back, and after that the chunks that they left.
+double seconds_to_trim(std::size_t holes) {
+  auto upstream = std::make_shared<PagedUpstream>(false);
+  ArenaPtr arena = Arena::create({}, upstream);
+  std::vector<Block*> blocks;
+  for (std::size_t i = 0; i < 2 * holes; ++i) blocks.push_back(arena->allocate({kPage, 0, 0, 0, kPage}).block);
+  double seconds = 0;
+  for (const std::size_t odd : {1, 0}) {
+    for (std::size_t i = odd; i < 2 * holes; i += 2) free(blocks[i]);
+    const auto start = std::chrono::steady_clock::now();
+    const std::size_t went = arena->trim();
+    seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    CHECK(went >= holes * kPage, "%zu bytes of %zu holes", went, holes);
+    CHECK_SOUND(*arena);
+  }
+  CHECK(upstream->agrees(*arena), "the same pages");
+  return seconds;
+}
+
+void test_many_holes() {
+  double few = 1e9, many = 1e9;
+  for (int i = 0; i < 3; ++i) {
+    few = std::min(few, seconds_to_trim(2000));
+    many = std::min(many, seconds_to_trim(32000));
+  }
+  CHECK(many < 64 * few, "16 times the holes, %.0f times the time", many / few);  // their square would be 256
+}
+
 void test_random() {
   std::mt19937_64 random(7);
   for (int round = 0; round < 30; ++round) {
@@ -214,6 +244,7 @@ int main() {
   test_what_cannot_be_longer();
   test_neighbours_on_several_lanes();
   test_chunks_that_are_held();
+  test_many_holes();
   test_random();
   return finish("test_arena_growth");
 }
