@@ -74,17 +74,17 @@ def swap(
             its input, in torch.nn's transformer layers), and norms keep their input.
         ops: which, by their names in `memkit.functional`: of activations, of norms ("layer_norm", "rms_norm",
             "group_norm"; "batch_norm_act" for a batch norm with what is behind it), of dropouts ("dropout", ...),
-            "max_pool2d", of feed-forward networks ("act_linear", "gated"), of "attention", recurrences included, of rotary
-            embeddings ("apply_rotary") and of losses ("cross_entropy"). "gelu" means both forms of gelu, "gelu_tanh" that
-            with approximate="tanh" alone.
+            "max_pool2d", of feed-forward networks ("act_linear", "gated"), of "attention" (torch.nn.MultiheadAttention
+            with the batch first, transformers' layers, recurrences), of rotary embeddings ("apply_rotary") and of losses
+            ("cross_entropy"). "gelu" means both forms of gelu, "gelu_tanh" that with approximate="tanh" alone.
         exact: only where the slope from the output is off by at most 2e-4, and that only by its own rounding near the
             function's minimum: for gelu, silu, mish, hardswish, elu, selu, celu and softplus in float32 and
             float64. Calls in half precision then stay as in stock, and so do norms whose result is float32 under
             autocast in stock PyTorch.
         lean: for a model that runs inside :class:`memkit.lean`: activations keep their input and their output is
             dropped, exact in every dtype, so that only those that work in place by themselves have to be proven.
-            Outside `memkit.lean()` they are stock's. Attention of transformers' models keeps no weights inside it, and
-            their recurrences (Mamba, linear attention) no states.
+            Outside `memkit.lean()` they are stock's. Attention of torch.nn and of transformers' models keeps no weights
+            inside it, and their recurrences (Mamba, linear attention) no states.
             "call": each call of the model runs inside it, so that nothing else has to be written; a part of the model
             that is called by itself does not.
 

@@ -29,6 +29,7 @@ from .library import (
     candidates,
     has_library_loss,
     is_attention,
+    is_multihead,
     library_activation,
     made_again,
     served,
@@ -194,6 +195,9 @@ class _Search:
             self.found.in_lean.append((module, BATCH_NORMS[kind]))
         if self.lean and kind in INSTANCE_NORMS and "group_norm" in self.names:
             self.found.in_lean.append((module, INSTANCE_NORMS[kind]))
+        if "attention" in self.names and is_multihead(module) and "forward" not in vars(module):
+            self.found.attentions.append((module, twin_of("multihead attention", kind)))
+            self.found.others.append(Row(where, kind.__name__, "memkit", "query, key, value", None, None, ""))
         if self.lean and is_convolution(module) and not is_pointwise(module) and "conv2d" in self.names:
             self.found.in_lean.append((module, Conv2d))
         self.function(module, places)

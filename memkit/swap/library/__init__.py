@@ -21,6 +21,7 @@ from .attention import attention_twin, is_attention, why_not_rotary
 from .gated_norms import GATES, gated_norm_probe, is_gated_norm
 from .losses import has_library_loss, hold, release
 from .mlps import GATINGS, STEPS, Gating, Steps
+from .multihead import is_multihead
 from .norm_acts import BatchNormAct, norm_op
 from .norms import further_probes, norm_kinds, norm_probe
 from .residual import BLOCKS, DENSE, OPTIONAL, is_dense_layer
@@ -43,6 +44,7 @@ __all__ = [
     "has_library_loss",
     "hold",
     "is_attention",
+    "is_multihead",
     "library_activation",
     "made_again",
     "release",

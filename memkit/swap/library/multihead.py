@@ -1,0 +1,168 @@
+"""torch.nn.MultiheadAttention with the batch first, without the copies that stock makes to have the tokens first.
+
+Stock transposes its input, which the projection then copies and keeps beside the tensor that was given, copies the projected
+query, key and value out of their one memory, and transposes the result for another copy. The twin keeps what it is given,
+the projections and the attention's result. Inside :class:`memkit.lean` it keeps no weights either, a number for each pair of
+tokens, where stock does: weights that are returned, and dropout of them on the CPU.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as stock
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+from ..._lean import is_lean
+from ..layers import serves
+from .attend import Scores, attend
+from .twin import Twin, checkpointed, in_forward_mode, is_tracing
+
+Mask = Tensor | None
+
+
+class MultiheadAttention(Twin, kind="multihead attention"):
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Mask = None,
+        need_weights: bool = True,
+        attn_mask: Mask = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        module: Any = self
+        if not _takes(module, query, key, value, key_padding_mask, need_weights, attn_mask, is_causal):
+            given = query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights
+            return module._stock_forward(*given, is_causal)  # type: ignore[no-any-return]
+        is_causal = is_causal and key_padding_mask is None and not need_weights
+        mask = None if is_causal else _added(query, key, module.num_heads, key_padding_mask, attn_mask)
+        q, k, v = _project(module, query, key, value)
+        weights = None
+        if need_weights:
+            out, weights = attend(q, k, v, mask, None, Scores(q.shape[3] ** -0.5))
+            weights = weights.mean(1) if average_attn_weights else weights
+        else:
+            dropout = module.dropout if module.training else 0.0
+            kernel = partial(stock.scaled_dot_product_attention, dropout_p=dropout, is_causal=is_causal)
+            # PyTorch's kernels for the CPU have no dropout.
+            again = dropout > 0 and not query.is_cuda and _keeps_fewer(module, key)
+            out = checkpointed(kernel, q, k, v, mask) if again else kernel(q, k, v, mask)
+        del q, k, v
+        out = out.transpose(1, 2).reshape(query.shape)
+        return stock.linear(out, module.out_proj.weight, module.out_proj.bias), weights
+
+
+def is_multihead(module: Any) -> bool:
+    """Whether the twin brings something."""
+    return type(module) is nn.MultiheadAttention and _is_usual(module)
+
+
+def _is_usual(module: Any) -> bool:
+    return (
+        module.batch_first
+        and module._qkv_same_embed_dim
+        and module.bias_k is None
+        and module.bias_v is None
+        and not module.add_zero_attn
+    )
+
+
+def _keeps_fewer(module: Any, key: Tensor) -> bool:
+    """Whether making the weights again is wished, and possible, and spares memory."""
+    return (
+        is_lean()
+        and not (is_compiling() or in_forward_mode())
+        and key.shape[1] >= module.embed_dim // module.num_heads
+    )
+
+
+def _takes(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    padding: Mask,
+    need_weights: bool,
+    mask: Mask,
+    is_causal: bool,
+) -> bool:
+    """Where stock takes its own kernel for inference, which records nothing, it stays."""
+    if not torch.is_grad_enabled() or is_tracing() or not _is_usual(module):
+        return False
+    owned = module.in_proj_weight, module.in_proj_bias, module.out_proj.weight, module.out_proj.bias
+    tensors = query, key, value, *(each for each in owned if each is not None)
+    if not all(map(serves, tensors)) or not any(each.requires_grad for each in tensors):
+        return False
+    autocast = torch.is_autocast_enabled(query.device.type)
+    if not autocast and any(each.dtype != query.dtype for each in tensors):
+        return False
+    if need_weights and (
+        autocast
+        or (module.training and module.dropout > 0)
+        or not _keeps_fewer(module, key)
+        or query.numel() == 0
+    ):
+        return False
+    batch, _, width = query.shape if query.dim() == 3 else (0, 0, 0)
+    return (
+        width == module.embed_dim
+        and key.dim() == 3
+        and key.shape == value.shape
+        and key.shape[::2] == (batch, width)
+        and not (is_causal and mask is None)  # an error
+        and _takes_masks(module, query, key, padding, mask)
+    )
+
+
+def _takes_masks(module: Any, query: Tensor, key: Tensor, padding: Mask, mask: Mask) -> bool:
+    batch, pairs = query.shape[0], (query.shape[1], key.shape[1])
+    shapes = {2: pairs, 3: (batch * module.num_heads, *pairs)}
+    given = [each for each in (padding, mask) if each is not None]
+    return (
+        all(type(each) is Tensor and each.device == query.device and not each.requires_grad for each in given)
+        and all(each.dtype in (torch.bool, query.dtype) for each in given)
+        and len({each.dtype for each in given}) < 2
+        and (padding is None or padding.shape == key.shape[:2])
+        and (mask is None or mask.shape == shapes.get(mask.dim()))
+    )
+
+
+def _added(query: Tensor, key: Tensor, heads: int, padding: Mask, mask: Mask) -> Mask:
+    """What is added to the scores [batch, heads, tokens, keys], as far as that differs among them."""
+    added = None
+    for given in (mask, padding):
+        if given is None:
+            continue
+        each = given
+        if each.dtype == torch.bool:
+            each = torch.zeros_like(each, dtype=query.dtype).masked_fill_(each, float("-inf"))
+        if given is padding:
+            each = each[:, None, None]
+        else:
+            each = each[None, None] if each.dim() == 2 else each.view(query.shape[0], heads, *each.shape[1:])
+        added = each if added is None else added + each
+    return added
+
+
+def _project(module: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Each [batch, heads, tokens, width of a head]; those of one tensor by one product, whose memory they share."""
+    found: list[Tensor] = []
+    weight, bias = module.in_proj_weight, module.in_proj_bias
+    number = 3 if query is key is value else 1
+    for x in (query, key, value):
+        if len(found) == 3:
+            break
+        if found and key is value:
+            number = 2
+        rows = slice(len(found) * module.embed_dim, (len(found) + number) * module.embed_dim)
+        part = (weight, bias) if number == 3 else (weight[rows], None if bias is None else bias[rows])
+        shape = *x.shape[:2], number, module.num_heads, module.head_dim
+        found += stock.linear(x, *part).view(shape).permute(2, 0, 3, 1, 4).unbind(0)
+    q, k, v = found
+    return q, k, v
