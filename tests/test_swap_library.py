@@ -491,6 +491,33 @@ def test_experts_of_one_product_that_compute_something_else():
     assert_as_stock(model, batch())
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_a_limit_that_small_numbers_do_not_reach(dtype):
+    class LimitedMLP(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate_proj, self.up_proj, self.down_proj = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, D)
+            self.act_fn = nn.SiLU()
+
+        def forward(self, x):
+            gate = self.gate_proj(x).clamp(max=10.0)
+            return self.down_proj(self.act_fn(gate) * self.up_proj(x))
+
+    class LimitedSteps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc1, self.act, self.fc2 = nn.Linear(D, D), nn.GELU(), nn.Linear(D, D)
+
+        def forward(self, x):
+            return self.fc2(self.act(self.fc1(x)).clamp(-20, 20))
+
+    model = nn.Sequential(LimitedMLP(), LimitedSteps()).to(dtype)
+    report = swap(model)
+    assert not report.changed, report
+    for row in (row for row in report.rows if row.path in "01"):
+        assert "computes something else" in row.reason
+
+
 def test_a_weight_that_a_wrapper_passes_on_counts():
     """As an adapter's may be that keeps its layer out of the children's reach."""
 

@@ -159,7 +159,24 @@ class Verifier:
                         module, probed, training
                     ):
                         return reason
+                if reason := _why_not_far(module, match, training):
+                    return reason
         return ""
+
+
+FAR = 1e4
+
+
+def _why_not_far(module: nn.Module, match: Match, training: bool) -> str:
+    """The same for inputs that show what a function does with large values, such as a limit. In float32 for half precision,
+    which may not have them."""
+    half = match.probe[0].dtype in HALVES
+    wide = own_copy(module) if half else module
+    if wide is None:
+        return ""
+    probe = tuple(FAR * (x.float() if half else x) for x in match.probe)
+    with torch.autocast(probe[0].device.type, enabled=False):
+        return _why_not(wide.float() if half else wide, match._replace(probe=probe), training)
 
 
 def _rounds_alike(module: nn.Module, match: Match, training: bool) -> bool:
