@@ -146,6 +146,92 @@ def test_an_error_in_backward():
     assert "forward" not in vars(model.act)
 
 
+class Forces(nn.Module):
+    def __init__(self, *layers):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 32), *layers, nn.Linear(32, 1)).double()
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        energy = self.net(x).sum()
+        return energy, torch.autograd.grad(energy, x, create_graph=True)[0]
+
+
+@pytest.mark.parametrize("lean", [False, "call"])
+@pytest.mark.parametrize("layers", [[nn.LayerNorm(32)], [nn.RMSNorm(32)], [nn.SiLU(), nn.LayerNorm(32)]])
+def test_a_forward_that_differentiates(layers, lean):
+    model = Forces(*copy.deepcopy(layers))
+    ours, x = copy.deepcopy(model), torch.randn(6, 3, **DOUBLE)
+    swap(ours, sample=x, lean=lean)
+    for m in (model, ours):
+        energy, forces = m(x)
+        (energy + forces.square().sum()).backward()
+    for a, b in zip(ours.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_a_swapped_model_that_raises_is_refused(monkeypatch):
+    def broken(*args, **kwargs):
+        raise KeyError("broken")
+
+    model = mlp(nn.GELU())
+    monkeypatch.setattr(types.GELU, "forward", broken)
+    report = swap(model, sample=batch())
+    assert [row.reason for row in report] == ["the swapped model raises on the sample: KeyError: 'broken'"]
+    assert type(model[1]) is nn.GELU
+
+
+class TrainingAndEvaluation(nn.Module):
+    """That go on in different ways."""
+
+    def __init__(self, act):
+        super().__init__()
+        self.first, self.act, self.last = nn.Linear(D, D, bias=False), act, nn.Linear(D, D)
+
+    def forward(self, x):
+        h = self.first(x)
+        y = self.last(self.act(h))
+        return y if self.training else y + h.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("lean", [False, "call"])
+@pytest.mark.parametrize("act", [nn.GELU, nn.SiLU, nn.ReLU])
+def test_in_place_in_the_mode_of_the_sample_alone(act, lean):
+    model = TrainingAndEvaluation(act()).double()
+    ours, x = copy.deepcopy(model), batch()
+    report = swap(ours, sample=x, lean=lean)
+    assert report.rows[0].after == "in place", report
+    for train in (True, False, True):
+        model.train(train), ours.train(train)
+        with torch.set_grad_enabled(train):
+            torch.testing.assert_close(ours(x), model(x))
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("lean", [False, "call"])
+def test_buffers_of_a_parametrization_stay(given, lean):
+    def normed(layer):
+        return nn.utils.parametrizations.spectral_norm(layer)
+
+    model = nn.Sequential(
+        normed(nn.Linear(D, D)), nn.GELU(), nn.LayerNorm(D), normed(nn.Linear(D, D)), MLP()
+    ).double()
+    normed(model[4].fc1)
+    before = copy.deepcopy(model.state_dict())
+    swap(model, sample=batch() if given else None, lean=lean)
+    for name, held in model.state_dict().items():
+        assert torch.equal(held, before[name]), name
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.act, self.fc2 = nn.Linear(D, D), nn.GELU(), nn.Linear(D, D)
+
+    def forward(self, x):
+        return self.fc2(self.act(self.fc1(x)))
+
+
 def test_a_parameter_that_the_forward_changes():
     embedding = nn.Embedding(10, D, max_norm=0.1, **DOUBLE)
     model = nn.Sequential(embedding, *mlp(nn.GELU()))

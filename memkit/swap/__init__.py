@@ -26,7 +26,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from types import ModuleType
 from typing import Any, Literal
 
@@ -36,6 +35,7 @@ from torch.nn.parameter import is_lazy
 
 from . import change
 from .find import OPS, Found, find
+from .layers import Choice
 from .library import served, twin_of
 from .prove import prove
 from .report import Row, SwapReport
@@ -57,7 +57,8 @@ def swap(
     """Changes a model's activations, norms, dropouts, pooling and what recipes know to variants of less memory, and reports.
 
     Parameters, hooks, flags, `state_dict`, optimizers, sharing, copies and pickles stay as they are; `repr` too.
-    A swapped module goes back to the stock forward in any call that memkit cannot serve or that was not proven.
+    A swapped module goes back to the stock forward in any call that memkit cannot serve, and an activation out of place
+    in the mode, training or evaluation, in which nothing was proven of the code that calls it.
     What remains different: dropout drops other elements than stock's under the same seed, as many and as random.
     Backward raises if a hook added later changes an activation's or a norm's output in place, and if the gradient itself
     is to be differentiated (`create_graph=True`) through gelu, silu, mish or hardswish or a norm that keeps its output.
@@ -140,12 +141,22 @@ def _swap_by_sample(trial: Trial, found: Found, exact: bool, lean: bool | str) -
         return SwapReport(_rows(decisions, found))
     # Elements dropped are not the same: compared without those dropouts, counted with them.
     dropouts = [site.module for site, d in decisions.items() if d.proof and "dropout" in site.name]
-    change_over = partial(_apply, trial.model, decisions, found, lean)
+
+    def change_over() -> None:
+        _apply(trial.model, decisions, found, lean)
+
     stock = trial.run("stock", dropouts)
     before = trial.run("stock, with dropout").saved if dropouts else stock.saved
-    change_over()
     served.difference_update(found.rotaries)
-    swapped = trial.run("swapped", dropouts)
+    swapped, error = _tried(trial, change_over, dropouts)
+    if swapped is None:  # of what it differentiates itself, a norm may have kept too little
+        change.undo(trial.model)
+        decisions = {site: _from_input(decision) for site, decision in decisions.items()}
+        swapped, error = _tried(trial, change_over, dropouts)
+    if swapped is None:
+        change.undo(trial.model)
+        decisions = _refused(decisions, found, f"the swapped model raises on the sample: {error}")
+        return SwapReport(_rows(decisions, found), before, before)
     found.note_idle()
     dtypes = dtypes or {parameter.dtype for parameter in trial.model.parameters()}
     tolerance = max((TOLERANCE.get(dtype, 0.0) for dtype in dtypes), default=0.0)
@@ -180,6 +191,25 @@ def _swap_by_sample(trial: Trial, found: Found, exact: bool, lean: bool | str) -
         decisions = _refused(decisions, found, "swapped, the model would keep more on the sample")
         after = before
     return SwapReport(_rows(decisions, found), before, after, note)
+
+
+def _tried(
+    trial: Trial, change_over: Callable[[], None], dropouts: Sequence[nn.Module]
+) -> tuple[Outcome | None, str]:
+    """The outcome of the swapped model, or what it raises, which stock did not."""
+    change_over()
+    try:
+        return trial.run("swapped", dropouts), ""
+    except Exception as error:
+        return None, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+def _from_input(decision: Decision) -> Decision:
+    """Of a norm that may keep its output: as in stock."""
+    if not isinstance(decision.proof, Choice) or decision.proof.save != "auto":
+        return decision
+    proof, before = decision.proof._replace(save="input"), decision.bytes_before
+    return Decision(proof, "keeps its input: the forward differentiates", before, before)
 
 
 def _widened(trial: Trial, stock: Outcome, dropouts: Sequence[nn.Module], tolerance: float) -> float:

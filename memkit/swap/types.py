@@ -56,6 +56,8 @@ class Proof(NamedTuple):
     save: Save = "output"
     """What the slope comes from. "input": as in stock, so that there is nothing to prove; for `memkit.lean`. "bit": where
     nothing else keeps the output, which may then be changed."""
+    training: bool | None = None
+    """The module's mode in which "auto" was proven: in the other, a forward may go on with the input. None: in both."""
 
 
 def stock_of(cls: type[nn.Module]) -> type[nn.Module]:
@@ -108,7 +110,7 @@ class Swapped(Changed):
     def forward(self, input: Tensor) -> Tensor:
         if is_dynamo_compiling():
             return self._compiled(input)
-        inplace, holders, callers, hooked, dtypes, _, save = self._swap
+        inplace, holders, callers, hooked, dtypes, _, save, training = self._swap
         if (dtypes is not None and input.dtype not in dtypes) or (save == "input" and not is_lean()):
             return self._stock_forward(input)
         if save != "input" and not hooked and shows_result(self):
@@ -120,6 +122,7 @@ class Swapped(Changed):
             # in the input's place has fewer holders to begin with, so that one more would not show.
             if inplace == "auto" and (
                 getrefcount(input) > holders + ALONE
+                or (training is not None and self.training != training)
                 or _len_torch_dispatch_stack()
                 or self._forward_pre_hooks
                 or _global_forward_pre_hooks

@@ -341,7 +341,11 @@ def _frozen(held: Any) -> Hashable:
 
 def _probe(layer: Any) -> tuple[Tensor, ...]:
     """Input for a module whose first layer this is."""
-    weight = getattr(layer, "weight", None)
+    parametrized = layer._modules.get("parametrizations") if isinstance(layer, nn.Module) else None
+    # To ask a parametrized layer for its weight may change buffers.
+    weight = getattr(getattr(parametrized, "weight", None), "original", None)
+    if weight is None:
+        weight = getattr(layer, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() not in (2, 4):
         return ()
     if weight.dim() == 4:

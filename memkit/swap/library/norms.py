@@ -134,9 +134,9 @@ def norm_kinds(module: nn.Module) -> tuple[str, ...]:
         return () if cls in (nn.GroupNorm, nn.LayerNorm) else _kinds_of_subclass(module)
     rms = cls.__name__.lower().endswith(("rmsnorm", "l2norm"))
     rows = rms or cls.__name__.endswith("LayerNorm")
-    weight, bias, shape = (getattr(module, name, None) for name in ("weight", "bias", "normalized_shape"))
     if not rows or isinstance(module, nn.RMSNorm) or module._modules:
         return ()
+    weight, bias, shape = (getattr(module, name, None) for name in ("weight", "bias", "normalized_shape"))
     if not all(isinstance(each, Tensor | None) for each in (weight, bias)):
         return ()
     if "normalized_shape" in vars(module) and not isinstance(shape, tuple | list):
