@@ -283,6 +283,40 @@ def test_tracers():
         assert "memkit" not in str(exported.graph)
 
 
+@pytest.mark.parametrize("lean", [False, True, "call"])
+@pytest.mark.parametrize("train", [False, True])
+def test_symbolic_trace_of_layers(lean, train):
+    """Whose own forwards branch on their input."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Conv2d(4, 4, 1),
+        nn.BatchNorm2d(4),
+        nn.MaxPool2d(2),
+    ).train(train)
+    x = torch.randn(2, 3, 8, 8)
+    ours = copy.deepcopy(model)
+    swap(ours, sample=x, lean=lean)
+    traced = torch.fx.symbolic_trace(ours)
+    torch.testing.assert_close(traced(x), model(x))
+    assert not train or torch.equal(ours[1].running_mean, traced.get_submodule("1").running_mean)
+    assert {"0", "4"} <= {node.target for node in traced.graph.nodes if node.op == "call_module"}
+
+
+@pytest.mark.parametrize("lean", [False, "call"])
+def test_features_of_inner_layers(lean):
+    feature_extraction = pytest.importorskip("torchvision.models.feature_extraction")
+    models = pytest.importorskip("torchvision.models")
+    model = models.resnet18(weights=None)
+    x = torch.randn(2, 3, 64, 64)
+    theirs = feature_extraction.create_feature_extractor(model, ["layer1", "layer3"])(x)
+    swap(model, sample=x, lean=lean)
+    ours = feature_extraction.create_feature_extractor(model, ["layer1", "layer3"])(x)
+    for name, feature in theirs.items():
+        torch.testing.assert_close(ours[name], feature, rtol=1e-4, atol=1e-4)
+
+
 # -- compile and checkpoint --------------------------------------------------------------------------------------------
 
 

@@ -20,6 +20,7 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
+from torch.fx import Proxy
 
 from .. import _C
 from .. import functional as F
@@ -55,15 +56,22 @@ class Layer(Changed):
 
     def forward(self, input: Tensor) -> Tensor:
         if self.records_only and not torch.is_grad_enabled():
-            return self._stock_forward(input)
+            return self._as_stock(input)
         if not serves(input, sharded=True) or self._stays(input):
-            return self._stock_forward(input)
+            return self._as_stock(input)
         try:
             return self._memkit(input)
         except (RuntimeError, TypeError, ValueError) as error:
             if not str(error).startswith(f"{self._op}: expected"):  # how memkit refuses, before it writes
                 raise
             return self._stock_forward(input)
+
+    def _as_stock(self, input: Any) -> Tensor:
+        """In a trace of torch.fx a node of its own, as torch.nn's modules are, whose forward may not be traced."""
+        if type(input) is Proxy:
+            path = input.tracer.path_of_module(self)
+            return cast(Tensor, input.tracer.create_proxy("call_module", path, (input,), {}))
+        return self._stock_forward(input)
 
     def _memkit(self, input: Tensor) -> Tensor:
         return cast(Tensor, super().forward(input))
