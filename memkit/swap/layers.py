@@ -69,8 +69,8 @@ class Layer(Changed):
     def _as_stock(self, input: Any) -> Tensor:
         """In a trace of torch.fx a node of its own, as torch.nn's modules are, whose forward may not be traced."""
         if type(input) is Proxy:
-            path = input.tracer.path_of_module(self)
-            return cast(Tensor, input.tracer.create_proxy("call_module", path, (input,), {}))
+            tracer: Any = input.tracer
+            return cast(Tensor, tracer.create_proxy("call_module", tracer.path_of_module(self), (input,), {}))
         return self._stock_forward(input)
 
     def _memkit(self, input: Tensor) -> Tensor:
