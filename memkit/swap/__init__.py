@@ -6,7 +6,7 @@ What is changed, by module or by function:
   that known layers hold, as torch.nn.TransformerEncoderLayer does (recipes.py, where rows for the layers of model
   libraries belong);
 - norms, dropouts and max pooling of torch.nn, and a batch norm with the activation behind it in an `nn.Sequential`
-  (layers.py);
+  (layers.py); torch.nn's attention and feed-forward networks (library/multihead.py, library/sequences.py);
 - modules of model libraries: activations, norms, feed-forward networks, residual blocks, attention and its rotary
   embeddings, and the loss that transformers' causal language models hold (library/).
 

@@ -27,6 +27,7 @@ from .norms import further_probes, norm_kinds, norm_probe
 from .residual import BLOCKS, DENSE, OPTIONAL, is_dense_layer
 from .rotary import NAME as ROTARY
 from .rotary import served
+from .sequences import is_ff_layer, pairs_of, steps_of
 from .twin import TOLERANCE, InLean, Twin, numbers, twin_of
 from .written import written
 
@@ -69,7 +70,7 @@ class Match(NamedTuple):
     probe: tuple[Tensor, ...]
     method: str = "forward"
     takes: tuple[nn.Module, ...] = ()
-    """Activations that it calls as part of itself."""
+    """Activations that it calls as part of itself, and itself if it holds one as a function."""
     further: tuple[tuple[Tensor, ...], ...] = ()
     """Probes beside that one."""
 
@@ -108,6 +109,15 @@ def candidates(module: nn.Module, names: frozenset[str], exact: bool) -> list[Ma
     if "batch_norm_act" in names and is_dense_layer(module):
         probe = _probe(module._modules["conv1"])
         found.append(Match("dense_layer", "batch_norm_act", Choice(), probe, "forward", _acts(module, DENSE)))
+    if {"act_linear", "dropout"} <= names and (pairs := pairs_of(module)):
+        acts = tuple(act for act, _ in pairs)
+        found.append(Match("sequence", "act_linear", Steps(()), (), "forward", acts))
+    if {"act_linear", "dropout"} <= names and is_ff_layer(module):
+        first, act, *_ = steps_of(module)
+        probe = _probe(first)
+        found.append(
+            Match("ff_block", "act_linear", Steps(()), probe, "_ff_block", (module, *_modules((act,))))
+        )
     if "act_linear" in names and _is_bert_layer(module):
         layer: Any = module
         acts = (layer.intermediate.intermediate_act_fn,)
@@ -140,6 +150,8 @@ class Verifier:
 
     def why_not(self, module: nn.Module, match: Match) -> str:
         """Why a module does not get this twin; nothing if it does."""
+        if match.kind == "sequence":  # each of whose parts is known
+            return ""
         key = (match.kind, match.choice, _signature(module))
         if key not in self._known:
             self._known[key] = self._verify(module, match)
@@ -159,7 +171,8 @@ class Verifier:
                         module, probed, training
                     ):
                         return reason
-                if reason := _why_not_far(module, match, training):
+                feeds_forward = match.op in ("act_linear", "gated") and match.kind != "gated_norm"
+                if feeds_forward and (reason := _why_not_far(module, match, training)):
                     return reason
         return ""
 

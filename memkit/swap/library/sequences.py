@@ -1,0 +1,93 @@
+"""Feed-forward networks of torch.nn: an `nn.Sequential` of Linears and activations, and that of its transformer layers.
+
+A dropout between activation and Linear makes a new tensor, so that both the activation's input and the Linear's are kept.
+The twin runs the three as one, which keeps the input alone. Without dropout other recipes do as much: in place, where the
+Linear keeps what the activation returns.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..recipes import RECIPES
+from .activations import activation_of
+from .mlps import FeedForward, Steps, run
+from .twin import Twin, computes_in
+
+SIMPLE = {nn.Linear, nn.Dropout, nn.Identity, nn.LayerNorm, nn.RMSNorm}
+"""What may stand beside activations in a Sequential that is run in another way."""
+
+
+class Sequence(FeedForward, kind="sequence"):
+    _swap = Steps(())  # of a slice, too
+
+    def forward(self, input: Tensor) -> Tensor:
+        steps = tuple(self._modules.values())
+        if not computes_in(input, *steps):
+            return self._stock_forward(input)
+        return run(steps, input, self._swap.dropout)
+
+    @staticmethod
+    def kept(module: Any, shape: torch.Size, lean: bool) -> int:
+        rows = shape.numel() // max(1, shape[-1])
+        return rows * sum(int(linear.in_features) for _, linear in pairs_of(module))
+
+
+class Layer(Twin, kind="ff_block"):
+    _swap: Steps
+    saved = "h"
+
+    def _ff_block(self, x: Tensor) -> Tensor:
+        module: Any = self
+        steps = steps_of(module)
+        if not computes_in(x, *steps):
+            return super()._ff_block(x)  # type: ignore[misc,no-any-return]
+        return run(steps, x, self._swap.dropout)
+
+    @staticmethod
+    def kept(module: Any, shape: torch.Size, lean: bool) -> int:
+        return shape.numel() // max(1, shape[-1]) * int(module.linear2.in_features)
+
+
+def steps_of(layer: Any) -> tuple[Any, ...]:
+    """Of one of torch.nn's transformer layers, what its feed-forward network calls in turn; a function as it is."""
+    last = layer.dropout3 if isinstance(layer, nn.TransformerDecoderLayer) else layer.dropout2
+    return layer.linear1, layer.activation, layer.dropout, layer.linear2, last
+
+
+def is_ff_layer(module: Any) -> bool:
+    """Whether it is such a layer, and its network keeps less when run as one."""
+    if type(module) not in RECIPES:
+        return False
+    first, act, *behind, _ = steps_of(module)
+    known = [type(first), *map(type, behind)] == [nn.Linear, nn.Dropout, nn.Linear]
+    return known and _name_of(act) is not None and behind[0].p > 0
+
+
+def pairs_of(module: nn.Module) -> list[tuple[nn.Module, Any]]:
+    """Activations of a Sequential and the Linears that run as one with them, if a dropout is between two of them."""
+    if type(module) is not nn.Sequential and not isinstance(module, Sequence):
+        return []
+    children: list[Any] = [child for child in module._modules.values() if child is not None]
+    if not all(type(child) in SIMPLE or _name_of(child) is not None for child in children):
+        return []
+    pairs, drops = [], False
+    for before, act, *behind in zip(
+        children, children[1:], children[2:], [*children[3:], None], strict=False
+    ):
+        if type(before) is not nn.Linear or _name_of(act) is None:
+            continue
+        if type(behind[0]) is nn.Linear:
+            pairs.append((act, behind[0]))
+        elif [type(each) for each in behind] == [nn.Dropout, nn.Linear]:
+            pairs.append((act, behind[1]))
+            drops = drops or behind[0].p > 0
+    return pairs if drops else []
+
+
+def _name_of(act: Any) -> str | None:
+    known = activation_of(act)
+    return None if known is None else known[0]
