@@ -98,7 +98,7 @@ test-emulated: $(EXTRAS)
 lint: $(LINTERS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy memkit
+	$(BIN)/mypy memkit tests/typed.py
 	find csrc tests/cpp tests/simt $(CODE) | xargs $(BIN)/clang-format --dry-run -Werror
 
 format: $(LINTERS)
