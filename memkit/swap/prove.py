@@ -13,7 +13,7 @@ from torch import nn
 from ..functional import Save
 from .layers import FUSED, Choice, keeps_output, row_shape
 from .sites import LEAN, AnySite, Decision, Decisions, LayerSite, Site
-from .structure import ALREADY, check, takes_bit
+from .structure import ALREADY, REBUILT, check, takes_bit
 from .trial import Trial
 from .types import FLOATS, INEXACT, KEEPS_OUTPUT, NEEDS_BIT, TWO_SLOPES, Proof
 from .watch import Call, Watch, watched
@@ -61,7 +61,7 @@ def _decide(
     decision = _decide_without_lean(site, calls, watch, exact, by_norms)
     before = decision.bytes_before
     if lean and _gains_from_lean(site, decision, calls):
-        return Decision(LEAN, decision.reason, before, before)
+        return Decision(LEAN, REBUILT, before, before)
     if site.keeps_output_already and not takes_bit(decision):
         return Decision(None, ALREADY, before, before)
     return decision

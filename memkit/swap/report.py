@@ -12,8 +12,8 @@ HEAD = ("path", "before", "after", "saved", "bytes", "remark")
 UNPROVEN = "not proven: pass sample="
 """In a row's reason where a sample could prove more."""
 NOTHING = (
-    "no activation, norm, dropout, pooling or feed-forward network that swap knows, and it does not see what a forward "
-    "calls as a function (torch.nn.functional.relu)"
+    "no activation, norm, dropout, pooling, attention or feed-forward network of which swap could keep less; of what a "
+    "forward calls as a function (torch.nn.functional.relu) it sees little"
 )
 
 

@@ -108,7 +108,7 @@ class Site:
 
     def restriction(self, exact: bool) -> str:
         """Where it keeps to the stock forward when it is swapped."""
-        return "" if self.dtypes(exact) is None else "in half precision as stock"
+        return "" if self.dtypes(exact) is None else "runs as stock in half precision"
 
     def row(self, decision: Decision) -> Row:
         before = type(self.module).__name__ if self.function is None else f"{self.function.__name__}()"

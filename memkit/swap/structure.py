@@ -30,6 +30,7 @@ DROPOUTS = {nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d}
 VIEWS = {nn.Identity, nn.Flatten, nn.Unflatten}
 
 ALREADY = "already in place"
+REBUILT = "its result is made again for what keeps it"
 
 
 def check(site: AnySite, lean: bool = False) -> str:
@@ -69,7 +70,7 @@ def by_structure(site: AnySite, exact: bool, lean: bool, pools: Collection[nn.Mo
     if site.keeps_output_already and not lean and not takes_bit(decision):
         return Decision(None, ALREADY)
     if lean and decision.proof is None and not site.overwrites:
-        return Decision(LEAN, decision.reason)
+        return Decision(LEAN, REBUILT)
     return decision
 
 
