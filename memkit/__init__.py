@@ -1,10 +1,12 @@
 """Less memory for PyTorch training: fused in-place layers, preallocated pools, and tools that measure both.
 
-- swap(model, sample=batch) turns a model's layers into memkit's; unswap(model) turns them back.
-- lean() is a context in which results that are cheap to make again are not kept for backward.
-- functional and nn have the operators and layers to call by hand, optim the optimizers.
-- Pool hands out memory that was allocated before; Plan and Plans lay out a step's tensors ahead of it.
-- memory measures what a call allocates and keeps.
+    swap(model, sample=batch)   changes layers for memkit's, where a run proves it right; unswap(model) takes it back
+    lean()                      inside, cheap operators' results are computed again in backward instead of kept
+    Pool("64MiB")               memory taken once; Plan and Plans give each allocation of a step its place
+    functional, nn, optim       operators, modules and optimizers, by the names of torch's
+    memory.measure(step)        what a step peaks at and what it keeps for backward
+
+Each has help of its own, as help(memkit.Pool).
 """
 
 from __future__ import annotations
@@ -16,31 +18,12 @@ import torch
 
 from . import _build
 
-__version__ = "0.1.0"
-
-_build.check(torch.__version__, torch.version.cuda)
-
-from . import _C as _C  # noqa: E402  loading it registers torch.ops.memkit
-
-# name -> module that holds it; None where the name is the module. Loaded on first use: importing memkit costs torch alone.
-_PUBLIC = {
-    "functional": None,
-    "memory": None,
-    "nn": None,
-    "optim": None,
-    "Pool": "pool",
-    "PoolExhausted": "pool",
-    "PoolStats": "pool",
-    "pool": None,
-    "plan": None,
-    "swap": None,
-    "Plan": "plan",
-    "Plans": "plan",
-    "SwapReport": "swap",
-    "lean": "_lean",
-    "unswap": "swap",
-}
-
+if TYPE_CHECKING:  # what `__getattr__` loads
+    from . import functional, memory, nn, optim, plan, pool
+    from ._lean import lean
+    from .plan import Plan, Plans
+    from .pool import Pool, PoolExhausted, PoolStats
+    from .swap import SwapReport, swap, unswap  # swap is a package too, which can be called
 
 __all__ = [
     "Plan",
@@ -60,24 +43,35 @@ __all__ = [
     "unswap",
 ]
 
-if TYPE_CHECKING:
-    from . import functional, memory, nn, optim, plan, pool
-    from ._lean import lean
-    from .plan import Plan, Plans
-    from .pool import Pool, PoolExhausted, PoolStats
-    from .swap import SwapReport, swap, unswap
-else:
+__version__ = "0.1.0"
+
+_build.check(torch.__version__, torch.version.cuda)
+
+from . import _C as _C  # noqa: E402  loading it registers torch.ops.memkit
+
+# Loaded on first use, as importing memkit costs torch alone: name -> module that holds it; others are modules.
+_HOMES = {
+    "Plan": "plan",
+    "Plans": "plan",
+    "Pool": "pool",
+    "PoolExhausted": "pool",
+    "PoolStats": "pool",
+    "SwapReport": "swap",
+    "lean": "_lean",
+    "unswap": "swap",
+}
+
+if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        if name not in _PUBLIC:
+        if name not in __all__:
             raise AttributeError(f"module 'memkit' has no attribute {name!r}")
-        home = _PUBLIC[name]
-        value = importlib.import_module(f"memkit.{home or name}")
-        if home is not None:
+        value = importlib.import_module(f"memkit.{_HOMES.get(name, name)}")
+        if name in _HOMES:
             value = getattr(value, name)
         globals()[name] = value
         return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_PUBLIC})
+    return sorted({*globals(), *__all__})

@@ -6,6 +6,7 @@ import ast
 import importlib.metadata
 import json
 import os
+import pydoc
 import re
 import shutil
 import subprocess
@@ -173,9 +174,27 @@ def test_the_metadata_names_the_torch_of_the_build():
 
 
 def test_every_public_name_resolves():
-    assert [name for name in memkit._PUBLIC if not hasattr(memkit, name)] == []
+    assert [name for name in memkit.__all__ if not hasattr(memkit, name)] == []
+    assert set(memkit._HOMES) < set(memkit.__all__) <= set(dir(memkit))
     with pytest.raises(AttributeError, match="module 'memkit' has no attribute 'no_such_name'"):
         memkit.no_such_name  # noqa: B018
+
+
+def test_importing_loads_no_public_name():
+    code = "import sys, memkit; print(sorted(set(memkit.__all__) & {*vars(memkit), *sys.modules}))"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+def test_help_names_what_is_public():
+    text = pydoc.plain(pydoc.render_doc(memkit))
+    for line in (
+        "swap(model, sample=batch)",
+        "unswap(model: 'nn.Module') -> 'None'",
+        "class lean(",
+        "class Pool(",
+    ):
+        assert line in text
 
 
 # Checks before the compiler starts
