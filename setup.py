@@ -17,6 +17,7 @@ sys.path.insert(0, str(ROOT))  # PEP 517 builds do not put the source folder the
 # A virtual environment need not be activated to hold the ninja that builds.
 os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
 
+import setuptools  # noqa: E402
 from setuptools import Extension, setup  # noqa: E402
 from setuptools.errors import BaseError  # noqa: E402
 
@@ -100,6 +101,7 @@ def sources(suffixes: Container[str], played: bool) -> list[str]:
 
 def build_arguments() -> dict[str, Any]:
     checks.check_platform(sys.platform)
+    checks.check_setuptools(setuptools.__version__)
     try:
         import torch
     except (ImportError, OSError) as error:  # OSError: a CUDA library that torch loads is missing

@@ -19,6 +19,7 @@ TORCH_OLDEST = (2, 11)
 TORCH_NEWEST_TESTED = (2, 15)
 GCC_OLDEST = 11
 CLANG_OLDEST = 14
+SETUPTOOLS_OLDEST = "77.0.3"  # as in pyproject.toml: the first that reads its licence
 DISK_NEEDED = 2 * 1024**3
 # 8.0 runs on every Ampere and Ada card, 9.0 on Hopper; newer cards compile the PTX. All from one translation, for 8.0, of
 # which csrc/cuda needs no more: torch's own flags for a list of architectures would translate once for each.
@@ -57,13 +58,25 @@ TORCH_MISSING = (
     "memkit: {python} cannot import torch ({error}).\n"
     "memkit is compiled against the torch that you already have; pip's build isolation hides it. Install torch "
     f"({dotted(TORCH_OLDEST)} to {dotted(TORCH_NEWEST_TESTED)}), then:\n"
-    "  pip install setuptools ninja && pip install --no-build-isolation ."
+    f"  pip install 'setuptools>={SETUPTOOLS_OLDEST}' ninja && pip install --no-build-isolation ."
 )
 
 
 def check_platform(platform: str) -> None:
     if platform != "linux":
         raise BuildError(f"memkit: builds on Linux only, got {platform}")
+
+
+def check_setuptools(version: str) -> None:
+    if _release(version) < _release(SETUPTOOLS_OLDEST):
+        raise BuildError(
+            f"memkit: needs setuptools {SETUPTOOLS_OLDEST} or newer, got {version}; "
+            f"pip install 'setuptools>={SETUPTOOLS_OLDEST}'"
+        )
+
+
+def _release(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:3]]
 
 
 def check_torch(version: str) -> str | None:

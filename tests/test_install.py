@@ -218,6 +218,18 @@ def test_torch_versions():
     )
 
 
+def test_setuptools():
+    checks.check_setuptools("77.0.3")
+    checks.check_setuptools("80.9")
+    with pytest.raises(
+        checks.BuildError, match=r"^memkit: needs setuptools 77\.0\.3 or newer, got 65\.5\.0; "
+    ):
+        checks.check_setuptools("65.5.0")
+    wanted = f"setuptools>={checks.SETUPTOOLS_OLDEST}"
+    for file in ("pyproject.toml", "Makefile", "README.md"):
+        assert wanted in (ROOT / file).read_text(encoding="utf-8")
+
+
 def test_requirement_and_version_name_torch():
     assert checks.torch_requirement("2.14.0+cu130") == "torch==2.14.*"
     assert checks.local_version("2.14.0+cu130", "13.0", with_cuda=True) == "torch2.14.cu130"
