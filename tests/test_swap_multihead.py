@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import pickle
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+import memkit
 from memkit import swap, unswap
 from memkit.memory import measure
 
@@ -248,6 +251,55 @@ def test_transformer(norm_first: bool, lean: Any) -> None:
     swap(ours)
     with torch.no_grad():
         torch.testing.assert_close(ours(source, target), model(source, target))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("lean", [False, True, "call"])
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("ours", [False, True])
+def test_a_checkpoint_draws_twice_the_same(
+    ours: bool, need_weights: bool, lean: Any, reentrant: bool
+) -> None:
+    """Of a dropout behind it, memkit's or stock's, which draws in the order of its input's memory."""
+    torch.manual_seed(0)
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(E, H, 0.2, batch_first=True, **DOUBLE)
+            self.dropout = nn.Dropout(0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.attention(x, x, x, need_weights=need_weights)[0]
+            return x + self.dropout(out)
+
+    block = Block()
+    swap(block, ops=["attention", *(["dropout"] if ours else [])], lean=lean)
+    x = tensors("self")[0]
+
+    def gradients(call: Any) -> list[Tensor]:
+        torch.manual_seed(5)
+        with memkit.lean() if lean is True else nullcontext():
+            y = call(x)
+        weights = torch.linspace(-1, 1, y.numel(), **DOUBLE).view(y.shape)
+        return [y, *torch.autograd.grad((y * weights).sum(), [*block.parameters(), x])]
+
+    def whole(x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(block, x, use_reentrant=reentrant)
+        return y
+
+    if reentrant:  # which knows backward() alone
+        torch.manual_seed(5)
+        theirs = gradients(block)
+        torch.manual_seed(5)
+        with memkit.lean() if lean is True else nullcontext():
+            y = whole(x)
+        weights = torch.linspace(-1, 1, y.numel(), **DOUBLE).view(y.shape)
+        (y * weights).sum().backward()
+        grads = [p.grad for p in block.parameters()]
+        same([y, *grads, x.grad], [*theirs])
+    else:
+        same([*gradients(whole)], [*gradients(block)])
 
 
 def test_compiled() -> None:

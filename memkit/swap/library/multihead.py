@@ -54,8 +54,15 @@ class MultiheadAttention(Twin, kind="multihead attention"):
             again = dropout > 0 and not query.is_cuda and _keeps_fewer(module, key)
             out = checkpointed(kernel, q, k, v, mask) if again else kernel(q, k, v, mask)
         del q, k, v
-        out = out.transpose(1, 2).reshape(query.shape)
-        return stock.linear(out, module.out_proj.weight, module.out_proj.bias), weights
+        last = module.out_proj.weight, module.out_proj.bias
+        if (
+            need_weights
+        ):  # in stock's order of memory, in which dropouts draw: outside of lean() this is stock's call
+            batch, tokens, width = query.shape
+            out = stock.linear(out.permute(2, 0, 1, 3).reshape(tokens, batch, width), *last).transpose(0, 1)
+        else:
+            out = stock.linear(out.transpose(1, 2).reshape(query.shape), *last)
+        return out, weights
 
 
 def is_multihead(module: Any) -> bool:
@@ -92,12 +99,14 @@ def _takes(
     mask: Mask,
     is_causal: bool,
 ) -> bool:
-    """Where stock takes its own kernel for inference, which records nothing, it stays."""
-    if not torch.is_grad_enabled() or is_tracing() or not _is_usual(module):
+    """Where stock may take its own kernel for inference, it stays. In training that does not depend on whether autograd
+    records, as a checkpoint's two runs have to draw the same behind it.
+    """
+    if not (module.training or torch.is_grad_enabled()) or is_tracing() or not _is_usual(module):
         return False
     owned = module.in_proj_weight, module.in_proj_bias, module.out_proj.weight, module.out_proj.bias
     tensors = query, key, value, *(each for each in owned if each is not None)
-    if not all(map(serves, tensors)) or not any(each.requires_grad for each in tensors):
+    if not all(map(serves, tensors)) or not (module.training or any(each.requires_grad for each in tensors)):
         return False
     autocast = torch.is_autocast_enabled(query.device.type)
     if not autocast and any(each.dtype != query.dtype for each in tensors):
