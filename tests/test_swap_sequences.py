@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import memkit.functional as M
 from memkit import swap, unswap
@@ -198,3 +199,26 @@ def test_compiled() -> None:
     torch.testing.assert_close(torch.export.export(ours, (x,)).module()(x), model(x))
     ours.train()
     assert (compiled(x) - model(x)).abs().max() > 0
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("lean", [False, "call"])
+@pytest.mark.parametrize("kind", ["sequence", "layer"])
+def test_a_checkpoint_draws_twice_the_same(kind: str, lean: Any, reentrant: bool) -> None:
+    torch.manual_seed(0)
+    model: Any = network(**DOUBLE)
+    if kind == "layer":
+        model = nn.TransformerEncoderLayer(D, 4, H, 0.2, batch_first=True, **DOUBLE)
+    swap(model, lean=lean)
+    x = batch(6).view(2, 3, D).requires_grad_()
+
+    def gradients(call: Any) -> list[Tensor]:
+        x.grad = None
+        model.zero_grad()
+        torch.manual_seed(5)
+        y = call(x)
+        y.sin().sum().backward()
+        return [y, x.grad, *(p.grad for p in model.parameters())]
+
+    theirs = gradients(model)
+    same(gradients(lambda x: checkpoint(model, x, use_reentrant=reentrant)), theirs)
