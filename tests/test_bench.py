@@ -108,6 +108,23 @@ def test_table_and_progress(job: tuple[Path, dict[str, Any]], capsys: pytest.Cap
     assert capsys.readouterr().err == "", "--quiet draws no progress"
 
 
+def test_losses_beside_other_masks_are_marked(job: tuple[Path, dict[str, Any]]) -> None:
+    plain, text = copy.deepcopy(job[1]), report.full_text(job[1])
+    assert "other dropout masks" not in text
+    assert "torch.compile draws" not in text
+    plain["options"] |= {"dropout": 0.1, "ingredients": list(options.INGREDIENTS)}
+    marked = [row[:2] for row in report.rows(plain) if row[6].endswith(" (other dropout masks)")]
+    assert marked == [["gpt", "memkit"]]
+    assert "memkit's dropout draws masks of its own" in report.conditions(plain)
+    gpt = plain["models"]["gpt"]["variants"]
+    gpt["compile"] = gpt["eager"]
+    assert "torch.compile draws PyTorch's dropout masks" in report.conditions(plain)
+    plain["options"]["ablation"] = True  # from the row on that adds dropout
+    added = ("memkit: activations", "+ norms", "+ dropouts", "+ loss")
+    plain["models"]["gpt"]["variants"] = {"eager": gpt["eager"], **dict.fromkeys(added, gpt["memkit"])}
+    assert [row[1] for row in report.rows(plain) if "masks" in row[6]] == ["+ dropouts", "+ loss"]
+
+
 def test_variant_that_cannot_run_is_a_row(job: tuple[Path, dict[str, Any]]) -> None:
     result = copy.deepcopy(job[1])
     result["models"]["gpt"]["variants"]["compile"] = {"error": "InvalidCxxCompiler: no compiler"}

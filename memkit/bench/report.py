@@ -33,6 +33,7 @@ def rows(result: dict[str, Any]) -> list[list[str]]:
     table = []
     for model, found in result["models"].items():
         reference = found["variants"]["eager"]
+        masked = _with_other_masks(result, model)
         for name, variant in found["variants"].items():
             head = [model, label(name, variant)]
             if "error" in variant:
@@ -46,13 +47,28 @@ def rows(result: dict[str, Any]) -> list[list[str]]:
                     _bytes(variant["saved_bytes"], reference["saved_bytes"]),
                     f"{variant['step']['ratio']:.2f}×",
                     f"{variant['loss_final']:.4f}",
-                    f"{variant['loss_max_difference']:.1e}" if variant["loss_max_difference"] else "0",
+                    _difference(variant["loss_max_difference"], name in masked),
                     f"{variant['accuracy']:.1%}" if "accuracy" in variant else "",
                     _bytes(inference["peak_bytes"], reference["inference"]["peak_bytes"]),
                     f"{inference['ratio']:.2f}×",
                 ]
             )
     return table
+
+
+def _difference(loss: float, masked: bool) -> str:
+    text = f"{loss:.1e}" if loss else "0"
+    return f"{text} (other dropout masks)" if masked else text
+
+
+def _with_other_masks(result: dict[str, Any], model: str) -> list[str]:
+    """The variants whose dropout drops other elements than stock's."""
+    options = result["options"]
+    ingredients = options["ingredients"]
+    if model != "gpt" or not options.get("dropout") or "dropouts" not in ingredients:
+        return []
+    names = [name for name in result["models"][model]["variants"] if name not in ("eager", "compile")]
+    return names[ingredients.index("dropouts") :] if options.get("ablation") else names
 
 
 def label(name: str, variant: dict[str, Any]) -> str:
@@ -113,23 +129,26 @@ def conditions(result: dict[str, Any]) -> str:
         f"{'; '.join(parts)}; {precision}, seed {options['seed']}. Bytes are above the start of the step "
         "(weights and optimizer state not counted); saved for backward is what the forward keeps, parameters "
         "not counted. Times are ratios to stock eager: the median over interleaved warm steps of a round's "
-        "own ratio. torch.compile draws PyTorch's dropout masks (fallback_random), hence the same; its "
-        f"compilation is not in the step time.{_masks(result)}"
+        f"own ratio.{_compiled(result)}{_masks(result)}"
+    )
+
+
+def _compiled(result: dict[str, Any]) -> str:
+    if not any("compile" in found["variants"] for found in result["models"].values()):
+        return ""
+    return (
+        " torch.compile draws PyTorch's dropout masks (fallback_random), hence the same; its compilation is not in the "
+        "step time."
     )
 
 
 def _masks(result: dict[str, Any]) -> str:
     """What a difference of losses means where memkit draws masks."""
-    options = result["options"]
-    if (
-        "gpt" not in result["models"]
-        or not options.get("dropout")
-        or "dropouts" not in options["ingredients"]
-    ):
+    if not any(_with_other_masks(result, model) for model in result["models"]):
         return ""
     return (
-        f" The gpt drops {options['dropout']:.0%}, and memkit's dropout draws masks of its own: so its losses differ "
-        "as stock's do under another seed of its masks; --dropout 0 compares them step by step."
+        f" The gpt drops {result['options']['dropout']:.0%}, and memkit's dropout draws masks of its own: so its losses "
+        "differ as stock's do under another seed of its masks; --dropout 0 compares them step by step."
     )
 
 
