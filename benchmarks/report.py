@@ -117,9 +117,16 @@ def of_kind(results: Results, kind: str) -> list[Result]:
     return found
 
 
+def heading(result: Result) -> str:
+    """Above a device's tables, of which another's may follow."""
+    hardware = result["hardware"]
+    return f"**{hardware['gpu'] if hardware['device'] == 'cuda' else 'CPU, ' + hardware['cpu']}**"
+
+
 def bench_table(results: Results, kind: str = BENCH) -> str:
     parts = []
     for result in of_kind(results, kind):
+        parts.append(heading(result))
         table = report.markdown_table(report.COLUMNS, report.rows(result))
         parts += [table, report.conditions(result), report.origin(result)]
     return "\n\n".join(parts)
@@ -143,6 +150,7 @@ def ablation_table(results: Results) -> str:
     parts = []
     chosen = [report.COLUMNS.index(name) for name in ABLATION_COLUMNS]
     for result in of_kind(results, ABLATION):
+        parts.append(heading(result))
         body = [[row[i] for i in chosen] for row in report.rows(result)]
         parts += [report.markdown_table(ABLATION_COLUMNS, body), report.origin(result)]
     return "\n\n".join(parts)
@@ -162,6 +170,7 @@ def ops_table(results: Results) -> str:
     """A table a mode: an op and dtype a row, a size a column; then where memkit is slower."""
     parts = []
     for result in of_kind(results, OPS):
+        parts.append(heading(result))
         sizes = list(dict.fromkeys(case["size"] for case in result["cases"]))
         for mode in dict.fromkeys(case["mode"] for case in result["cases"]):
             rows: dict[tuple[str, str], dict[str, str]] = {}
@@ -187,6 +196,7 @@ def peers_table(results: Results) -> str:
     """A table a device: an op, dtype and size a row, forward and backward."""
     parts = []
     for result in (results[key] for key in sorted(results) if key[0] == bench_peers.KIND):
+        parts.append(heading(result))
         cases = [case for case in result["cases"] if case["mode"] == "forward+backward"]
         names = [name for name in bench_peers.CONTENDERS if any(name in case["ratio"] for case in cases)]
         body = []
@@ -220,6 +230,7 @@ def loss_table(results: Results) -> str:
     """linear_cross_entropy against the layer and the loss apart."""
     parts = []
     for result in of_kind(results, LOSS):
+        parts.append(heading(result))
         body = [
             [
                 case["dtype"],
@@ -250,6 +261,7 @@ def overhead_table(results: Results) -> str:
     parts = []
     columns = ["", "stock", "memkit", "stock in place", "memkit in place"]
     for result in of_kind(results, ACTIVATION):
+        parts.append(heading(result))
         body = []
         for grad in (False, True):
             rows = [row["nanoseconds"] for row in result["overhead"] if row["grad"] is grad]
@@ -267,6 +279,7 @@ def pool_table(results: Results) -> str:
     """A training step, and single calls."""
     parts = []
     for result in _whole_pool(results):
+        parts.append(heading(result))
         step = result["step"]
         body = []
         for name, taken in step["seconds"].items():
@@ -319,6 +332,7 @@ def core_table(results: Results) -> str:
     for result in _whole_pool(results):
         if "core" not in bench_pool.PARTS[result["hardware"]["device"]]:
             continue
+        parts.append(heading(result))
         stock = result["calls"][0]["seconds"]["stock"] * 1e9
         columns = ["an allocation and its free, with", "memkit", "std::set, best fit", "list, best fit"]
         rows = bench_pool.core_rows(result["core"])
@@ -341,6 +355,7 @@ def core_table(results: Results) -> str:
 def optim_table(results: Results) -> str:
     parts = []
     for result in of_kind(results, OPTIM):
+        parts.append(heading(result))
         names = ["for-loop", "foreach", "memkit", "memkit bf16", "memkit 8bit"]
         columns = ["rule", "parameters", "dtype", "fused", *names, "fused", *names[2:]]
         body = []
@@ -468,6 +483,7 @@ def _whole_pool(results: Results) -> list[Result]:
 def _condensed(results: Results, head: str, label: Callable[[Result], str]) -> str:
     parts = []
     for result in of_kind(results, ACTIVATION):
+        parts.append(heading(result))
         modes = list(dict.fromkeys(case["mode"] for case in result["cases"]))
         columns = [head, *(f"{mode}: {text}" for mode in modes for text in CONTENDERS.values())]
         groups: dict[str, list[Result]] = {}

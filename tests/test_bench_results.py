@@ -340,6 +340,8 @@ def test_readme_tables(
     assert file.read_text() == once
     assert readme.main([*argv, "--check"]) == 0
     assert "| gpt | memkit |" in once
+    assert f"<!-- table:bench -->\n**CPU, {job[1]['hardware']['cpu']}**\n\n| model |" in once
+    assert "<!-- table:large -->\n**NVIDIA H200**\n\n| model |" in once
     assert "| `gelu` |" in once
     assert "| pool.replay() |" in once
     assert "| rotary, halves | float32 |" in once
