@@ -18,6 +18,7 @@ class SGD(FusedOptimizer):
     """``torch.optim.SGD(fused=True)`` in one call for all parameters; see :mod:`memkit.optim` for what it adds.
 
     State, with momentum: ``momentum_buffer`` as torch's (in 8 bits int8 with ``momentum_buffer_scale``), and ``step``.
+    Without momentum (0 by default, as in torch) there is no moment, and ``state_dtype`` and ``block_size`` have no effect.
     Arguments that are not named there are torch's; errors are those of :class:`AdamW`.
     """
 
