@@ -280,6 +280,20 @@ def test_errors_say_what_was_expected(
         make(normal((4, 8), torch.float32, 0))
 
 
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("inplace", [False, True, "auto"])
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"])
+@pytest.mark.parametrize("save", ["bit", "x"])
+def test_save_is_checked_in_every_call(op: str, inplace: bool | str, grad: bool, save: str) -> None:
+    function = getattr(M, op)
+    tensors = [normal((4, 8), torch.float32, i) for i in range(2 if op.startswith("add_") else 1)]
+    x = tensors[0].requires_grad_(grad)
+    with pytest.raises(ValueError, match=rf"norm: expected save 'auto', 'input' or 'output', got '{save}'"):
+        function(x * 1, *tensors[1:], (8,), inplace=inplace, save=save)
+    with pytest.raises(ValueError, match="expected save"):  # beyond eager mode's entry
+        torch.func.vmap(lambda *rows: function(*rows, (8,), save=save))(*tensors)
+
+
 def test_backward_twice_is_refused() -> None:
     x = normal((4, 8), torch.float32, 0).requires_grad_()
     out = M.layer_norm(x, (8,))

@@ -13,7 +13,8 @@ namespace {
 using at::Tensor;
 using Shape = std::vector<int64_t>;
 
-RowNorm norm_of(bool centered, const Tensor& input, const Shape& shape, std::optional<double> eps) {
+RowNorm norm_of(bool centered, const Tensor& input, const Shape& shape, std::optional<double> eps,
+                std::string_view save) {
   const auto dtype = norm_output_dtype(input);
   // Without an eps: that of the type computed in, as in torch.nn.functional.rms_norm.
   const double smallest =
@@ -23,6 +24,7 @@ RowNorm norm_of(bool centered, const Tensor& input, const Shape& shape, std::opt
   TORCH_CHECK_VALUE(
       !shape.empty() && shape.size() <= sizes.size() && std::equal(shape.begin(), shape.end(), sizes.end() - norm.dims),
       norm.name(), ": expected an input whose last dimensions are ", shape, ", got ", sizes);
+  check_save(norm, save);
   return norm;
 }
 
@@ -50,7 +52,7 @@ std::tuple<Tensor, Tensor> run_adding(const RowNorm& norm, const Tensor& input, 
 Tensor row_norm(bool centered, const Tensor& input, const Shape& shape, const OptionalTensor& weight,
                 const OptionalTensor& bias, std::optional<double> eps, Inplace inplace, std::string_view save) {
   check_float_tensor(centered ? "layer_norm" : "rms_norm", input);
-  const RowNorm norm = norm_of(centered, input, shape, eps);
+  const RowNorm norm = norm_of(centered, input, shape, eps, save);
   const bool bypass = may_bypass(input, weight, bias);
   if (inplace == Inplace::automatic) {
     const bool possible = bypass && norm.dtype == input.scalar_type() &&
@@ -78,7 +80,7 @@ std::tuple<Tensor, Tensor> add_row_norm(bool centered, Tensor input, Tensor resi
   check_float_tensor(centered ? "layer_norm" : "rms_norm", input);
   const bool bypass = may_bypass(input, weight, bias) && is_plain(residual);
   if (input.scalar_type() != dtype) input = input.to(dtype);
-  const RowNorm norm = norm_of(centered, input, shape, eps);
+  const RowNorm norm = norm_of(centered, input, shape, eps, save);
   const pybind11::gil_scoped_release no_gil;
   if (!inplace) return run_adding(norm, input, residual.to(dtype), weight, bias, save);
   if (bypass) return add_row_norm_(norm, input, residual, weight, bias, save);

@@ -197,6 +197,8 @@ def _dispatched_adding(
 
 def _check(op: str, input: Tensor, shape: Sequence[int], inplace: Inplace, save: str) -> None:
     check_inplace(op, inplace, "auto" if op.startswith("add_") else save)
+    if save not in ("auto", "input", "output"):
+        raise ValueError(f"{op}: expected save 'auto', 'input' or 'output', got {save!r}")
     if not 0 < len(shape) <= input.dim() or tuple(input.shape[-len(shape) :]) != tuple(shape):
         raise ValueError(
             f"{op}: expected an input whose last dimensions are {list(shape)}, got {list(input.shape)}"
