@@ -258,6 +258,8 @@ class Pool(_C.PoolBase):
         As `memkit.plan.record`. Record a step that is like those to come: not the first, in which the optimizer makes its
         state.
         """
+        if self._core.closed():
+            raise RuntimeError("Pool.record: expected an open pool, got one that was closed")
         return record(fn, *args, budget=budget, **kwargs)
 
     def replay(self, plan: Plan | Plans, *, signature: Any = None) -> PoolReplay:

@@ -231,6 +231,8 @@ def test_refusals(pool: memkit.Pool) -> None:
     pool.close()
     with pytest.raises(RuntimeError, match="closed"), pool.replay(plan):
         pass
+    with pytest.raises(RuntimeError, match=r"^Pool\.record: expected an open pool, got one that was closed$"):
+        pool.record(list)
 
 
 def test_solve_by_hand_and_replay(pool: memkit.Pool) -> None:
