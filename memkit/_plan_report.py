@@ -78,7 +78,6 @@ def draw(plans: Sequence[Plan], path: Path) -> None:
         axes.set_xlabel("time: allocations and releases")
         axes.set_ylabel("address, MiB")
         axes.legend(loc="upper right", fontsize="small")
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120, format="png", metadata={"Software": "memkit"})
 
 

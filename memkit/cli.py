@@ -234,8 +234,12 @@ def run_plan(args: argparse.Namespace) -> int:
 
     try:
         if args.action == "solve":
+            _check_folder("--out", args.out)  # before the search, which takes its time
+            buffers = read_trace(args.trace)
+            if not buffers:
+                raise ValueError(f"{args.trace}: expected a line for each buffer, got none")
             plan = Plan.solve(
-                read_trace(args.trace),
+                buffers,
                 alignment=args.alignment,
                 budget=args.budget,
                 seed=args.seed,
@@ -244,6 +248,8 @@ def run_plan(args: argparse.Namespace) -> int:
             plan.save(args.out)
             print(f"{report.summary(plan)}\n\nwrote {args.out}")
             return 0
+        if args.png:
+            _check_folder("--png", args.png)
         plans = report.load(args.file)
         print("\n\n".join(report.text(plan, args.biggest) for plan in plans))
         if args.png:
@@ -259,6 +265,14 @@ def run_plan(args: argparse.Namespace) -> int:
         )
         return 2
     return 0
+
+
+def _check_folder(option: str, path: Path) -> None:
+    """A folder that is made where a path was mistyped goes unseen."""
+    if not path.parent.is_dir():
+        raise ValueError(
+            f"{option}: expected a folder that exists to write {path.name} to, got {path.parent}"
+        )
 
 
 def _names(text: str) -> tuple[str, ...]:

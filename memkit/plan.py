@@ -137,7 +137,7 @@ class Plan:
         return cls(rows, tuple(offsets), alignment, height, bound, method, optimal, signature)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes JSON, whole or not at all."""
+        """Writes JSON, whole or not at all, and makes the folder where it is missing."""
         _write(path, {"kind": "memkit-plan", "format": FORMAT, **self._fields()})
 
     @classmethod

@@ -198,7 +198,7 @@ def test_command(tmp_path, capsys):
 def test_picture(plan, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     Plans([plan, Plan.solve([], signature="empty")]).save(tmp_path / "plans.json")
-    picture = tmp_path / "new" / "plans.png"
+    picture = tmp_path / "plans.png"
     assert cli.main(["plan", "show", str(tmp_path / "plans.json"), "--png", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert capsys.readouterr().out.count("signature") == 2
@@ -212,17 +212,27 @@ def test_picture(plan, tmp_path, capsys):
         ("solve bad.json -o out.json", "expected columns size, lower and upper"),
         ("solve trace.csv -o out.json --alignment 3", "expected a power of two as alignment, got 3"),
         ("solve trace.csv -o out.json --budget -1", "expected a budget of 0 seconds or more"),
+        (
+            "solve trace.csv -o new/out.json",
+            "--out: expected a folder that exists to write out.json to, got new",
+        ),
+        ("solve empty.csv -o out.json", "empty.csv: expected a line for each buffer, got none"),
+        (
+            "show bad.json --png new/out.png",
+            "--png: expected a folder that exists to write out.png to, got new",
+        ),
     ],
 )
 def test_command_errors(argv, message, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("bad.json").write_text("{")
     Path("trace.csv").write_text("size,lower,upper\n5,1,3\n")
+    Path("empty.csv").write_text("size,lower,upper\n")
     assert cli.main(["plan", *argv.split()]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"memkit plan {argv.split()[0]}: ")
     assert message in error
-    assert not Path("out.json").exists()
+    assert sorted(path.name for path in Path().iterdir()) == ["bad.json", "empty.csv", "trace.csv"]
 
 
 @pytest.mark.parametrize(
