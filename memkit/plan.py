@@ -205,6 +205,9 @@ class Plans(Mapping[Any, Plan]):
 
     def __repr__(self) -> str:
         buffers = sum(len(plan.buffers) for plan in self.values())
+    def __eq__(self, other: object) -> bool:
+        return self._plans == other._plans if isinstance(other, Plans) else NotImplemented
+
         gap = max((plan.gap for plan in self.values()), default=0.0)
         return (
             f"Plans({len(self)} of {buffers:,} buffers together, any in {size_text(self.height)}, "

@@ -55,6 +55,8 @@ def test_plans_by_signature(tmp_path):
     )
     assert plans[signature_of(torch.zeros(200))].height == 832
     assert signature_of(torch.zeros(7)) not in plans
+    assert plans == Plans(plans.values())
+    assert plans != Plans()
     with pytest.raises(KeyError):
         plans["nothing"]
     plans.add(record(torch.neg, torch.ones(100)))
