@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from ._pool_text import count_text
 from .bench.report import size, text_table
 from .plan import Plan, Plans
 
@@ -74,7 +75,9 @@ def draw(plans: Sequence[Plan], path: Path) -> None:
         )
         axes.set_xlim(min(times, default=0), max(max(times, default=1), min(times, default=0) + 1))
         axes.set_ylim(0, max(plan.height, 1) / 2**20 * 1.04)
-        axes.set_title(f"{len(plan.buffers)} buffers in {size(plan.height)}, gap {plan.gap:.2%}")
+        axes.set_title(
+            f"{count_text(len(plan.buffers), 'buffer')} in {size(plan.height)}, gap {plan.gap:.2%}"
+        )
         axes.set_xlabel("time: allocations and releases")
         axes.set_ylabel("address, MiB")
         axes.legend(loc="upper right", fontsize="small")

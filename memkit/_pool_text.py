@@ -79,9 +79,14 @@ def _shapes_at(address: int) -> str:
     return " and ".join(sorted(set(shapes))[:3])
 
 
+def count_text(number: int, name: str) -> str:
+    """ "1 block", "2,000 blocks"."""
+    return f"{number:,} {name if number == 1 else name + 's'}"
+
+
 def size_text(nbytes: float) -> str:
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
+        if round(nbytes) < 1024:  # 1023.9 KiB are 0.9999 MiB, not 1024 KiB
             return f"{nbytes:.4g} {unit}"
         nbytes /= 1024
     return f"{nbytes:.4g} TiB"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import _C
-from ._pool_text import held_text
+from ._pool_text import count_text, held_text
 from .plan import Plan, Plans
 
 if TYPE_CHECKING:
@@ -110,9 +110,8 @@ class PoolReplay(_Within):
                 self._known[self.plan] = self._replay
 
     def __repr__(self) -> str:
-        text = (
-            f"PoolReplay({self.planned} allocations planned, {self.served} served, {self.fell_back} fell back"
-        )
+        planned = count_text(self.planned, "allocation")
+        text = f"PoolReplay({planned} planned, {self.served} served, {self.fell_back} fell back"
         return f"{text}: {self.mismatch})" if self.mismatch else f"{text})"
 
     def __enter__(self) -> PoolReplay:
@@ -141,8 +140,8 @@ class PoolReplay(_Within):
             if self.plan and self.fell_back and kind is None and self.plan not in self._pool._warned:
                 self._pool._warned.add(self.plan)
                 warnings.warn(
-                    f"Pool.replay: {self.fell_back} allocations of the step did not go by the plan and came from "
-                    f"the pool; the first: {self.mismatch}",
+                    f"Pool.replay: {count_text(self.fell_back, 'allocation')} of the step did not go by the plan and came "
+                    f"from the pool; the first: {self.mismatch}; record again, a later step than the optimizer's first",
                     RuntimeWarning,
                     stacklevel=2,
                 )

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from . import _C, __version__
-from ._pool_text import size_text
+from ._pool_text import count_text, size_text
 
 __all__ = ["Buffer", "Plan", "Plans", "read_trace", "record", "signature_of", "trace"]
 
@@ -95,7 +95,9 @@ class Plan:
 
     def __str__(self) -> str:
         bound = "no plan is lower" if self.optimal else f"{self.gap:.2%} above what is alive at most"
-        return f"{len(self.buffers):,} buffers in {size_text(self.height)}, {bound} ({self.method})"
+        return (
+            f"{count_text(len(self.buffers), 'buffer')} in {size_text(self.height)}, {bound} ({self.method})"
+        )
 
     def __repr__(self) -> str:
         return f"Plan({self})"
@@ -203,14 +205,14 @@ class Plans(Mapping[Any, Plan]):
             raise KeyError(signature)
         return plan
 
-    def __repr__(self) -> str:
-        buffers = sum(len(plan.buffers) for plan in self.values())
     def __eq__(self, other: object) -> bool:
         return self._plans == other._plans if isinstance(other, Plans) else NotImplemented
 
+    def __repr__(self) -> str:
+        buffers = sum(len(plan.buffers) for plan in self.values())
         gap = max((plan.gap for plan in self.values()), default=0.0)
         return (
-            f"Plans({len(self)} of {buffers:,} buffers together, any in {size_text(self.height)}, "
+            f"Plans({len(self)} of {count_text(buffers, 'buffer')} together, any in {size_text(self.height)}, "
             f"at most {gap:.2%} above what is alive at most)"
         )
 

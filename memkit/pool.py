@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import _C, _pool_snapshot
 from ._older import OLD
-from ._pool_text import parse_device, parse_size, size_text
+from ._pool_text import count_text, parse_device, parse_size, size_text
 from ._pool_with import PoolReplay, PoolScope, PoolTag, PoolUse
 from .plan import Plan, Plans, record
 
@@ -320,7 +320,7 @@ class Pool(_C.PoolBase):
         state = ", closed" if self._core.closed() else ", asleep" if self._core.asleep() else ""
         kind = f"pinned {self.device}" if self.pin_memory else str(self.device)
         return (
-            f"Pool({size_text(s.reserved)} on {kind}: {size_text(s.allocated)} in {s.live_blocks} blocks, "
+            f"Pool({size_text(s.reserved)} on {kind}: {size_text(s.allocated)} in {count_text(s.live_blocks, 'block')}, "
             f"peak {size_text(s.allocated_peak)}, largest free {size_text(s.largest_free)}{state})"
         )
 

@@ -51,7 +51,7 @@ def test_plans_by_signature(tmp_path):
         == "Plans(0 of 0 buffers together, any in 0 B, at most 0.00% above what is alive at most)"
     )
     assert re.fullmatch(
-        r"Plan\(1 buffers in 832 B, no plan is lower \([a-z ]+\)\)", repr(plans[signature_of(x)])
+        r"Plan\(1 buffer in 832 B, no plan is lower \([a-z ]+\)\)", repr(plans[signature_of(x)])
     )
     assert plans[signature_of(torch.zeros(200))].height == 832
     assert signature_of(torch.zeros(7)) not in plans

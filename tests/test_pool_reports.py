@@ -42,6 +42,9 @@ def test_stats_and_repr():
     pool.reset_peaks()
     assert pool.stats().allocated_peak == 0
     assert pool.check() == repr(pool)
+    one = pool.empty(1)
+    assert repr(pool) == "Pool(1 MiB on cpu: 4 B in 1 block, peak 4 B, largest free 0.9999 MiB)"
+    del one
     with pytest.raises(ValueError, match="expected a name"):
         pool.tag("")
 
