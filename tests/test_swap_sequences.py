@@ -47,7 +47,7 @@ def rows(model: nn.Module, **options: Any) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("given", [True, False])
-@pytest.mark.parametrize("act", [nn.GELU, nn.SiLU, nn.ReLU, nn.Tanh, nn.LeakyReLU, nn.Mish])
+@pytest.mark.parametrize("act", [nn.GELU, nn.SiLU, nn.ELU, nn.Tanh, nn.Softplus, nn.Mish])
 def test_in_evaluation_it_is_stock(act: Any, given: bool) -> None:
     model = network(act, **DOUBLE)
     ours = copy.deepcopy(model)
@@ -89,7 +89,7 @@ def test_what_is_kept(lean: Any) -> None:
     report = swap(model, sample=x, lean=lean)
     ours = measure(lambda: model(x)).saved
     hidden, row = 64 * H * 4, 64 * D * 4
-    assert ours <= 3 * hidden + 4 * row + 1024 < stock - 4 * hidden
+    assert ours <= 3 * hidden + 4 * row + 2048 < stock - 4 * hidden
     assert report.saved_after == ours
 
 
@@ -184,6 +184,7 @@ def test_what_stays() -> None:
     }
     with_conv = nn.Sequential(nn.Conv1d(D, H, 1), nn.GELU(), nn.Dropout(0.1), nn.Linear(H, D))
     assert "" not in rows(with_conv)
+    assert "" not in rows(network(nn.ReLU))  # a bit tells
     first = nn.Sequential(nn.GELU(), nn.Dropout(0.1), nn.Linear(H, D))  # whose input is another's
     assert "" not in rows(first)
     assert "" not in rows(network(), ops=["gelu", "dropout"])

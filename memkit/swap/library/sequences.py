@@ -2,7 +2,7 @@
 
 A dropout between activation and Linear makes a new tensor, so that both the activation's input and the Linear's are kept.
 The twin runs the three as one, which keeps the input alone. Without dropout other recipes do as much: in place, where the
-Linear keeps what the activation returns.
+Linear keeps what the activation returns; and for two slopes, of which a bit tells.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..recipes import RECIPES
+from ..types import TWO_SLOPES
 from .activations import activation_of
 from .mlps import FeedForward, Steps, run
 from .twin import Twin, computes_in
@@ -84,7 +85,7 @@ def pairs_of(module: nn.Module) -> list[tuple[nn.Module, Any]]:
             pairs.append((act, behind[0]))
         elif [type(each) for each in behind] == [nn.Dropout, nn.Linear]:
             pairs.append((act, behind[1]))
-            drops = drops or behind[0].p > 0
+            drops = drops or (behind[0].p > 0 and _name_of(act) not in TWO_SLOPES)
     return pairs if drops else []
 
 
