@@ -16,7 +16,7 @@ import memkit
 from memkit import swap, unswap
 from memkit.memory import measure
 
-N, L, S, E, H = 3, 7, 9, 32, 4
+N, L, S, E, H = 3, 7, 9, 32, 8  # heads so narrow that the weights are larger than a query
 DOUBLE = {"dtype": torch.float64}
 
 
@@ -216,6 +216,21 @@ def test_rows_without_a_key() -> None:
     padding[1] = True
     how = {"need_weights": False, "key_padding_mask": padding}
     same(run(swapped(module), tensors("self"), **how), run(module, tensors("self"), **how), equal_nan=True)
+
+
+def test_rows_without_a_key_whose_weights_are_returned() -> None:
+    """In lean() as scaled_dot_product_attention defines them, where stock's are NaN."""
+    module = attention()
+    padding = torch.zeros(N, L, dtype=torch.bool)
+    padding[1] = True
+    how = {"key_padding_mask": padding}
+    out, weights, *_ = run(swapped(module, lean="call"), tensors("self"), **how)
+    theirs, their_weights, *_ = run(module, tensors("self"), **how)
+    assert out is not None and weights is not None and theirs is not None and their_weights is not None  # noqa: PT018
+    assert weights[1].eq(0).all()
+    torch.testing.assert_close(out[1], module.out_proj.bias.expand(L, E))
+    assert theirs[1].isnan().all()
+    torch.testing.assert_close((out[::2], weights[::2]), (theirs[::2], their_weights[::2]))
 
 
 @pytest.mark.parametrize("norm_first", [True, False])

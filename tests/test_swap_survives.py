@@ -52,7 +52,7 @@ def test_optimizer_built_before():
 def test_copies_work_and_can_be_unswapped(how, by_sample, calls):
     model = nn.Sequential(
         mlp(nn.LeakyReLU(0.3)),
-        nn.TransformerEncoderLayer(D, 2, D, 0.0, activation=torch.relu, batch_first=True, **DOUBLE),
+        nn.TransformerEncoderLayer(D, 2, D, activation=torch.relu, batch_first=True, **DOUBLE),
     )
     model[0][1].inplace = False
     before = copy.deepcopy(model)

@@ -109,15 +109,15 @@ def candidates(module: nn.Module, names: frozenset[str], exact: bool) -> list[Ma
     if "batch_norm_act" in names and is_dense_layer(module):
         probe = _probe(module._modules["conv1"])
         found.append(Match("dense_layer", "batch_norm_act", Choice(), probe, "forward", _acts(module, DENSE)))
-    if {"act_linear", "dropout"} <= names and (pairs := pairs_of(module)):
-        acts = tuple(act for act, _ in pairs)
-        found.append(Match("sequence", "act_linear", Steps(()), (), "forward", acts))
-    if {"act_linear", "dropout"} <= names and is_ff_layer(module):
-        first, act, *_ = steps_of(module)
-        probe = _probe(first)
-        found.append(
-            Match("ff_block", "act_linear", Steps(()), probe, "_ff_block", (module, *_modules((act,))))
-        )
+    if {"act_linear", "dropout"} <= names:
+        if pairs := pairs_of(module):
+            first = next(child for child in module.children() if type(child) is nn.Linear)
+            acts = tuple(act for act, _ in pairs)
+            found.append(Match("sequence", "act_linear", Choice(), _probe(first), "forward", acts))
+        if is_ff_layer(module):
+            first, act, *_ = steps_of(module)
+            taken = (module, *_modules((act,)))
+            found.append(Match("ff_block", "act_linear", Choice(), _probe(first), "_ff_block", taken))
     if "act_linear" in names and _is_bert_layer(module):
         layer: Any = module
         acts = (layer.intermediate.intermediate_act_fn,)
@@ -150,8 +150,6 @@ class Verifier:
 
     def why_not(self, module: nn.Module, match: Match) -> str:
         """Why a module does not get this twin; nothing if it does."""
-        if match.kind == "sequence":  # each of whose parts is known
-            return ""
         key = (match.kind, match.choice, _signature(module))
         if key not in self._known:
             self._known[key] = self._verify(module, match)

@@ -55,14 +55,12 @@ class MultiheadAttention(Twin, kind="multihead attention"):
             out = checkpointed(kernel, q, k, v, mask) if again else kernel(q, k, v, mask)
         del q, k, v
         last = module.out_proj.weight, module.out_proj.bias
-        if (
-            need_weights
-        ):  # in stock's order of memory, in which dropouts draw: outside of lean() this is stock's call
-            batch, tokens, width = query.shape
-            out = stock.linear(out.permute(2, 0, 1, 3).reshape(tokens, batch, width), *last).transpose(0, 1)
-        else:
-            out = stock.linear(out.transpose(1, 2).reshape(query.shape), *last)
-        return out, weights
+        if not need_weights:
+            return stock.linear(out.transpose(1, 2).reshape(query.shape), *last), None
+        # In stock's order of memory, in which a dropout behind it draws: outside of lean() this is stock's call.
+        batch, tokens, width = query.shape
+        rows = out.permute(2, 0, 1, 3).reshape(tokens, batch, width)
+        return stock.linear(rows, *last).transpose(0, 1), weights
 
 
 def is_multihead(module: Any) -> bool:

@@ -15,21 +15,21 @@ from torch import Tensor, nn
 from ..recipes import RECIPES
 from ..types import TWO_SLOPES
 from .activations import activation_of
-from .mlps import FeedForward, Steps, run
+from .mlps import run
 from .twin import Twin, computes_in
 
 SIMPLE = {nn.Linear, nn.Dropout, nn.Identity, nn.LayerNorm, nn.RMSNorm}
 """What may stand beside activations in a Sequential that is run in another way."""
 
 
-class Sequence(FeedForward, kind="sequence"):
-    _swap = Steps(())  # of a slice, too
+class Sequence(Twin, kind="sequence"):
+    saved = "h"
 
     def forward(self, input: Tensor) -> Tensor:
         steps = tuple(self._modules.values())
         if not computes_in(input, *steps):
             return self._stock_forward(input)
-        return run(steps, input, self._swap.dropout)
+        return run(steps, input, dropout=True)
 
     @staticmethod
     def kept(module: Any, shape: torch.Size, lean: bool) -> int:
@@ -37,8 +37,7 @@ class Sequence(FeedForward, kind="sequence"):
         return rows * sum(int(linear.in_features) for _, linear in pairs_of(module))
 
 
-class Layer(Twin, kind="ff_block"):
-    _swap: Steps
+class TransformerLayer(Twin, kind="ff_block"):
     saved = "h"
 
     def _ff_block(self, x: Tensor) -> Tensor:
@@ -46,7 +45,7 @@ class Layer(Twin, kind="ff_block"):
         steps = steps_of(module)
         if not computes_in(x, *steps):
             return super()._ff_block(x)  # type: ignore[misc,no-any-return]
-        return run(steps, x, self._swap.dropout)
+        return run(steps, x, dropout=True)
 
     @staticmethod
     def kept(module: Any, shape: torch.Size, lean: bool) -> int:
@@ -63,32 +62,32 @@ def is_ff_layer(module: Any) -> bool:
     """Whether it is such a layer, and its network keeps less when run as one."""
     if type(module) not in RECIPES:
         return False
-    first, act, *behind, _ = steps_of(module)
-    known = [type(first), *map(type, behind)] == [nn.Linear, nn.Dropout, nn.Linear]
-    return known and _name_of(act) is not None and behind[0].p > 0
+    first, act, dropout, last, _ = steps_of(module)
+    known = (type(first), type(dropout), type(last)) == (nn.Linear, nn.Dropout, nn.Linear)
+    return known and _gains(act, dropout)
 
 
 def pairs_of(module: nn.Module) -> list[tuple[nn.Module, Any]]:
-    """Activations of a Sequential and the Linears that run as one with them, if a dropout is between two of them."""
-    if type(module) is not nn.Sequential and not isinstance(module, Sequence):
+    """Activations of a Sequential and the Linears that run as one with them, if one of them keeps less so."""
+    if type(module) is not nn.Sequential:
         return []
     children: list[Any] = [child for child in module._modules.values() if child is not None]
-    if not all(type(child) in SIMPLE or _name_of(child) is not None for child in children):
+    if not all(type(child) in SIMPLE or activation_of(child) for child in children):
         return []
-    pairs, drops = [], False
+    pairs, gains = [], False
     for before, act, *behind in zip(
         children, children[1:], children[2:], [*children[3:], None], strict=False
     ):
-        if type(before) is not nn.Linear or _name_of(act) is None:
+        if type(before) is not nn.Linear or not activation_of(act):
             continue
         if type(behind[0]) is nn.Linear:
             pairs.append((act, behind[0]))
         elif [type(each) for each in behind] == [nn.Dropout, nn.Linear]:
             pairs.append((act, behind[1]))
-            drops = drops or (behind[0].p > 0 and _name_of(act) not in TWO_SLOPES)
-    return pairs if drops else []
+            gains = gains or _gains(act, behind[0])
+    return pairs if gains else []
 
 
-def _name_of(act: Any) -> str | None:
+def _gains(act: Any, dropout: nn.Dropout) -> bool:
     known = activation_of(act)
-    return None if known is None else known[0]
+    return known is not None and known[0] not in TWO_SLOPES and dropout.p > 0
