@@ -518,6 +518,18 @@ def test_a_limit_that_small_numbers_do_not_reach(dtype):
         assert "computes something else" in row.reason
 
 
+def test_half_precision_that_cannot_be_copied_stays():
+    class Alone(MLP):
+        def __deepcopy__(self, memo):
+            raise TypeError("there is one of it")
+
+    for dtype, changed in ((torch.float32, True), (torch.bfloat16, False)):
+        report = swap(nn.Sequential(Alone().to(dtype)))
+        (row,) = (row for row in report.rows if row.path == "0")
+        assert row.changed == changed
+        assert changed or row.reason == "Alone cannot be copied to be verified in float32"
+
+
 def test_a_weight_that_a_wrapper_passes_on_counts():
     """As an adapter's may be that keeps its layer out of the children's reach."""
 

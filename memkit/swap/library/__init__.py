@@ -184,7 +184,7 @@ def _why_not_far(module: nn.Module, match: Match, training: bool) -> str:
     half = match.probe[0].dtype in HALVES
     wide = own_copy(module) if half else module
     if wide is None:
-        return ""
+        return f"{type(module).__name__} cannot be copied to be verified in float32"
     probe = tuple(FAR * (x.float() if half else x) for x in match.probe)
     with torch.autocast(probe[0].device.type, enabled=False):
         return _why_not(wide.float() if half else wide, match._replace(probe=probe), training)
