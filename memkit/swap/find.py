@@ -112,7 +112,8 @@ def find(model: nn.Module, names: frozenset[str], exact: bool, lean: bool) -> Fo
     search = _Search(names, exact, lean)
     taken: set[nn.Module] = set()
     for module, places in paths.items():
-        taken.update(search.of_a_library(module, places))
+        if module not in taken:
+            taken.update(search.of_a_library(module, places))
     for module, places in paths.items():
         if module not in taken:
             search.of_torch(module, places)

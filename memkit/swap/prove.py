@@ -201,8 +201,9 @@ def _gains_from_lean(site: Site, decision: Decision, calls: list[Call]) -> bool:
     """
     if site.overwrites:
         return any(call.of_a_norm for call in calls)
-    rebuilt = all(call.of_a_sum or call.of_a_norm for call in calls)
-    return decision.proof is None or (rebuilt and decision.proof is not FUSED)
+    rebuilt = sum(call.nbytes for call in calls if call.of_a_sum or call.of_a_norm)
+    most = 2 * rebuilt > sum(call.nbytes for call in calls)  # others keep their input for their output
+    return decision.proof is None or (most and decision.proof is not FUSED)
 
 
 def _why_not(site: Site, dtype: torch.dtype) -> str:

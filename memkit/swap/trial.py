@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -278,12 +279,23 @@ def _keep_attributes(stack: ExitStack, module: nn.Module) -> None:
             for tensor, copy in tensors:
                 tensor.copy_(copy)
         for container, members in containers:
-            container.clear()
-            (container.extend if isinstance(container, list) else container.update)(members)
+            if not _holds(container, members):  # else it may be one that lets nobody change it
+                container.clear()
+                (container.extend if isinstance(container, list) else container.update)(members)
         attributes.clear()
         attributes.update(before)
 
     stack.callback(restore)
+
+
+def _holds(container: Any, members: Any) -> bool:
+    if isinstance(container, dict):
+        return _holds(list(container), list(members)) and _holds(
+            list(container.values()), list(members.values())
+        )
+    if isinstance(container, set):
+        return {id(member) for member in container} == {id(member) for member in members}
+    return len(container) == len(members) and all(map(operator.is_, container, members))
 
 
 def _slant(root: Tensor) -> Tensor:

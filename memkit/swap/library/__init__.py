@@ -24,6 +24,7 @@ from .mlps import GATINGS, STEPS, Gating, Steps
 from .multihead import is_multihead
 from .norm_acts import BatchNormAct, norm_op
 from .norms import further_probes, norm_kinds, norm_probe
+from .projections import Projection, networks, parts_of, projections
 from .residual import BLOCKS, DENSE, OPTIONAL, is_dense_layer
 from .rotary import NAME as ROTARY
 from .rotary import served
@@ -99,6 +100,10 @@ def candidates(module: nn.Module, names: frozenset[str], exact: bool) -> list[Ma
             choice = row._replace(dropout="dropout" in names)
             first, acts = getattr(module, row.names[0]), _acts(module, sorted(_own(row)))
             found.append(Match(kind, row.op, choice, _probe(first), "forward", acts))
+    for kind, hows in (("projected network", networks(module)), ("projected", projections(module))):
+        for how in hows:
+            if how.op in names:
+                found.append(_projecting(module, kind, how._replace(dropout="dropout" in names)))
     for block in BLOCKS if "batch_norm_act" in names else ():
         needed = set(block.names) | {"downsample"}
         if children <= needed and held >= needed and children >= needed - OPTIONAL:
@@ -140,6 +145,13 @@ def candidates(module: nn.Module, names: frozenset[str], exact: bool) -> list[Ma
         acts = _modules((batched.act_fn,))
         found.append(Match("batched_experts", "gated", Choice(), probe, "forward", acts))
     return found
+
+
+def _projecting(module: nn.Module, kind: str, how: Projection) -> Match:
+    first = module if kind == "projected" else parts_of(module)[0]
+    probe = _probe(getattr(first, how.linear)) if how.linear else (numbers((2, 3, 16), None),)
+    acts = () if how.act[0] == "=" else _modules((getattr(first, how.act),))
+    return Match(kind, how.op, how, probe, "forward", (*acts, first))
 
 
 class Verifier:

@@ -128,23 +128,9 @@ class GatedFeedForward(Twin, kind="gated"):
             return self._stock_forward(input)
         gate = getattr(self, how.gate)(input)
         up = None if how.up is None else getattr(self, how.up)(input)
-        between = [step for name in how.between if not _is_idle(step := getattr(self, name))]
-        linear = linear_call(down)
+        between = [getattr(self, name) for name in how.between]
         kind: Any = act[0]
-        if linear is not None and not between:
-
-            def fused(weight: Tensor, bias: Tensor | None, gate: Tensor, up: Tensor | None = None) -> Tensor:
-                return F.glu_linear(gate, up, weight, bias, kind, packing=how.packing)
-
-            out = linear(fused, gate) if up is None else linear(fused, gate, up)
-        elif linear is not None and how.dropout and len(between) == 1 and _is_dropout(between[0]):
-            with lean():  # the product, which dropout's node would keep
-                product = F.gated(gate, up, kind, packing=how.packing)
-                out = linear(lambda w, b, h: F.dropout_linear(h, w, b, between[0].p), product)
-        else:
-            out = F.gated(gate, up, kind, packing=how.packing)
-            for step in (*between, down):
-                out = step(out)
+        out = gated_linear(gate, up, kind, how.packing, between, down, how.dropout)
         for name in how.after:
             out = getattr(self, name)(out)
         return out
@@ -156,6 +142,34 @@ class GatedFeedForward(Twin, kind="gated"):
             return 2 * _hidden(getattr(module, row.down), shape)
         width: int = mode(layer.out_features for layer in module.children())
         return 2 * shape.numel() // shape[-1] * width
+
+
+def gated_linear(
+    gate: Tensor,
+    up: Tensor | None,
+    act: Any,
+    packing: Packing,
+    between: Sequence[Any],
+    down: Any,
+    dropout: bool,
+) -> Tensor:
+    """The gated unit, what runs behind it, and the Linear. ``dropout``: whether memkit's may take the place of stock's."""
+    between = [step for step in between if not _is_idle(step)]
+    linear = linear_call(down)
+    if linear is not None and not between:
+
+        def fused(weight: Tensor, bias: Tensor | None, gate: Tensor, up: Tensor | None = None) -> Tensor:
+            return F.glu_linear(gate, up, weight, bias, act, packing=packing)
+
+        return linear(fused, gate) if up is None else linear(fused, gate, up)
+    if linear is not None and dropout and len(between) == 1 and _is_dropout(between[0]):
+        with lean():  # the product, which dropout's node would keep
+            product = F.gated(gate, up, act, packing=packing)
+            return linear(lambda w, b, h: F.dropout_linear(h, w, b, between[0].p), product)
+    out = F.gated(gate, up, act, packing=packing)
+    for step in (*between, down):
+        out = step(out)
+    return out
 
 
 class BertLayer(Twin, kind="bert_layer"):
