@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.utils import _pytree as pytree
 
-from memkit.bench.zoo import Subject, cross_entropy
+from memkit.bench.zoo import Subject, cross_entropy, output_of
 
 from .step import Result, blocks
 
@@ -49,9 +49,9 @@ class Stage(nn.Module):
 
     def call(self, sample: dict[str, Tensor]) -> Tensor:
         """The logits."""
-        if "0" in sample:
-            return self.model(*sample.values())  # type: ignore[no-any-return]
-        return self.model(**sample).logits  # type: ignore[no-any-return]
+        out = self.model(*sample.values()) if "0" in sample else self.model(**sample)
+        logits: Tensor | None = getattr(out, "logits", None)
+        return output_of(out) if logits is None else logits  # type: ignore[no-any-return]
 
     def find(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         leaves, _ = pytree.tree_flatten((args, kwargs))

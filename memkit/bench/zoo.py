@@ -1,4 +1,4 @@
-"""Models of transformers, timm and torchvision with random weights, small, in the proportions of the real ones.
+"""Models of transformers, timm, torchvision and diffusers with random weights, small, in the proportions of the real ones.
 
 `ZOO[name]()` gives a model in training mode without dropout, what to call it with, and what to take from the output as the
 loss. The libraries are imported when a model of theirs is made; `LIBRARY[name]` names them.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import importlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,15 +31,19 @@ class Subject:
 
     def loss(self) -> Tensor:
         """Of one training step on the sample."""
-        if isinstance(self.sample, dict):
-            out = self.model(**self.sample)
-            if out.loss is not None:
-                return out.loss  # type: ignore[no-any-return]
-            out = next(value for value in out.values() if isinstance(value, Tensor))
-        else:
-            out = self.model(*self.sample)
+        out = self.model(**self.sample) if isinstance(self.sample, dict) else self.model(*self.sample)
+        if isinstance(out, Mapping) and out.get("loss") is not None:
+            return out["loss"]  # type: ignore[no-any-return]
+        out = output_of(out)
         outs = out if isinstance(out, tuple) else (out,)  # inception's auxiliary head comes second
         return torch.stack([cross_entropy(each) for each in outs]).sum()
+
+
+def output_of(out: Any) -> Any:
+    """Its first tensor, where a library's class holds what a model returns."""
+    return (
+        next(held for held in out.values() if isinstance(held, Tensor)) if isinstance(out, Mapping) else out
+    )
 
 
 Maker = Callable[..., Subject]
@@ -198,6 +202,48 @@ def _torchvision(name: str, side: int, batch: int = 4, **options: Any) -> Maker:
     return make
 
 
+def _unet(layers: int = LAYERS) -> Subject:
+    """In the proportions of Stable Diffusion's, with two of its four resolutions."""
+    diffusers: Any = importlib.import_module("diffusers")
+    model = diffusers.UNet2DConditionModel(
+        sample_size=16,
+        block_out_channels=(64, 128),
+        layers_per_block=max(1, layers // 2),
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        cross_attention_dim=128,
+        attention_head_dim=8,
+    )
+    return Subject(
+        model.train(), (torch.randn(2, 4, 16, 16), torch.tensor([1, 500]), torch.randn(2, 16, 128))
+    )
+
+
+def _flux(layers: int = LAYERS) -> Subject:
+    diffusers: Any = importlib.import_module("diffusers")
+    model = diffusers.FluxTransformer2DModel(
+        in_channels=16,
+        num_layers=layers // 2,
+        num_single_layers=layers // 2,
+        attention_head_dim=WIDTH // HEADS,
+        num_attention_heads=HEADS,
+        joint_attention_dim=WIDTH,
+        pooled_projection_dim=64,
+        axes_dims_rope=(8, 12, 12),
+    )
+    side, words = 8, 32
+    positions = torch.cartesian_prod(torch.arange(1), torch.arange(side), torch.arange(side)).float()
+    sample = {
+        "hidden_states": torch.randn(BATCH, side * side, 16),
+        "encoder_hidden_states": torch.randn(BATCH, words, WIDTH),
+        "pooled_projections": torch.randn(BATCH, 64),
+        "timestep": torch.tensor([0.2, 0.7]),
+        "img_ids": positions,
+        "txt_ids": torch.zeros(words, 3),
+    }
+    return Subject(model.train(), sample)
+
+
 def _encoder(layers: int = LAYERS) -> Subject:
     layer = nn.TransformerEncoderLayer(
         WIDTH, HEADS, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True
@@ -257,6 +303,8 @@ ZOO: dict[str, Maker] = {
     "torchvision resnet18": _torchvision("resnet18", 96),
     "torchvision densenet121": _torchvision("densenet121", 64),
     "torchvision inception_v3": _torchvision("inception_v3", 96, aux_logits=False, init_weights=False),
+    "diffusers unet": _unet,
+    "diffusers flux": _flux,
     "nn.TransformerEncoder": _encoder,
 }
 """Without dropout, as attention's own dropout takes PyTorch off its fused attention on the CPU."""
