@@ -167,7 +167,7 @@ def test_another_function(function, turned):
     module = attention(function)
     (row,) = swap(module, ops=["apply_rotary"]).rows
     assert row.after == "unchanged"
-    assert row.reason == "this version of apply_rotary_pos_emb computes something else"
+    assert row.reason == "apply_rotary_pos_emb computes something else than memkit's apply_rotary"
     assert type(module) is type(module).mro()[0]
     assert not hasattr(type(module), "_stock")
 

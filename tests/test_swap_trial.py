@@ -22,6 +22,7 @@ from swap_cases import (
 from torch import nn
 
 from memkit import swap
+from memkit.memory import measure
 from memkit.swap import trial, types
 
 pytestmark = pytest.mark.usefixtures("repeatable")
@@ -200,11 +201,70 @@ def test_in_place_in_the_mode_of_the_sample_alone(act, lean):
     model = TrainingAndEvaluation(act()).double()
     ours, x = copy.deepcopy(model), batch()
     report = swap(ours, sample=x, lean=lean)
-    assert report.rows[0].after == "in place", report
+    kept = lean and not isinstance(ours.act, nn.ReLU)  # by the input a slope is exact
+    assert report.rows[0].after == ("in lean()" if kept else "in place"), report
     for train in (True, False, True):
         model.train(train), ours.train(train)
         with torch.set_grad_enabled(train):
             torch.testing.assert_close(ours(x), model(x))
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("act", [nn.GELU, nn.SiLU, nn.Mish])
+def test_lean_is_exact(act, given):
+    """For as many bytes as from the output."""
+
+    def gradients(m, x):
+        x = x.clone().requires_grad_()
+        return [x.double() for x in torch.autograd.grad(m(x).square().sum(), [x, *m.parameters()])]
+
+    torch.manual_seed(0)
+    x = torch.randn(64, D)
+    model = nn.Sequential(nn.Linear(D, 64), act(), nn.Linear(64, 64), act(), nn.Linear(64, D))
+    lean, outside = copy.deepcopy(model), copy.deepcopy(model)
+    report = swap(lean, sample=x if given else None, lean="call")
+    assert [row.after for row in report] == ["in lean()"] * 2
+    swap(outside, sample=x if given else None)
+    exact = gradients(copy.deepcopy(model).double(), x.double())
+    apart = [
+        sum((a - b).square().sum() for a, b in zip(gradients(m, x), exact, strict=True)).sqrt()
+        for m in (model, lean)
+    ]
+    assert apart[1] <= 1.3 * apart[0]
+    kept = [measure(lambda m=m: m(x)).saved for m in (lean, outside)]
+    assert kept[0] <= kept[1] + 64
+
+
+def test_whole_numbers_are_left_as_they_are():
+    """They may be indices, which have no neighbours."""
+    index, x, ones = torch.arange(4.0), batch(), torch.ones(3)
+    model = MLP().double()
+    for sample, moved in (((x, index), [True, False]), ((ones, index), [True, True])):
+        tried = trial.Trial(model, sample)
+        inputs = tried.fresh()
+        with tried.disturbed(inputs, 0.01):
+            assert [not torch.equal(a, b) for a, b in zip(inputs, sample, strict=True)] == moved
+
+
+def test_a_model_that_takes_no_other_numbers_is_compared_on_its_sample_alone():
+    given = batch()
+
+    class Strict(MLP):
+        def forward(self, x):
+            if not torch.equal(x, given):
+                raise ValueError("other numbers")
+            return super().forward(x) + (0.0 if type(self.act) is nn.GELU else 0.5)
+
+    model = Strict().double()
+    report = swap(model, sample=given, ops=["gelu"])
+    assert "differ on the sample" in report.rows[0].reason
+    assert type(model.act) is nn.GELU
+
+
+def test_what_cannot_be_compared_is_said():
+    model = MLP().double().requires_grad_(False)
+    assert "no gradients" in swap(model, sample=batch()).note
+    assert not swap(MLP().double(), sample=batch()).note
 
 
 @pytest.mark.parametrize("given", [True, False])

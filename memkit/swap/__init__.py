@@ -161,6 +161,8 @@ def _swap_by_sample(trial: Trial, found: Found, exact: bool, lean: bool | str) -
     dtypes = dtypes or {parameter.dtype for parameter in trial.model.parameters()}
     tolerance = max((TOLERANCE.get(dtype, 0.0) for dtype in dtypes), default=0.0)
     note = "" if torch.is_grad_enabled() else "autograd was off, so gradients were not compared"
+    if not (note or stock.gradients):
+        note = "nothing requires a gradient, so no gradients were compared and nothing is saved"
     if not stock.has_finite_output:
         note = "each output on the sample holds NaN or infinity, so outputs were not compared"
     if not swapped.agrees_with(stock, tolerance):
@@ -175,12 +177,12 @@ def _swap_by_sample(trial: Trial, found: Found, exact: bool, lean: bool | str) -
         repeats = stock.agrees_with(trial.run("stock, again", dropouts), tolerance)
         # A kink that rounding crosses lies elsewhere on a sample whose numbers are a little others.
         nearby = 0.01, 0.02
-        theirs = [trial.run("stock, its sample changed", dropouts, noise) for noise in nearby if repeats]
+        theirs = [_disturbed(trial, "stock, its sample changed", dropouts, x) for x in nearby if repeats]
         change_over()
-        ours = [trial.run("swapped, its sample changed", dropouts, noise) for noise in nearby if repeats]
+        ours = [_disturbed(trial, "swapped, its sample changed", dropouts, x) for x in nearby if repeats]
         if not repeats:
             note = "stock does not repeat itself on the sample, so values were not compared"
-        elif not all(a.agrees_with(b, tolerance) for a, b in zip(ours, theirs, strict=True)):
+        elif not all(a and b and a.agrees_with(b, tolerance) for a, b in zip(ours, theirs, strict=True)):
             change.undo(trial.model)
             reason = "values or gradients of the swapped model differ on the sample"
             decisions = _refused(decisions, found, reason)
@@ -212,11 +214,19 @@ def _from_input(decision: Decision) -> Decision:
     return Decision(proof, "keeps its input: the forward differentiates", before, before)
 
 
+def _disturbed(trial: Trial, phase: str, dropouts: Sequence[nn.Module], noise: float) -> Outcome | None:
+    """Nothing where the model takes no other numbers."""
+    try:
+        return trial.run(phase, dropouts, noise)
+    except Exception:
+        return None
+
+
 def _widened(trial: Trial, stock: Outcome, dropouts: Sequence[nn.Module], tolerance: float) -> float:
     """For what the stock model makes of rounding alone, up to a bound."""
     for noise in (1e-3 * tolerance, 1e-2 * tolerance):
-        rounded = trial.run("stock, its sample rounded", dropouts, noise)
-        while not rounded.agrees_with(stock, tolerance / 2) and tolerance < 0.25:
+        rounded = _disturbed(trial, "stock, its sample rounded", dropouts, noise)
+        while rounded and not rounded.agrees_with(stock, tolerance / 2) and tolerance < 0.25:
             tolerance *= 2
     return tolerance
 

@@ -195,7 +195,7 @@ def _before(site: AnySite, watch: Watch) -> int:
 
 
 def _gains_from_lean(site: Site, decision: Decision, calls: list[Call]) -> bool:
-    """Either not proven, or given a sum or a norm's result, which may be rebuilt as well.
+    """Either not proven, or given a sum or a norm's result, which may be rebuilt as well; or exact, for as many bytes.
 
     One that overwrites its input: where that is a norm's result, which is rebuilt only if nobody changes it.
     """
@@ -203,7 +203,7 @@ def _gains_from_lean(site: Site, decision: Decision, calls: list[Call]) -> bool:
         return any(call.of_a_norm for call in calls)
     rebuilt = sum(call.nbytes for call in calls if call.of_a_sum or call.of_a_norm)
     most = 2 * rebuilt > sum(call.nbytes for call in calls)  # others keep their input for their output
-    return decision.proof is None or (most and decision.proof is not FUSED)
+    return decision.proof is None or ((most or site.name in INEXACT) and decision.proof is not FUSED)
 
 
 def _why_not(site: Site, dtype: torch.dtype) -> str:

@@ -13,7 +13,7 @@ from .._hooks import has_hooks
 from .layers import FUSED, Choice
 from .report import UNPROVEN
 from .sites import LEAN, LEAN_IN_TURN, AnySite, Decision, LayerSite, Site
-from .types import KEEPS_OUTPUT, NEEDS_BIT, TWO_SLOPES, Proof
+from .types import INEXACT, KEEPS_OUTPUT, NEEDS_BIT, TWO_SLOPES, Proof
 
 # Modules that keep their input for backward, give a new tensor, and change nothing; with a weight, where it is trained.
 WEIGHTED = {
@@ -69,7 +69,7 @@ def by_structure(site: AnySite, exact: bool, lean: bool, pools: Collection[nn.Mo
     decision = _of_activation(site, exact, pools)
     if site.keeps_output_already and not lean and not takes_bit(decision):
         return Decision(None, ALREADY)
-    if lean and decision.proof is None and not site.overwrites:
+    if lean and not site.overwrites and (decision.proof is None or site.name in INEXACT):
         return Decision(LEAN, REBUILT)
     return decision
 

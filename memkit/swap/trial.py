@@ -109,7 +109,8 @@ class Trial:
 
         numbers = [given for given in tensors(inputs) if _is_float(given)]
         with torch.no_grad():
-            for given in numbers:
+            # Whole numbers may be indices, as of each box's image.
+            for given in [x for x in numbers if not bool((x == x.round()).all())] or numbers:
                 given.mul_(factors(given))
         modules = [] if numbers else self.model.modules()
         hooks = [

@@ -268,7 +268,7 @@ def _why_not(module: nn.Module, match: Match, training: bool) -> str:
         where = "" if training == module.training else f" in {'training' if training else 'evaluation'}"
         return f"{name} takes other arguments{where}: {type(theirs).__name__}"
     same = ours is not None and _agree(ours, theirs, len(match.probe), _tolerance(match))
-    return "" if same else f"this version of {name} computes something else"
+    return "" if same else f"{name} computes something else than memkit's {match.op}"
 
 
 def _tolerance(match: Match) -> float:

@@ -92,7 +92,7 @@ def why_not_rotary(module: nn.Module) -> str | None:
     if "forward" in vars(module):
         return "its forward is replaced"
     same = is_rotary(forward, list(module.parameters()))
-    return "" if same else f"this version of {NAME} computes something else"
+    return "" if same else f"{NAME} computes something else than memkit's apply_rotary"
 
 
 def attention_twin(cls: type[nn.Module], in_lean: bool, turns: bool) -> type[Any]:
