@@ -261,6 +261,50 @@ def test_a_model_that_takes_no_other_numbers_is_compared_on_its_sample_alone():
     assert type(model.act) is nn.GELU
 
 
+def test_what_a_run_leaves_on_parameters_and_buffers_is_put_back():
+    class Observed(MLP):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("scale", torch.ones(0))
+
+        def forward(self, x):
+            self.scale.resize_(3).fill_(2.0)
+            self.fc1.weight.seen = [1]
+            return super().forward(x)
+
+    model = Observed().double()
+    model.fc2.weight.kept = 5
+    swap(model, sample=batch())
+    assert model.scale.shape == (0,)
+    assert not hasattr(model.fc1.weight, "seen")
+    assert model.fc2.weight.kept == 5
+
+
+def test_masked_logits_are_compared():
+    class Masked(MLP):
+        def forward(self, x):
+            y = super().forward(x).float()
+            return y.masked_fill(torch.arange(y.shape[-1]) == 0, torch.finfo(y.dtype).min)
+
+    assert not swap(Masked(), sample=batch().float()).note
+
+
+def test_a_parametrization_is_computed_once():
+    conv = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.GELU(), nn.Conv2d(4, 4, 3, padding=1))
+    x, calls = torch.randn(2, 3, 64, 64), []
+    swap(conv, sample=x, lean="call")
+
+    class Noted(nn.Module):
+        def forward(self, weight):
+            calls.append(1)
+            return weight
+
+    nn.utils.parametrize.register_parametrization(conv[2], "weight", Noted())
+    calls.clear()
+    conv(x.requires_grad_())
+    assert len(calls) == 1
+
+
 def test_what_cannot_be_compared_is_said():
     model = MLP().double().requires_grad_(False)
     assert "no gradients" in swap(model, sample=batch()).note

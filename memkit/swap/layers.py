@@ -244,8 +244,8 @@ class Conv2d(Layer, memkit_nn.Conv2d):
             input.device.type == "cpu"
             and is_lean()
             and not is_dynamo_compiling()
+            and takes(self, input)  # before its weight is asked for, which a parametrization would compute
             and _C.conv_parts(input.numel(), self.weight.numel()) > 1
-            and takes(self, input)
             and not torch.is_autocast_enabled("cpu")
         )
 

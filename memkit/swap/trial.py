@@ -250,8 +250,11 @@ def _keep_parameter(stack: ExitStack, parameter: nn.Parameter) -> None:
     # Hooks that step an optimizer as soon as a gradient is there must not run.
     hooks = parameter._post_accumulate_grad_hooks
     suspended = dict(hooks or {})
+    attributes = dict(vars(parameter))  # gradients of each sample, say
 
     def restore() -> None:
+        vars(parameter).clear()
+        vars(parameter).update(attributes)
         parameter.requires_grad_(trained)
         parameter.grad = gradient
         if suspended:
@@ -278,6 +281,8 @@ def _keep_attributes(stack: ExitStack, module: nn.Module) -> None:
     def restore() -> None:
         with torch.no_grad():
             for tensor, copy in tensors:
+                if tensor.shape != copy.shape:  # its first run gave it another
+                    tensor.resize_(copy.shape)
                 tensor.copy_(copy)
         for container, members in containers:
             if not _holds(container, members):  # else it may be one that lets nobody change it
@@ -314,7 +319,10 @@ def _digest(tensor: Tensor) -> tuple[float, Tensor]:
     flat = tensor.detach().reshape(-1)
     probes = flat[:: max(1, flat.numel() // PROBES)].double().cpu()
     wide = torch.float64 if flat.dtype == torch.float64 else torch.float32
-    return torch.linalg.vector_norm(flat, dtype=wide).item(), probes
+    norm = torch.linalg.vector_norm(flat, dtype=wide).item()
+    if not math.isfinite(norm):  # squares of finite numbers may not be, as of logits that are masked by the least one
+        norm = torch.linalg.vector_norm(flat, dtype=torch.float64).item()
+    return norm, probes
 
 
 def _agree(ours: Digests, theirs: Digests, tolerance: float) -> bool:
