@@ -320,7 +320,9 @@ def _digest(tensor: Tensor) -> tuple[float, Tensor]:
     probes = flat[:: max(1, flat.numel() // PROBES)].double().cpu()
     wide = torch.float64 if flat.dtype == torch.float64 else torch.float32
     norm = torch.linalg.vector_norm(flat, dtype=wide).item()
-    if not math.isfinite(norm):  # squares of finite numbers may not be, as of logits that are masked by the least one
+    if not math.isfinite(
+        norm
+    ):  # squares of finite numbers may not be, as of logits that are masked by the least one
         norm = torch.linalg.vector_norm(flat, dtype=torch.float64).item()
     return norm, probes
 
