@@ -1,5 +1,6 @@
 """The runs on a sample leave a model, its inputs and the process as they were."""
 
+import abc
 import copy
 import dataclasses
 import gc
@@ -305,6 +306,29 @@ def test_a_parametrization_is_computed_once():
     assert len(calls) == 1
 
 
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.act, self.fc2 = nn.Linear(D, D), nn.GELU(), nn.Linear(D, D)
+
+    def forward(self, x):
+        return self.fc2(self.act(self.fc1(x)))
+
+
+class AbstractFirst(abc.ABC, MLP):
+    pass
+
+
+def test_classes_with_a_base_before_the_modules():
+    model = AbstractFirst().double()
+    with pytest.raises(TypeError, match=r"AbstractFirst's first base to be a Module, got ABC; put that last"):
+        swap(model, sample=batch(), lean="call")
+    for lean in (False, True):
+        report = swap(model, sample=batch(), lean=lean)
+        assert "first base's, ABC" in next(row.reason for row in report if row.path == "")
+        assert type(model) is AbstractFirst
+
+
 def test_what_cannot_be_compared_is_said():
     model = MLP().double().requires_grad_(False)
     assert "no gradients" in swap(model, sample=batch()).note
@@ -325,15 +349,6 @@ def test_buffers_of_a_parametrization_stay(given, lean):
     swap(model, sample=batch() if given else None, lean=lean)
     for name, held in model.state_dict().items():
         assert torch.equal(held, before[name]), name
-
-
-class MLP(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc1, self.act, self.fc2 = nn.Linear(D, D), nn.GELU(), nn.Linear(D, D)
-
-    def forward(self, x):
-        return self.fc2(self.act(self.fc1(x)))
 
 
 def test_a_parameter_that_the_forward_changes():

@@ -36,7 +36,7 @@ from torch.nn.parameter import is_lazy
 from . import change
 from .find import OPS, Found, find
 from .layers import Choice
-from .library import served, twin_of
+from .library import fits, served, twin_of
 from .prove import prove
 from .report import Row, SwapReport
 from .sites import Decision, Decisions
@@ -102,6 +102,12 @@ def swap(
     if lean not in (True, False, "call"):
         raise ValueError(f"swap: expected lean True, False or 'call', got {lean!r}")
     _check_model(model)
+    if lean == "call" and not fits(model, twin_of("lean", type(model))):
+        first = type(model).__bases__[0].__name__
+        raise TypeError(
+            f"swap: lean='call' expected {type(model).__name__}'s first base to be a Module, got {first}; put that last, "
+            "or use lean=True and call the model inside memkit.lean()"
+        )
     if sample is not None:
         _check_sample(model, sample)
     previous = change.undo(model)

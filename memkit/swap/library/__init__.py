@@ -29,7 +29,7 @@ from .residual import BLOCKS, DENSE, OPTIONAL, is_dense_layer
 from .rotary import NAME as ROTARY
 from .rotary import served
 from .sequences import is_ff_layer, pairs_of, steps_of
-from .twin import TOLERANCE, InLean, Twin, numbers, twin_of
+from .twin import TOLERANCE, InLean, Twin, fits, numbers, twin_of
 from .written import written
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "activation_twin",
     "attention_twin",
     "candidates",
+    "fits",
     "has_library_loss",
     "hold",
     "is_attention",
@@ -172,6 +173,11 @@ class Verifier:
         sharded = not match.probe or not all(tensor.numel() for tensor in match.probe)
         if sharded or any(tensor.is_meta for tensor in (*match.probe, *module.parameters())):
             return "its parameters have no values yet"
+        if not fits(module, twin_of(match.kind, type(module))):
+            first = type(module).__bases__[0].__name__
+            return (
+                f"objects of {type(module).__name__} are laid out as its first base's, {first}: put that last"
+            )
         with exact_convolutions(match.probe[0].device):
             # In both modes: a dropout that its forward writes out would not show in evaluation.
             for training in (module.training, not module.training):

@@ -62,6 +62,17 @@ def twin_of(kind: str, stock: type[nn.Module]) -> type[Any]:
     return _made[kind, stock]
 
 
+def fits(module: nn.Module, twin: type[Any]) -> bool:
+    """Whether it can become one: not where its class has a base without a dictionary, such as abc.ABC, before its others."""
+    stock = type(module)
+    try:
+        module.__class__ = twin
+    except TypeError:
+        return False
+    module.__class__ = stock
+    return True
+
+
 def _new(kind: str, stock: type[nn.Module]) -> type[Any]:
     names: dict[str, Any] = {
         "__module__": stock.__module__,
