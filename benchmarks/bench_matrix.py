@@ -41,7 +41,7 @@ FORMAT = 1
 MARKS = {PASSES: "✓", FAILS: "✗", STOCK_TOO: "stock ✗", NOTHING: "–"}
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 NEEDS = {"FairScale": "fairscale", "DeepSpeed ZeRO 1": "deepspeed", "DeepSpeed ZeRO 3": "deepspeed"}
-LIBRARIES = ("transformers", "timm", "torchvision", "deepspeed", "fairscale")
+LIBRARIES = ("transformers", "timm", "torchvision", "diffusers", "deepspeed", "fairscale")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Models of transformers, timm and torchvision, stock and swapped: what memory, time and exactness `swap` costs or brings.
+"""Models of several libraries, stock and swapped: what memory, time and exactness `swap` costs or brings.
 
     python benchmarks/bench_models.py                    # all, some nine minutes on two cores
     python benchmarks/bench_models.py --models llama,bert

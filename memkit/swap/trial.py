@@ -322,7 +322,7 @@ def _digest(tensor: Tensor) -> tuple[float, Tensor]:
     norm = torch.linalg.vector_norm(flat, dtype=wide).item()
     if not math.isfinite(
         norm
-    ):  # squares of finite numbers may not be, as of logits that are masked by the least one
+    ):  # as squares may not be of what is, logits that are masked by the least number
         norm = torch.linalg.vector_norm(flat, dtype=torch.float64).item()
     return norm, probes
 
