@@ -102,16 +102,12 @@ def swap(
     if lean not in (True, False, "call"):
         raise ValueError(f"swap: expected lean True, False or 'call', got {lean!r}")
     _check_model(model)
-    if lean == "call" and not fits(model, twin_of("lean", type(model))):
-        first = type(model).__bases__[0].__name__
-        raise TypeError(
-            f"swap: lean='call' expected {type(model).__name__}'s first base to be a Module, got {first}; put that last, "
-            "or use lean=True and call the model inside memkit.lean()"
-        )
     if sample is not None:
         _check_sample(model, sample)
     previous = change.undo(model)
     try:
+        if lean == "call":
+            _check_becomes_lean(model)
         found = find(model, names, exact, bool(lean))
         if sample is None:
             pools = {site.module for site in found.layers if site.name == "max_pool2d" and not check(site)}
@@ -330,6 +326,15 @@ def _check_model(model: nn.Module) -> None:
             raise ValueError(
                 f"swap: expected a model that is not compiled yet, got {where}; swap first, then compile"
             )
+
+
+def _check_becomes_lean(model: nn.Module) -> None:
+    stock = type(model)
+    if not fits(model, twin_of("lean", stock)):
+        raise TypeError(
+            f"swap: lean='call' expected {stock.__name__}'s first base to be a Module, got {stock.__bases__[0].__name__}; "
+            "put that last, or use lean=True and call the model inside memkit.lean()"
+        )
 
 
 def _check_sample(model: nn.Module, sample: Any) -> None:
