@@ -93,11 +93,15 @@ def _hooks() -> saved_tensors_hooks:
 
     def pack(tensor: Tensor) -> Any:
         recipe = _C.recipe(tensor)
+        if recipe is None and packs:
+            recipe = _C.concatenation(tensor, keep, give_back)
         if recipe is not None:
             return recipe
-        nonzeros = _C.nonzeros(tensor) if packs else None
-        if nonzeros is None:
+        if not packs:
             return keep(tensor)
+        nonzeros = _C.nonzeros(tensor)
+        if nonzeros is None:
+            return _C.keep(tensor, keep, give_back)
         frame, values, bits = nonzeros
         return _Nonzeros(frame, keep(values), keep(bits))
 

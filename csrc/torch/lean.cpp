@@ -1,23 +1,22 @@
 #include "lean.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/add.h>
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty_strided.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/functions/tensor.h>
-#include <torch/csrc/autograd/generated/Functions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <algorithm>
 #include <memory>
 #include <variant>
 
 #include "checks.h"
+#include "joined.h"
 #include "nonzeros.h"
+#include "rebuild.h"
 #include "saved_node.h"
 
 namespace memkit {
@@ -25,49 +24,7 @@ namespace {
 
 using at::Tensor;
 
-using torch::autograd::Edge;
 using torch::autograd::Node;
-using torch::autograd::generated::AddBackward0;
-
-// A result is kept where rebuilding it would take more operators than this, one after the other: in a chain of residual
-// sums, each of which needs the one before it, every second one is kept.
-constexpr int kDepth = 3;
-
-int depth_of(const Node& node);
-
-// Whether what the edge's node made can be made again.
-bool can_rebuild(const Node& node, uint32_t output) {
-  if (const auto* own = dynamic_cast<const SavedNode*>(&node))
-    return own->can_rebuild(output) && depth_of(node) <= kDepth;
-  const auto* add = dynamic_cast<const AddBackward0*>(&node);
-  if (!add || !add->alpha.equal(1) || add->num_outputs() != 2) return false;
-  const auto& sum = node.input_metadata(0);
-  for (const Edge& edge : add->next_edges()) {
-    const auto* source = edge.is_valid() ? dynamic_cast<const SavedNode*>(edge.function.get()) : nullptr;
-    // Changed in place since it was made, it may have been another tensor when it was added.
-    if (!source || !can_rebuild(*source, edge.input_nr) || !source->is_result_unchanged()) return false;
-    const auto& summand = source->input_metadata(edge.input_nr);
-    if (summand.shape_as_dim_vector() != sum.shape_as_dim_vector() || summand.dtype() != sum.dtype()) return false;
-  }
-  return depth_of(node) <= kDepth;
-}
-
-int depth_of(const Node& node) {
-  const auto* own = dynamic_cast<const SavedNode*>(&node);
-  if (own && own->depth) return own->depth;
-  int deepest = 0;
-  for (const Edge& edge : node.next_edges())
-    if (edge.is_valid() && can_rebuild(*edge.function, edge.input_nr))
-      deepest = std::max(deepest, depth_of(*edge.function));
-  if (own) own->depth = deepest + 1;
-  return deepest + 1;
-}
-
-Tensor rebuild(Node& node) {
-  if (auto* own = dynamic_cast<SavedNode*>(&node)) return own->rebuild();
-  const Tensor first = rebuild(*node.next_edge(0).function), second = rebuild(*node.next_edge(1).function);
-  return is_sole_owner(first) && first.strides() == second.strides() ? first.add_(second) : first + second;
-}
 
 // What a node made whole, where x is that or a view of it.
 Tensor whole(const Tensor& x) { return x.is_view() ? Tensor(x._base()) : x; }
@@ -99,26 +56,24 @@ struct Sparse {
   View view;
 };
 
-// A tensor as autograd keeps it without hooks: raises where it was changed since.
-struct Original {
-  Tensor unpack() const {
-    TORCH_CHECK(value._version() == version,
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                "expected ",
-                describe(value), " at version ", version, ", got version ", value._version());
-    return value;
-  }
-
-  Tensor value;
-  int64_t version;
+// What was concatenated, and is kept in parts.
+struct Concatenation {
+  std::shared_ptr<const Joined> joined;
+  std::vector<int64_t> made;  // the result's own strides
+  View view;
 };
 
-using Packed = std::variant<Recipe, Sparse, Original>;
+using Packed = std::variant<Recipe, Concatenation, Sparse, std::shared_ptr<const Original>>;
 
 // Not where x sees its base's elements as others, as complex or negated ones: `View` knows where they lie alone.
 bool has_producer(const Tensor& x) {
   return x.requires_grad() && !x.is_leaf() && !x.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && !x.is_neg() &&
          x.scalar_type() == whole(x).scalar_type();
+}
+
+// The tensor in the graph, where hooks are given a node's result without it.
+const Tensor& result_of(const Tensor& x) {
+  return saved_result && saved_result->is_alias_of(x) ? *saved_result : x;
 }
 
 std::optional<Recipe> recipe_of(const Tensor& x) {
@@ -131,6 +86,16 @@ std::optional<Recipe> recipe_of(const Tensor& x) {
   return Recipe{node, made.strides().vec(), View(x)};
 }
 
+std::optional<Concatenation> concatenation_of(const Tensor& x, const Keep& keep) {
+  if (!has_producer(x)) return std::nullopt;
+  const Tensor made = whole(x);
+  if (made._version() != 0) return std::nullopt;
+  auto joined = joined_of(made, keep);
+  if (!joined) return std::nullopt;
+  packed_recipe = true;
+  return Concatenation{std::move(joined), made.strides().vec(), View(x)};
+}
+
 // What wrote all of the tensor last, also where that was in place on a view.
 const SavedNode* producer_of(const Tensor& made) {
   const Node* node = made.grad_fn().get();
@@ -141,7 +106,7 @@ const SavedNode* producer_of(const Tensor& made) {
 
 // Where the node that made it says that it may have many zeros, and it has.
 std::optional<Sparse> sparse_of(const Tensor& x) {
-  const Tensor& result = saved_result && saved_result->is_alias_of(x) ? *saved_result : x;
+  const Tensor& result = result_of(x);
   if (!has_producer(result)) return std::nullopt;
   const Tensor made = whole(result);
   const SavedNode* node = producer_of(made);
@@ -156,13 +121,22 @@ std::optional<Sparse> sparse_of(const Tensor& x) {
   return Sparse{std::move(*found), View(x)};
 }
 
+// Hooks inside this one may have handed a node its input in another order of memory.
+Tensor in_order(const Tensor& made, const std::vector<int64_t>& strides) {
+  if (made.strides() == strides) return made;
+  return at::empty_strided(made.sizes(), strides, made.options()).copy_(made);
+}
+
 Tensor made_again(const Recipe& recipe) {
   const pybind11::gil_scoped_release no_gil;
   const at::AutoGradMode off(false);
-  Tensor made = rebuild(*recipe.node);
-  // Hooks inside this one may have handed the node its input in another order of memory.
-  if (made.strides() != recipe.made) made = at::empty_strided(made.sizes(), recipe.made, made.options()).copy_(made);
-  return recipe.view.of(made);
+  return recipe.view.of(in_order(rebuild(*recipe.node), recipe.made));
+}
+
+Tensor made_again(const Concatenation& concatenation) {
+  const pybind11::gil_scoped_release no_gil;
+  const at::AutoGradMode off(false);
+  return concatenation.view.of(in_order(concatenation.joined->made_again(), concatenation.made));
 }
 
 Tensor made_again(const Sparse& sparse) {
@@ -210,19 +184,55 @@ PyObject* nonzeros(PyObject*, PyObject* tensor) {
 }
 
 // The tensor itself would hold the graph that holds it.
-Original original(const Tensor& x, PyObject* object) {
-  if (THPVariable_CheckExact(object)) return {is_plain(x) ? x.tensor_data() : x.detach(), x._version()};
+Tensor without_graph(const Tensor& x, PyObject* object) {
+  if (THPVariable_CheckExact(object)) return is_plain(x) ? x.tensor_data() : x.detach();
   // A subclass, which the tensor in C++ need not know of.
-  const pybind11::object detached = pybind11::handle(object).attr("detach")();
-  return {tensor_of(detached.ptr(), "pack"), x._version()};
+  return tensor_of(pybind11::handle(object).attr("detach")().ptr(), "pack");
+}
+
+Original original(const Tensor& x, Tensor value) {
+  return {std::move(value), {}, {}, torch::autograd::impl::version_counter(x), uint32_t(x._version())};
+}
+
+PyObject* kept(const Tensor& x, std::shared_ptr<const Original> as) {
+  note_kept(result_of(x), as);
+  return in_capsule(std::move(as));
 }
 
 PyObject* pack(PyObject*, PyObject* tensor) {
   HANDLE_TH_ERRORS
   const Tensor& x = tensor_of(tensor, "pack");
   if (auto found = recipe_of(x)) return in_capsule(std::move(*found));
+  const auto keep = [](const Tensor& part) { return std::make_shared<const Original>(original(part, part)); };
+  if (auto found = concatenation_of(x, keep)) return in_capsule(std::move(*found));
   if (auto found = sparse_of(x)) return in_capsule(std::move(*found));
-  return in_capsule(original(x, tensor));
+  return kept(x, std::make_shared<const Original>(original(x, without_graph(x, tensor))));
+  END_HANDLE_TH_ERRORS
+}
+
+// By the hooks around.
+std::shared_ptr<const Original> kept_around(PyObject* tensor, PyObject* keep, PyObject* give_back) {
+  Original made = original(tensor_of(tensor, "keep"), {});
+  made.packed = pybind11::handle(keep)(pybind11::handle(tensor));
+  made.give_back = pybind11::reinterpret_borrow<pybind11::object>(give_back);
+  return std::make_shared<const Original>(std::move(made));
+}
+
+PyObject* keep(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 3, "keep: expected a tensor and the hooks around, got ", count, " arguments");
+  return kept(tensor_of(args[0], "keep"), kept_around(args[0], args[1], args[2]));
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* concatenation(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 3, "concatenation: expected a tensor and the hooks around, got ", count, " arguments");
+  const auto keep = [&](const Tensor& part) {
+    return kept_around(pybind11::cast(part).ptr(), args[1], args[2]);
+  };
+  if (auto found = concatenation_of(tensor_of(args[0], "concatenation"), keep)) return in_capsule(std::move(*found));
+  Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
 
@@ -230,8 +240,10 @@ PyObject* unpack(PyObject*, PyObject* object) {
   HANDLE_TH_ERRORS
   if (!PyCapsule_IsValid(object, kCapsule)) Py_RETURN_NONE;
   const auto& packed = *static_cast<const Packed*>(PyCapsule_GetPointer(object, kCapsule));
-  if (const auto* original = std::get_if<Original>(&packed)) return THPVariable_Wrap(original->unpack());
+  if (const auto* kept = std::get_if<std::shared_ptr<const Original>>(&packed))
+    return THPVariable_Wrap((*kept)->unpack());
   if (const auto* sparse = std::get_if<Sparse>(&packed)) return THPVariable_Wrap(made_again(*sparse));
+  if (const auto* joined = std::get_if<Concatenation>(&packed)) return THPVariable_Wrap(made_again(*joined));
   return THPVariable_Wrap(made_again(std::get<Recipe>(packed)));
   END_HANDLE_TH_ERRORS
 }
@@ -262,6 +274,8 @@ PyMethodDef kMethods[] = {{"recipe", recipe, METH_O, nullptr},
                           {"pack", pack, METH_O, nullptr},
                           {"unpack", unpack, METH_O, nullptr},
                           {"nonzeros", nonzeros, METH_O, nullptr},
+                          {"keep", reinterpret_cast<PyCFunction>(keep), METH_FASTCALL, nullptr},
+                          {"concatenation", reinterpret_cast<PyCFunction>(concatenation), METH_FASTCALL, nullptr},
                           {"spread", reinterpret_cast<PyCFunction>(spread), METH_FASTCALL, nullptr},
                           {nullptr, nullptr, 0, nullptr}};
 

@@ -1,0 +1,186 @@
+#include "joined.h"
+
+#include <ATen/ops/cat.h>
+#include <ATen/ops/narrow.h>
+#include <torch/csrc/autograd/generated/Functions.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <tuple>
+
+#include "checks.h"
+#include "rebuild.h"
+#include "saved_node.h"
+
+namespace memkit {
+namespace {
+
+using at::Tensor;
+using torch::autograd::Edge;
+using torch::autograd::Node;
+using torch::autograd::generated::CatBackward0;
+
+// Smaller ones are not worth the time.
+constexpr int64_t kLeastBytes = 1 << 14, kLeastPart = kLeastBytes / 16;
+// Of a concatenation, at most this share is copied.
+constexpr int64_t kCopiedShare = 2;
+
+// A result in the graph. Nodes come and go at the same address, but not with the same number of one thread.
+using Place = std::tuple<const Node*, uint64_t, uint64_t, uint32_t>;
+
+Place place_of(const Node& node, uint32_t output) { return {&node, node.thread_id(), node.sequence_nr(), output}; }
+
+// Those that stand for leaves have no number of their own.
+bool has_place(const Edge& edge) { return edge.is_valid() && edge.function->sequence_nr() != UINT64_MAX; }
+
+// Where a result lies in a tensor that is kept; as in `Part`.
+struct Slice {
+  std::weak_ptr<const Original> kept;
+  int64_t dim = -1, start = 0, length = 0;
+};
+
+// What graphs keep, of any thread. Entries outlive what they stand for until there are twice as many as were alive.
+template <class Value>
+class InGraphs {
+ public:
+  void put(const Place& place, Value value) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (found_.size() >= limit_) {
+      for (auto at = found_.begin(); at != found_.end();) at = is_alive(at->second) ? std::next(at) : found_.erase(at);
+      limit_ = std::max<size_t>(1024, 2 * found_.size());
+    }
+    found_.insert_or_assign(place, std::move(value));
+  }
+
+  std::optional<Value> get(const Place& place) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto at = found_.find(place);
+    return at == found_.end() ? std::nullopt : std::optional<Value>(at->second);
+  }
+
+ private:
+  static bool is_alive(const Slice& slice) { return !slice.kept.expired(); }
+  static bool is_alive(const std::weak_ptr<const Joined>& joined) { return !joined.expired(); }
+
+  std::mutex mutex_;
+  size_t limit_ = 1024;
+  std::map<Place, Value> found_;
+};
+
+template <class Value>
+InGraphs<Value>& in_graphs() {
+  static auto* const one = new InGraphs<Value>;  // graphs may outlive static objects
+  return *one;
+}
+
+// What made x, where that is a concatenation worth the time.
+const CatBackward0* cat_of(const Tensor& x) {
+  if (int64_t(x.nbytes()) < kLeastBytes || !is_plain(x)) return nullptr;
+  return dynamic_cast<const CatBackward0*>(x.grad_fn().get());
+}
+
+// Where along its dimension each tensor of a concatenation starts, and the end; nothing where one has no such dimension.
+std::vector<int64_t> starts_of(const CatBackward0& cat, int64_t dim, const Tensor& made) {
+  std::vector<int64_t> starts{0};
+  for (const auto& sizes : cat.tensors_args_sizes_symint) {
+    const auto length = int64_t(sizes.size()) == made.dim() ? sizes[dim].maybe_as_int() : std::nullopt;
+    if (!length) return {};
+    starts.push_back(starts.back() + *length);
+  }
+  if (starts.back() != made.size(dim) || starts.size() != cat.num_outputs() + 1) return {};
+  return starts;
+}
+
+std::optional<Part> rebuilt(const Edge& edge, const Tensor& made) {
+  if (!edge.is_valid()) return std::nullopt;
+  const auto* source = dynamic_cast<const SavedNode*>(edge.function.get());
+  if (!source || !can_rebuild(*source, edge.input_nr) || rebuild_depth(*source) >= kRebuildDepth ||
+      !source->is_result_unchanged() || source->input_metadata(edge.input_nr).dtype() != made.dtype())
+    return std::nullopt;
+  return Part{edge.function, nullptr};
+}
+
+std::optional<Part> kept_by_others(const Edge& edge) {
+  if (!has_place(edge)) return std::nullopt;
+  const auto slice = in_graphs<Slice>().get(place_of(*edge.function, edge.input_nr));
+  auto kept = slice ? slice->kept.lock() : nullptr;
+  if (!kept || !kept->is_unchanged())
+    return std::nullopt;
+  return Part{nullptr, std::move(kept), slice->dim, slice->start, slice->length};
+}
+
+}  // namespace
+
+Tensor Original::unpack() const {
+  if (packed) {
+    const pybind11::gil_scoped_acquire gil;
+    return give_back(packed).cast<Tensor>();
+  }
+  TORCH_CHECK(is_unchanged(),
+              "one of the variables needed for gradient computation has been modified by an inplace operation: expected ",
+              describe(value), " at version ", version, ", got version ", counter.current_version());
+  return value;
+}
+
+Tensor Part::made_again() const {
+  if (node) return rebuild(*node);
+  return dim < 0 ? kept->unpack() : kept->unpack().narrow(dim, start, length);
+}
+
+Tensor Joined::made_again() const {
+  std::vector<Tensor> tensors;
+  for (const Part& part : parts) tensors.push_back(part.made_again());
+  return at::cat(tensors, dim);
+}
+
+std::shared_ptr<const Joined> joined_of(const Tensor& x, const Keep& keep) {
+  const auto* cat = cat_of(x);
+  if (!cat) return nullptr;
+  const Place place = place_of(*cat, x.output_nr());
+  if (const auto known = in_graphs<std::weak_ptr<const Joined>>().get(place))
+    if (auto joined = known->lock()) return joined;
+  if (in_graphs<Slice>().get(place).value_or(Slice()).kept.lock()) return nullptr;  // by another consumer
+
+  const int64_t dim = at::maybe_wrap_dim(cat->dim, x.dim());
+  const std::vector<int64_t> starts = starts_of(*cat, dim, x);
+  if (starts.empty()) return nullptr;
+  auto joined = std::make_shared<Joined>(Joined{{}, dim});
+  int64_t copied = 0;
+  for (size_t i = 0; i + 1 < starts.size(); ++i) {
+    auto part = rebuilt(cat->next_edge(i), x);
+    if (!part) part = kept_by_others(cat->next_edge(i));
+    if (!part) copied += starts[i + 1] - starts[i];
+    joined->parts.push_back(part.value_or(Part{}));
+  }
+  if (copied * kCopiedShare > starts.back()) return nullptr;
+  for (size_t i = 0; i + 1 < starts.size(); ++i) {
+    Part& part = joined->parts[i];
+    if (part.node || part.kept) continue;
+    part.kept = keep(x.detach().narrow(dim, starts[i], starts[i + 1] - starts[i]).clone());
+    if (const Edge& edge = cat->next_edge(i); has_place(edge))
+      in_graphs<Slice>().put(place_of(*edge.function, edge.input_nr), Slice{part.kept});
+  }
+  in_graphs<std::weak_ptr<const Joined>>().put(place, joined);
+  return joined;
+}
+
+void note_kept(const Tensor& x, const std::shared_ptr<const Original>& kept) {
+  if (!x.grad_fn() || int64_t(x.nbytes()) < kLeastPart || !is_plain(x)) return;
+  in_graphs<Slice>().put(place_of(*x.grad_fn(), x.output_nr()), Slice{kept});
+  const auto* cat = cat_of(x);
+  if (!cat) return;
+  const int64_t dim = at::maybe_wrap_dim(cat->dim, x.dim());
+  const std::vector<int64_t> starts = starts_of(*cat, dim, x);
+  for (size_t i = 0; i + 1 < starts.size(); ++i) {
+    const Edge& edge = cat->next_edge(i);
+    if (has_place(edge) && !kept_by_others(edge))
+      in_graphs<Slice>().put(place_of(*edge.function, edge.input_nr),
+                            Slice{kept, dim, starts[i], starts[i + 1] - starts[i]});
+  }
+}
+
+}  // namespace memkit

@@ -1,0 +1,22 @@
+// What lean() can compute again: results of memkit's cheap operators, and sums of two of them.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/function.h>
+
+namespace memkit {
+
+// A result is kept where rebuilding it would take more operators than this, one after the other: in a chain of residual
+// sums, each of which needs the one before it, every second one is kept.
+constexpr int kRebuildDepth = 3;
+
+// Whether this result of the node can be made again, without more operators than that.
+bool can_rebuild(const torch::autograd::Node& node, uint32_t output);
+
+// How many operators run for it, one after the other. What a concatenation joins is counted as if it had to be made again.
+int rebuild_depth(const torch::autograd::Node& node);
+
+// Without autograd.
+at::Tensor rebuild(torch::autograd::Node& node);
+
+}  // namespace memkit
