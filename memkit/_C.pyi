@@ -219,11 +219,19 @@ def nonzeros(tensor: Tensor) -> tuple[object, Tensor, Tensor] | None:
 def spread(frame: object, values: Tensor, bits: Tensor) -> Tensor:
     """The tensor that `nonzeros` gave them of."""
 
+def concatenation(
+    tensor: Tensor, keep: Callable[[Tensor], object], give_back: Callable[[object], Tensor]
+) -> object | None:
+    """How to join a concatenation again, where most of it is kept anyway; what is copied goes through the hooks around."""
+
+def keep(tensor: Tensor, keep: Callable[[Tensor], object], give_back: Callable[[object], Tensor]) -> object:
+    """A tensor as the hooks around keep it, for concatenations to know of."""
+
 def pack(tensor: Tensor) -> object:
-    """The recipe, the elements that are not zero, or the tensor as autograd keeps it."""
+    """The recipe, the parts, the elements that are not zero, or the tensor as autograd keeps it."""
 
 def unpack(packed: object) -> Tensor | None:
-    """Of what `recipe` or `pack` gave; None for anything else."""
+    """Of what any of these gave; None for anything else."""
 
 # csrc/torch/cross_entropy.cpp
 

@@ -25,6 +25,10 @@ class lean:  # noqa: N801  a context, named as torch.no_grad is
     group norm and ``batch_norm_act``; sums (``a + b``) of two such results and what is made of such a sum; views of all
     these. At most three operators run one after the other: what would take more is kept.
 
+    What is joined again: concatenations (``torch.cat``) of such results and of tensors that autograd keeps anyway, for
+    others: each result of a DenseNet's layers is kept once, not once for each layer behind it. At most a fourth of one is
+    copied. The last one that was made again stays until the next is, for other consumers.
+
     What is packed: results of memkit's ``relu``, ``relu6`` and ``relu_squared`` and of its dropout behind them or with
     ``p >= 0.5``, on the CPU, with 2**20 elements in rows of 2,048 at least. Where half of one is zero, the other half and a
     bit an element are kept, 2.1 bytes an element instead of 4 in float32; where one in twenty is not, 0.3. On CUDA how

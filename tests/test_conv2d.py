@@ -142,4 +142,5 @@ def test_swap_in_lean() -> None:
     memkit.swap(model, sample=x, ops=[], lean="call")
     assert type(model[0].a) is nn.Conv2d
     memkit.unswap(model)
-    assert type(model) is nn.Sequential and type(model[0]) is Twice
+    assert type(model) is nn.Sequential
+    assert type(model[0]) is Twice

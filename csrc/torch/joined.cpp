@@ -26,8 +26,8 @@ using torch::autograd::generated::CatBackward0;
 
 // Smaller ones are not worth the time.
 constexpr int64_t kLeastBytes = 1 << 14, kLeastPart = kLeastBytes / 16;
-// Of a concatenation, at most this share is copied.
-constexpr int64_t kCopiedShare = 2;
+// At most a fourth of a concatenation is copied: to copy and to make it again takes time.
+constexpr int64_t kCopied = 4;
 
 // A result in the graph. Nodes come and go at the same address, but not with the same number of one thread.
 using Place = std::tuple<const Node*, uint64_t, uint64_t, uint32_t>;
@@ -132,9 +132,20 @@ Tensor Part::made_again() const {
 }
 
 Tensor Joined::made_again() const {
+  static std::mutex one_at_a_time;
+  static auto* const last = new std::weak_ptr<Tensor>;  // of another, which may go with the GIL alone
+  {
+    const std::lock_guard<std::mutex> lock(one_at_a_time);
+    if (held->defined()) return *held;
+  }
   std::vector<Tensor> tensors;
   for (const Part& part : parts) tensors.push_back(part.made_again());
-  return at::cat(tensors, dim);
+  Tensor made = at::cat(tensors, dim);
+  const std::lock_guard<std::mutex> lock(one_at_a_time);
+  if (const auto other = last->lock()) other->reset();
+  *held = made;
+  *last = held;
+  return made;
 }
 
 std::shared_ptr<const Joined> joined_of(const Tensor& x, const Keep& keep) {
@@ -148,7 +159,7 @@ std::shared_ptr<const Joined> joined_of(const Tensor& x, const Keep& keep) {
   const int64_t dim = at::maybe_wrap_dim(cat->dim, x.dim());
   const std::vector<int64_t> starts = starts_of(*cat, dim, x);
   if (starts.empty()) return nullptr;
-  auto joined = std::make_shared<Joined>(Joined{{}, dim});
+  auto joined = std::make_shared<Joined>(dim);
   int64_t copied = 0;
   for (size_t i = 0; i + 1 < starts.size(); ++i) {
     auto part = rebuilt(cat->next_edge(i), x);
@@ -156,7 +167,7 @@ std::shared_ptr<const Joined> joined_of(const Tensor& x, const Keep& keep) {
     if (!part) copied += starts[i + 1] - starts[i];
     joined->parts.push_back(part.value_or(Part{}));
   }
-  if (copied * kCopiedShare > starts.back()) return nullptr;
+  if (copied * kCopied > starts.back()) return nullptr;
   for (size_t i = 0; i + 1 < starts.size(); ++i) {
     Part& part = joined->parts[i];
     if (part.node || part.kept) continue;

@@ -39,10 +39,14 @@ struct Part {
 };
 
 struct Joined {
+  explicit Joined(int64_t dim) : dim(dim) {}
+
+  // The last one of all that was made stays until the next is, as several consumers ask for it one after the other.
   at::Tensor made_again() const;
 
   std::vector<Part> parts;
   int64_t dim;
+  std::shared_ptr<at::Tensor> held = std::make_shared<at::Tensor>();
 };
 
 using Keep = std::function<std::shared_ptr<const Original>(const at::Tensor&)>;

@@ -92,7 +92,6 @@ std::optional<Concatenation> concatenation_of(const Tensor& x, const Keep& keep)
   if (made._version() != 0) return std::nullopt;
   auto joined = joined_of(made, keep);
   if (!joined) return std::nullopt;
-  packed_recipe = true;
   return Concatenation{std::move(joined), made.strides().vec(), View(x)};
 }
 

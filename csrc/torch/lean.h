@@ -1,5 +1,5 @@
-// memkit.lean(): saved tensors that are results of memkit's cheap operators are dropped and computed again in backward;
-// of those that are mostly zeros and have to be kept, the rest is.
+// memkit.lean(): saved tensors that are results of memkit's cheap operators are dropped and computed again in backward,
+// concatenations joined again; of those that are mostly zeros and have to be kept, the rest is.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -10,7 +10,9 @@ namespace memkit {
 //   recipe(tensor) -> capsule | None    how to make the tensor again; None where it has to be kept
 //   nonzeros(tensor) -> (capsule, values, bits) | None    the part of it that is not zero; None where that is most of it
 //   spread(capsule, values, bits) -> Tensor               what it came from
-//   pack(tensor) -> capsule             the recipe, its nonzero elements, or the tensor
+//   keep(tensor, keep, give_back) -> capsule              what the hooks around make of it
+//   concatenation(tensor, keep, give_back) -> capsule | None    its parts, where most are kept anyway
+//   pack(tensor) -> capsule             the recipe, its parts, its nonzero elements, or the tensor
 //   unpack(capsule) -> Tensor | None    what any of these came from; None for anything else
 void bind_lean(pybind11::module_& m);
 

@@ -1,0 +1,245 @@
+"""`lean()` drops concatenations whose parts are kept by others, or can be made again."""
+
+import gc
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import memkit
+from memkit.memory import measure
+
+pytestmark = pytest.mark.usefixtures("repeatable")
+
+ROWS, WIDTH = 64, 256
+
+
+class Dense(nn.Module):
+    """Each layer is given what all before it gave."""
+
+    def __init__(self, layers: int = 6, growth: int = 32):
+        super().__init__()
+        widths = [WIDTH + growth * i for i in range(layers)]
+        self.layers = nn.ModuleList(nn.Linear(width, growth) for width in widths)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = [x * 1.0]
+        for layer in self.layers:
+            found.append(layer(torch.cat(found, -1)))
+        return torch.cat(found, 1)
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other, self.last = nn.Linear(WIDTH, 128), nn.Linear(WIDTH, 64), nn.Linear(192, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = memkit.functional.gelu(self.one(x)), memkit.functional.silu(self.other(x))
+        return self.last(torch.cat(parts, -1))
+
+
+def given(*shape: int, **options) -> Tensor:
+    return torch.randn(*(shape or (ROWS, WIDTH)), **options).requires_grad_()
+
+
+def gradients(model: nn.Module, x: Tensor, *, lean: bool) -> list[Tensor]:
+    leaves = [x, *model.parameters()]
+    with memkit.lean() if lean else torch.enable_grad():
+        loss = model(x).square().sum()
+    return [loss.detach(), *torch.autograd.grad(loss, leaves)]
+
+
+def same(ours, theirs) -> None:
+    for mine, other in zip(ours, theirs, strict=True):
+        assert torch.equal(mine, other)
+
+
+def saved(model: nn.Module, x: Tensor) -> int:
+    def forward() -> Tensor:
+        with memkit.lean():
+            return model(x)
+
+    return measure(forward).saved
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", [Dense, Branches])
+def test_gradients_to_the_bit(kind, dtype):
+    model, x = kind().to(dtype), given(dtype=dtype)
+    same(gradients(model, x, lean=True), gradients(model, x, lean=False))
+
+
+def test_each_result_is_kept_once():
+    model, x = Dense(), given()
+    width = WIDTH + 6 * 32
+    stock = measure(lambda: model(x)).saved
+    # The first result and one more lie in a concatenation that is kept: what is new in it is more than a fourth at first.
+    assert saved(model, x) <= 4 * ROWS * width + 4096
+    assert stock >= 4 * ROWS * sum(WIDTH + 32 * i for i in range(6))
+
+
+def test_branches_are_made_again():
+    model, x = Branches(), given()
+    assert saved(model, x) <= 4 * ROWS * (128 + 64) + 4096  # what gelu and silu are given
+
+
+def test_one_that_is_mostly_new_is_kept():
+    class Joined(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(torch.cat((x[:, :128] * 2, x[:, 128:] * 3), -1))
+
+    model, x = Joined(WIDTH, 8), given()
+    assert saved(model, x) == measure(lambda: model(x)).saved
+    same(gradients(model, x, lean=True), gradients(model, x, lean=False))
+
+
+def test_parts_without_gradient_other_dims_and_dtypes():
+    class Joined(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.next = nn.Conv2d(8, 24, 3, padding=1), nn.Conv2d(32, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            act = memkit.functional.silu(self.conv(x))
+            return self.next(torch.cat((act, torch.ones_like(x), torch.empty(0)), -3))
+
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        model = Joined().to(memory_format=memory_format)
+        x = torch.randn(2, 8, 16, 16).to(memory_format=memory_format).requires_grad_()
+        same(gradients(model, x, lean=True), gradients(model, x, lean=False))
+
+    class Promoted(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            halves = memkit.functional.silu(x[:, :200].bfloat16())
+            return torch.cat((halves, memkit.functional.silu(x[:, 200:])), 1).square()
+
+    x = given()
+    same(gradients(Promoted(), x, lean=True), gradients(Promoted(), x, lean=False))
+
+
+def test_a_view_of_one():
+    class Split(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            joined = torch.cat((memkit.functional.silu(x), memkit.functional.gelu(x)), -1)
+            first, second = joined.view(2, -1, 2 * WIDTH).transpose(0, 1).chunk(2, -1)
+            return first.square() * second.exp()
+
+    x = given()
+    same(gradients(Split(), x, lean=True), gradients(Split(), x, lean=False))
+
+
+@pytest.mark.parametrize("which", ["part", "joined"])
+def test_what_changes_in_place_afterwards(which):
+    """What was kept is what it was before."""
+
+    def loss(x: Tensor, change: bool = True) -> Tensor:
+        part = memkit.functional.silu(x)
+        joined = torch.cat((part, memkit.functional.gelu(x)), -1)
+        squares = joined.square().sum()
+        if change:
+            (part if which == "part" else joined).mul_(2)
+        return squares
+
+    x = given()
+    with memkit.lean():
+        ours = loss(x)
+    same(torch.autograd.grad(ours, x), torch.autograd.grad(loss(x, change=False), x))
+
+
+def test_a_part_changed_between_being_kept_and_joined():
+    def loss(x: Tensor) -> Tensor:
+        part = x * 1.0
+        squares = part.square()  # keeps it
+        with torch.no_grad():
+            part.mul_(2)
+        return torch.cat((part, part), -1).square().sum() + 0 * squares.detach().sum()
+
+    x = given()
+    with memkit.lean():
+        ours = loss(x)
+    same(torch.autograd.grad(ours, x), torch.autograd.grad(loss(x), x))
+
+
+def test_backward_twice_and_higher_derivatives():
+    model, x = Dense().double(), given(dtype=torch.float64)
+
+    def second(lean: bool) -> list[Tensor]:
+        with memkit.lean() if lean else torch.enable_grad():
+            loss = model(x).pow(3).mean()
+        once = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        return [*once, slope.detach(), *torch.autograd.grad(slope.square().sum(), [x, *model.parameters()])]
+
+    for mine, other in zip(second(True), second(False), strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+def test_hooks_and_checkpoints_around():
+    model, x = Dense(), given()
+    theirs = gradients(model, x, lean=False)
+    with torch.autograd.graph.save_on_cpu():
+        same(gradients(model, x, lean=True), theirs)
+    kept = []
+
+    def keep(tensor: Tensor) -> int:
+        kept.append(tensor.detach().clone())
+        return len(kept) - 1
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, kept.__getitem__):
+        same(gradients(model, x, lean=True), theirs)
+    inside = nn.Module()
+    inside.forward = lambda x: checkpoint(model, x, use_reentrant=False)
+    inside.parameters = model.parameters
+    same(gradients(inside, x, lean=True), theirs)
+
+    def call(x: Tensor) -> Tensor:
+        with memkit.lean():
+            return model(x)
+
+    inside.forward = lambda x: checkpoint(call, x, use_reentrant=False)
+    same(gradients(inside, x, lean=False), theirs)
+
+
+def test_nothing_is_held_afterwards():
+    model, x = Dense(), given()
+
+    def steps() -> None:
+        for _ in range(50):
+            gradients(model, x, lean=True)
+        gc.collect()
+
+    steps()
+    assert measure(steps).live == 0
+
+
+def test_graph_that_is_dropped():
+    """Without a backward, parts go with it."""
+    model, x = Dense(), given()
+
+    def forward() -> None:
+        with memkit.lean():
+            model(x)
+
+    assert measure(forward).live == 0
+
+
+def test_from_several_threads():
+    model, failures = Dense(), []
+
+    def work() -> None:
+        try:
+            x = given()
+            for _ in range(20):
+                same(gradients(model, x, lean=True), gradients(model, x, lean=False))
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
