@@ -108,8 +108,7 @@ std::optional<Part> kept_by_others(const Edge& edge) {
   if (!has_place(edge)) return std::nullopt;
   const auto slice = in_graphs<Slice>().get(place_of(*edge.function, edge.input_nr));
   auto kept = slice ? slice->kept.lock() : nullptr;
-  if (!kept || !kept->is_unchanged())
-    return std::nullopt;
+  if (!kept || !kept->is_unchanged()) return std::nullopt;
   return Part{nullptr, std::move(kept), slice->dim, slice->start, slice->length};
 }
 
@@ -120,9 +119,10 @@ Tensor Original::unpack() const {
     const pybind11::gil_scoped_acquire gil;
     return give_back(packed).cast<Tensor>();
   }
-  TORCH_CHECK(is_unchanged(),
-              "one of the variables needed for gradient computation has been modified by an inplace operation: expected ",
-              describe(value), " at version ", version, ", got version ", counter.current_version());
+  TORCH_CHECK(
+      is_unchanged(),
+      "one of the variables needed for gradient computation has been modified by an inplace operation: expected ",
+      describe(value), " at version ", version, ", got version ", counter.current_version());
   return value;
 }
 
@@ -190,7 +190,7 @@ void note_kept(const Tensor& x, const std::shared_ptr<const Original>& kept) {
     const Edge& edge = cat->next_edge(i);
     if (has_place(edge) && !kept_by_others(edge))
       in_graphs<Slice>().put(place_of(*edge.function, edge.input_nr),
-                            Slice{kept, dim, starts[i], starts[i + 1] - starts[i]});
+                             Slice{kept, dim, starts[i], starts[i + 1] - starts[i]});
   }
 }
 

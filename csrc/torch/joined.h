@@ -33,7 +33,7 @@ struct Original {
 struct Part {
   at::Tensor made_again() const;
 
-  NodePtr node;                      // makes it again, or
+  NodePtr node;                          // makes it again, or
   std::shared_ptr<const Original> kept;  // holds it: as a whole, or between these places of a dimension
   int64_t dim = -1, start = 0, length = 0;
 };

@@ -72,9 +72,7 @@ bool has_producer(const Tensor& x) {
 }
 
 // The tensor in the graph, where hooks are given a node's result without it.
-const Tensor& result_of(const Tensor& x) {
-  return saved_result && saved_result->is_alias_of(x) ? *saved_result : x;
-}
+const Tensor& result_of(const Tensor& x) { return saved_result && saved_result->is_alias_of(x) ? *saved_result : x; }
 
 std::optional<Recipe> recipe_of(const Tensor& x) {
   if (!has_producer(x)) return std::nullopt;
@@ -227,9 +225,7 @@ PyObject* keep(PyObject*, PyObject* const* args, Py_ssize_t count) {
 PyObject* concatenation(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(count == 3, "concatenation: expected a tensor and the hooks around, got ", count, " arguments");
-  const auto keep = [&](const Tensor& part) {
-    return kept_around(pybind11::cast(part).ptr(), args[1], args[2]);
-  };
+  const auto keep = [&](const Tensor& part) { return kept_around(pybind11::cast(part).ptr(), args[1], args[2]); };
   if (auto found = concatenation_of(tensor_of(args[0], "concatenation"), keep)) return in_capsule(std::move(*found));
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
