@@ -207,6 +207,11 @@ def batch_norm_act(
 ) -> Tensor | None:
     """None also where something does not fit, which Python refuses."""
 
+# csrc/torch/scale_shift.cpp
+
+def scale_shift(first: Tensor, second: Tensor, shift: Tensor | None) -> Tensor | None:
+    """first * second + shift, where one factor and the shift have few elements."""
+
 # csrc/torch/lean.cpp
 
 def recipe(tensor: Tensor) -> object | None:

@@ -21,6 +21,7 @@ c10::ArrayRef<double> default_params(std::string_view act);
 void bind_consumer(pybind11::module_& m);
 void bind_dropout(pybind11::module_& m);
 void bind_glu(pybind11::module_& m);
+void bind_scale_shift(pybind11::module_& m);
 void bind_pooling(pybind11::module_& m);
 void bind_rotary(pybind11::module_& m);
 void bind_softmax(pybind11::module_& m);

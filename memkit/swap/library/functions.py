@@ -26,7 +26,8 @@ from ...functional._activation import _PARAMETERS
 from ..layers import serves
 from ..recipes import FUNCTIONS
 from .activations import computes
-from .twin import Instead, Twin, is_tracing, undecorated, with_names
+from .modulated import modulates, with_modulation
+from .twin import Instead, Twin, is_tracing, undecorated
 
 KEEP_RESULT = {"relu", "sigmoid", "tanh"}
 """Of which stock keeps the result, as what follows does."""
@@ -50,12 +51,14 @@ class Functions(Twin, kind="functions"):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         forward: Any = type(self)._stock_forward
         if is_lean() and torch.is_grad_enabled() and not is_tracing():
-            forward = with_names(forward, **_ours(forward))
+            forward = with_modulation(forward, **_ours(forward))
         return forward(self, *args, **kwargs)
 
 
 def calls_activations(cls: type[nn.Module], names: frozenset[str]) -> bool:
-    """Whether its forward calls such functions, all of these names."""
+    """Whether its forward calls such functions, all of these names, or scales and shifts what a norm gave."""
+    if {"layer_norm", "rms_norm"} <= names and modulates(cls.forward):
+        return True
     called = {} if cls.__module__.startswith(("torch.", "memkit.")) else _activations(cls.forward)
     return bool(called) and {"gelu" if op == "gelu_tanh" else op for op in called.values()} <= names
 

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from functools import update_wrapper, wraps
 from threading import RLock, get_ident
-from types import CellType, FunctionType, ModuleType
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, ClassVar, cast
 
 import torch
@@ -151,17 +151,18 @@ def undecorated(forward: Any) -> Any:
     return forward
 
 
-def with_names(forward: Any, **names: Any) -> Callable[..., Any]:
-    """The same code over a copy of its module's names, of which some stand for other things; made for each call, as the rest
-    may be patched. Decorators stay around it."""
+def with_names(forward: Any, code: CodeType | None = None, **names: Any) -> Callable[..., Any]:
+    """The same code, or that, over a copy of its module's names, of which some stand for other things; made for each call, as
+    the rest may be patched. Decorators stay around it."""
     known, cells = forward.__globals__, forward.__closure__
     if (inner := _wrapped(forward)) is None:
         known.setdefault("__warningregistry__", {})  # shared, or a warning would be shown in each call
         known = {**known, **names}
     else:
-        ours = CellType(with_names(inner, **names))
+        ours = CellType(with_names(inner, code, **names))
         cells = tuple(ours if _holds(cell, inner) else cell for cell in cells)
-    made = FunctionType(forward.__code__, known, forward.__name__, forward.__defaults__, cells)
+        code = None
+    made = FunctionType(code or forward.__code__, known, forward.__name__, forward.__defaults__, cells)
     made.__kwdefaults__ = forward.__kwdefaults__
     return made
 

@@ -1,0 +1,92 @@
+"""The source of functions, where it is what they were compiled of, and code compiled of a changed one."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+from collections.abc import Callable, Iterator
+
+from types import CodeType
+from typing import Any
+
+COMPARED = (
+    *("co_code", "co_names", "co_varnames", "co_freevars", "co_cellvars"),
+    *("co_argcount", "co_posonlyargcount", "co_kwonlyargcount", "co_flags"),
+)
+
+
+def changed(code: CodeType, change: Callable[[ast.FunctionDef], bool]) -> CodeType | None:
+    """The code of a function as `change` leaves its syntax tree, at the lines of the original; nothing where that returns
+    False, or the source cannot be read or is not the function's."""
+    source = "".join(linecache.getlines(code.co_filename))
+    found = _definition(source, code)
+    if found is None or (original := _compiled(found[0], code)) is None or not _is_same(original, code):
+        return None
+    module, function = found
+    return _compiled(module, code) if change(function) else None
+
+
+def _definition(source: str, code: CodeType) -> tuple[ast.Module, ast.FunctionDef] | None:
+    """Of its file what is compiled with it: imports, which decide how methods are called, and what it stands in."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return None
+    imports = [each for each in _of_module(tree.body) if isinstance(each, ast.Import | ast.ImportFrom)]
+    for top in tree.body:
+        for node in ast.walk(top):
+            if isinstance(node, ast.FunctionDef) and node.name == code.co_name and _first(node) == code.co_firstlineno:
+                body = imports if any(top is each for each in imports) else [*imports, top]
+                return ast.Module(body, []), node
+    return None
+
+
+def _of_module(statements: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """All that are run by the module itself."""
+    for each in statements:
+        yield each
+        if not isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            for name in ("body", "orelse", "finalbody"):
+                yield from _of_module(getattr(each, name, []))
+            for handler in getattr(each, "handlers", []):
+                yield from _of_module(handler.body)
+
+
+def _first(function: ast.FunctionDef) -> int:
+    return min((each.lineno for each in function.decorator_list), default=function.lineno)
+
+
+def _compiled(module: ast.Module, like: CodeType) -> CodeType | None:
+    ast.fix_missing_locations(module)
+    try:
+        made: Any = compile(module, like.co_filename, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError):
+        return None
+    alike = (
+        each
+        for each in _inside(made)
+        if each.co_name == like.co_name and each.co_firstlineno == like.co_firstlineno
+    )
+    return next(alike, None)
+
+
+def _inside(code: CodeType) -> Iterator[CodeType]:
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield each
+            yield from _inside(each)
+
+
+def _is_same(one: CodeType, other: CodeType) -> bool:
+    """Whether both do the same."""
+    return (
+        all(getattr(one, name) == getattr(other, name) for name in COMPARED)
+        and len(one.co_consts) == len(other.co_consts)
+        and all(map(_is_same_constant, one.co_consts, other.co_consts))
+    )
+
+
+def _is_same_constant(one: Any, other: Any) -> bool:
+    if isinstance(one, CodeType) and isinstance(other, CodeType):
+        return _is_same(one, other)
+    return type(one) is type(other) and bool(one == other)
