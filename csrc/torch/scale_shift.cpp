@@ -73,8 +73,10 @@ bool is_small(const Tensor& part, const Tensor& x) {
 OptionalTensor scale_shift(const Tensor& first, const Tensor& second, const OptionalTensor& shift) {
   const bool swapped = first.numel() < second.numel();
   const Tensor &x = swapped ? second : first, &scale = swapped ? first : second;
-  const bool served = x.layout() == at::kStrided && x.is_floating_point() && is_unseen(x) && !needs_stock(x, scale, shift);
-  if (!served || !is_small(scale, x) || (shift && !is_small(*shift, x)) || !autograd::compute_requires_grad(x, scale, shift))
+  const bool served =
+      x.layout() == at::kStrided && x.is_floating_point() && is_unseen(x) && !needs_stock(x, scale, shift);
+  if (!served || !is_small(scale, x) || (shift && !is_small(*shift, x)) ||
+      !autograd::compute_requires_grad(x, scale, shift))
     return std::nullopt;
   Tensor out;
   {

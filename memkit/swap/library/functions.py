@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import builtins
-import dis
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -27,6 +26,7 @@ from ..layers import serves
 from ..recipes import FUNCTIONS
 from .activations import computes
 from .modulated import modulates, with_modulation
+from .source import global_names
 from .twin import Instead, Twin, is_tracing, undecorated
 
 KEEP_RESULT = {"relu", "sigmoid", "tanh"}
@@ -41,7 +41,6 @@ WRITTEN_OUT = {
     "swish": "silu",
 }
 """Names of libraries' own functions, and which activation each is where values and slopes agree."""
-SEES_GLOBALS = {"globals", "eval", "exec"}
 
 _checked: dict[tuple[FunctionType, Any], bool] = {}
 """By the function and the numbers of its module that it reads."""
@@ -102,7 +101,7 @@ class _Use(NamedTuple):
 @cache
 def _uses(code: CodeType) -> tuple[_Use, ...]:
     """What its source says of its module's names; nothing where it cannot be read, or may look at them in other ways."""
-    names = _names(code)
+    names = global_names(code)
     if names is None:
         return ()
     try:
@@ -133,22 +132,6 @@ def _path(node: ast.AST) -> tuple[str, ...] | None:
     return (node.id,) if isinstance(node, ast.Name) else None
 
 
-@cache
-def _names(code: CodeType) -> frozenset[str] | None:
-    """Of its module and of builtins, that it reads; None where it changes one, or may see them in other ways."""
-    names = set()
-    for each in dis.get_instructions(code):
-        if each.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
-            return None
-        if each.opname == "LOAD_GLOBAL":
-            names.add(each.argval)
-    for inner in (_names(each) for each in code.co_consts if isinstance(each, CodeType)):
-        if inner is None:
-            return None
-        names |= inner
-    return None if names & SEES_GLOBALS else frozenset(names)
-
-
 def _activation(name: str, held: Any) -> str | None:
     """Which activation a function is."""
     if type(held) not in (FunctionType, BuiltinFunctionType):
@@ -159,7 +142,7 @@ def _activation(name: str, held: Any) -> str | None:
     if op is None or type(held) is not FunctionType:
         return None
     known = {**vars(builtins), **held.__globals__}
-    reads = {name: known.get(name) for name in _names(held.__code__) or ()}
+    reads = {name: known.get(name) for name in global_names(held.__code__) or ()}
     seen = (held, tuple((name, each) for name, each in reads.items() if type(each) in (int, float)))
     if seen not in _checked:
         _checked[seen] = _is_alone(held, reads.values()) and computes(held, op) and _is_elementwise(held)
@@ -170,7 +153,7 @@ def _is_alone(function: FunctionType, reads: Iterable[Any]) -> bool:
     """Whether what it computes depends on what it is given alone, and on what it reads of its module."""
     fixed = (BuiltinFunctionType, int, float)
     return (
-        _names(function.__code__) is not None
+        global_names(function.__code__) is not None
         and not function.__closure__
         and all(
             type(each) in fixed or any(each is module for module in (*_STAND_INS, math)) for each in reads

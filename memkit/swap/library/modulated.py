@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from ... import _C
-from .source import changed
+from .source import changed, global_names
 from .twin import undecorated, with_names
 
 NAME = "_memkit_scale_shift"
@@ -33,15 +33,19 @@ def with_modulation(forward: Any, **names: Any) -> Any:
     codes = _codes(forward)
     for name, code in codes.items():
         if name:
-            names[name] = with_names(undecorated(forward).__globals__[name], code=code, **{NAME: scale_shift})
+            names[name] = with_names(undecorated(forward).__globals__[name], code, **{NAME: scale_shift})
     if codes:
         names[NAME] = scale_shift
-    return with_names(forward, code=codes.get(""), **names) if names else forward
+    return with_names(forward, codes.get(""), **names) if names else forward
 
 
 def scale_shift(first: Any, second: Any, shift: Any = None) -> Any:
     """first * second + shift."""
-    if isinstance(first, Tensor) and isinstance(second, Tensor) and (shift is None or isinstance(shift, Tensor)):
+    if (
+        isinstance(first, Tensor)
+        and isinstance(second, Tensor)
+        and (shift is None or isinstance(shift, Tensor))
+    ):
         out = _C.scale_shift(first, second, shift)
         if out is not None:
             return out
@@ -52,23 +56,18 @@ def scale_shift(first: Any, second: Any, shift: Any = None) -> Any:
 def _codes(forward: Any) -> dict[str, CodeType]:
     """Changed code of the function under "", and of functions that it calls by the names of its module."""
     forward = undecorated(forward)
-    if not _is_of_a_library(forward):
+    if not _is_of_a_library(forward) or not _may_move(forward.__code__):
         return {}
     found = {"": _changed(forward.__code__)}
-    for name in _reads(forward.__code__):
-        if _is_of_a_library(held := forward.__globals__.get(name)):
+    for name in global_names(forward.__code__) or ():
+        held = forward.__globals__.get(name)
+        if _is_of_a_library(held) and _may_move(held.__code__) and not hasattr(held, "__wrapped__"):
             found[name] = _changed(held.__code__)
     return {name: code for name, code in found.items() if code is not None}
 
 
 def _is_of_a_library(function: Any) -> bool:
     return type(function) is FunctionType and not str(function.__module__).startswith(("torch.", "memkit."))
-
-
-@cache
-def _reads(code: CodeType) -> frozenset[str]:
-    """Names of its module."""
-    return frozenset(each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL")
 
 
 @cache
@@ -80,6 +79,11 @@ def _changed(code: CodeType) -> CodeType | None:
         return rewriting.found
 
     return changed(code, change) if _may_modulate(code) else None
+
+
+def _may_move(code: CodeType) -> bool:
+    """Whether it may run over a copy of its module's names; a compiler would take that for another function in each call."""
+    return global_names(code) is not None and "compile" not in code.co_names
 
 
 NEAR = 12
@@ -105,7 +109,7 @@ class _Rewriting(ast.NodeTransformer):
     def __init__(self) -> None:
         self.found = False
 
-    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:  # noqa: N802  ast's name
+    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
         product, shift = node, []
         if isinstance(node.op, ast.Add) and isinstance(node.left, ast.BinOp) and _is_read_only(node.right):
             product, shift = node.left, [node.right]
@@ -118,10 +122,10 @@ class _Rewriting(ast.NodeTransformer):
             ast.copy_location(each, node)
         return call
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:  # noqa: N802  one inside, left as it is
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
         return node
 
-    def visit_Lambda(self, node: ast.Lambda) -> ast.Lambda:  # noqa: N802
+    def visit_Lambda(self, node: ast.Lambda) -> ast.Lambda:
         return node
 
 
@@ -139,7 +143,9 @@ def _is_factor(node: ast.expr, in_any_order: bool) -> bool:
     if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)):
         return False
     sides = ((node.left, node.right), (node.right, node.left))[: 1 + in_any_order]
-    return any(isinstance(one, ast.Constant) and _is_one(one.value) and _is_read_only(scale) for one, scale in sides)
+    return any(
+        isinstance(one, ast.Constant) and _is_one(one.value) and _is_read_only(scale) for one, scale in sides
+    )
 
 
 def _is_read_only(node: ast.expr) -> bool:
@@ -153,7 +159,9 @@ def _viewed(node: ast.expr) -> ast.expr | None:
     if isinstance(node, ast.Subscript):
         return node.value if all(isinstance(each, _CONSTANT) for each in ast.walk(node.slice)) else None
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _VIEWS:
-        constant = not node.keywords and all(isinstance(each, _CONSTANT) for arg in node.args for each in ast.walk(arg))
+        constant = not node.keywords and all(
+            isinstance(each, _CONSTANT) for arg in node.args for each in ast.walk(arg)
+        )
         return node.func.value if constant else None
     return None
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import dis
 import linecache
 from collections.abc import Callable, Iterator
-
+from functools import cache
 from types import CodeType
 from typing import Any
 
@@ -13,6 +14,23 @@ COMPARED = (
     *("co_code", "co_names", "co_varnames", "co_freevars", "co_cellvars"),
     *("co_argcount", "co_posonlyargcount", "co_kwonlyargcount", "co_flags"),
 )
+SEES_GLOBALS = {"globals", "eval", "exec"}
+
+
+@cache
+def global_names(code: CodeType) -> frozenset[str] | None:
+    """Of its module and of builtins, that it reads; None where it changes one, or may see them in other ways."""
+    names = set()
+    for each in dis.get_instructions(code):
+        if each.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
+            return None
+        if each.opname == "LOAD_GLOBAL":
+            names.add(each.argval)
+    for inner in (global_names(each) for each in code.co_consts if isinstance(each, CodeType)):
+        if inner is None:
+            return None
+        names |= inner
+    return None if names & SEES_GLOBALS else frozenset(names)
 
 
 def changed(code: CodeType, change: Callable[[ast.FunctionDef], bool]) -> CodeType | None:
@@ -32,10 +50,16 @@ def _definition(source: str, code: CodeType) -> tuple[ast.Module, ast.FunctionDe
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
         return None
-    imports = [each for each in _of_module(tree.body) if isinstance(each, ast.Import | ast.ImportFrom)]
+    imports: list[ast.stmt] = [
+        each for each in _of_module(tree.body) if isinstance(each, ast.Import | ast.ImportFrom)
+    ]
     for top in tree.body:
         for node in ast.walk(top):
-            if isinstance(node, ast.FunctionDef) and node.name == code.co_name and _first(node) == code.co_firstlineno:
+            if (
+                isinstance(node, ast.FunctionDef)
+                and node.name == code.co_name
+                and _first(node) == code.co_firstlineno
+            ):
                 body = imports if any(top is each for each in imports) else [*imports, top]
                 return ast.Module(body, []), node
     return None

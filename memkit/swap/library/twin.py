@@ -151,9 +151,9 @@ def undecorated(forward: Any) -> Any:
     return forward
 
 
-def with_names(forward: Any, code: CodeType | None = None, **names: Any) -> Callable[..., Any]:
-    """The same code, or that, over a copy of its module's names, of which some stand for other things; made for each call, as
-    the rest may be patched. Decorators stay around it."""
+def with_names(forward: Any, code: CodeType | None = None, /, **names: Any) -> Callable[..., Any]:
+    """The same code, or that, over a copy of its module's names, of which some stand for other things; made for each call,
+    as the rest may be patched. Decorators stay around it."""
     known, cells = forward.__globals__, forward.__closure__
     if (inner := _wrapped(forward)) is None:
         known.setdefault("__warningregistry__", {})  # shared, or a warning would be shown in each call
