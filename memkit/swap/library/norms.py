@@ -14,6 +14,10 @@ from ..._hooks import only_read
 from ..layers import Norm, row_shape
 from .twin import Twin, numbers
 
+GAINS = "gamma", "g"
+"""What libraries call a norm's weight besides."""
+LEAST_LENGTH = 1e-12
+"""Of torch.nn.functional.normalize."""
 WIDTH = 16
 """Of the numbers that a norm without a weight is tried on."""
 
@@ -50,6 +54,29 @@ class OffsetRMSNorm(_RMSNorm, kind="rms_norm+1"):
         return _made(1.0 + (weight if input.dtype == torch.float64 else weight.float()), weight)
 
 
+class Normalized(_RMSNorm, kind="normalized"):
+    """sqrt(d) * x / max(|x|, 1e-12) * gamma, as in x-transformers and vit-pytorch, for rows of d numbers."""
+
+    def _stays(self, input: Tensor) -> bool:
+        gain = _held(self, *GAINS)
+        width = _width(self) if gain is None else gain.shape[0]
+        promotes = gain is not None and gain.dtype != input.dtype
+        return promotes or input.dim() == 0 or input.shape[-1] != width or super()._stays(input)
+
+    def _memkit(self, input: Tensor) -> Tensor:
+        width = input.shape[-1]
+        return F.rms_norm(input, (width,), self._gain(input), LEAST_LENGTH**2 / width, save=self.save)
+
+    def _gain(self, input: Tensor) -> Tensor | None:
+        return _held(self, *GAINS)
+
+
+class OffsetNormalized(Normalized, kind="normalized+1"):
+    def _gain(self, input: Tensor) -> Tensor | None:
+        gain = _held(self, *GAINS)
+        return None if gain is None else _made(gain + 1, gain)
+
+
 class LayerNorm(Norm, Twin, kind="layer_norm"):
     """A class like torch.nn.LayerNorm, or of its own as in DeBERTa, without a bias as in Cohere's models, or a weight as in
     OLMo's, that computes the same."""
@@ -69,12 +96,12 @@ class LayerNorm(Norm, Twin, kind="layer_norm"):
         )
 
     def _memkit(self, input: Tensor) -> Tensor:
-        weight, bias = self._gain(), _held(self, "bias")
+        weight, bias = self._gain(), _held(self, "bias", "beta")
         eps = 1e-5 if (own := eps_of(self)) is None else own
         return F.layer_norm(input, row_shape(self, input.shape), weight, bias, eps, save=self.save)
 
     def _gain(self) -> Tensor | None:
-        return _held(self, "weight")
+        return _held(self, "weight", *GAINS)
 
 
 class OffsetLayerNorm(LayerNorm, kind="layer_norm+1"):
@@ -108,6 +135,11 @@ class GroupNorm(Norm, Twin, kind="group_norm"):
         return F.group_norm(input, module.num_groups, module.weight, module.bias, module.eps)
 
 
+def _width(module: Any) -> int:
+    """Of the rows that a norm without a weight multiplies by its square root."""
+    return round(module.scale**2)
+
+
 def _made(weight: Tensor, parameter: Tensor) -> Tensor:
     """What a call computes from a parameter, as the weight of a norm."""
     if weight.is_cuda and not is_compiling():
@@ -115,10 +147,14 @@ def _made(weight: Tensor, parameter: Tensor) -> Tensor:
     return weight
 
 
-def _held(module: nn.Module, name: str) -> Tensor | None:
-    """A parameter, or what else goes by its name; nn.Module's own way to it takes four times as long."""
-    parameter = module._parameters.get(name)
-    return getattr(module, name, None) if parameter is None else parameter
+def _held(module: nn.Module, *names: str) -> Tensor | None:
+    """A parameter of the first of these names that there is, or what else goes by it; nn.Module's own way to it takes four
+    times as long."""
+    for name in names:
+        parameter = module._parameters.get(name)
+        if parameter is not None or (parameter := getattr(module, name, None)) is not None:
+            return parameter
+    return None
 
 
 def _looks_on(module: nn.Module) -> bool:
@@ -136,6 +172,8 @@ def norm_kinds(module: nn.Module) -> tuple[str, ...]:
     rows = rms or cls.__name__.endswith("LayerNorm")
     if not rows or isinstance(module, nn.RMSNorm) or module._modules:
         return ()
+    if any(name in module._parameters for name in GAINS):
+        return _kinds_by_gain(module, rms)
     weight, bias, shape = (getattr(module, name, None) for name in ("weight", "bias", "normalized_shape"))
     if not all(isinstance(each, Tensor | None) for each in (weight, bias)):
         return ()
@@ -144,6 +182,8 @@ def norm_kinds(module: nn.Module) -> tuple[str, ...]:
     held = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
     if weight is None and not held and not module._buffers:
         known = eps_of(module) is not None if rms else shape is not None
+        if rms and not known and isinstance(getattr(module, "scale", None), float):
+            return ("normalized",)
         return ("rms_norm" if rms else "layer_norm",) if known else ()
     if "weight" not in held or any(each.dim() != 1 for each in held.values()) or eps_of(module) is None:
         return ()
@@ -151,6 +191,19 @@ def norm_kinds(module: nn.Module) -> tuple[str, ...]:
         return ("layer_norm",) if not rms and held.keys() == {"weight", "bias"} else ()
     # T5's kin names the one as the other.
     return ("rms_norm", "rms_norm+1") if rms else ("layer_norm", "rms_norm")
+
+
+def _kinds_by_gain(module: nn.Module, rms: bool) -> tuple[str, ...]:
+    """Of one whose weight is called gamma, a layer norm's bias beta."""
+    held = {
+        name: each
+        for name, each in (*module._parameters.items(), *module._buffers.items())
+        if each is not None
+    }
+    allowed = {*GAINS} if rms else {*GAINS, "beta"}
+    if not held.keys() <= allowed or any(each.dim() != 1 for each in held.values()):
+        return ()
+    return ("normalized", "normalized+1") if rms else ("layer_norm",)
 
 
 def _kinds_of_subclass(module: Any) -> tuple[str, ...]:
@@ -169,19 +222,20 @@ def _kinds_of_subclass(module: Any) -> tuple[str, ...]:
 
 
 def norm_probe(module: nn.Module, kind: str) -> tuple[Tensor, ...]:
-    weight: Any = getattr(module, "weight", None)
+    weight: Any = _held(module, "weight", *GAINS)
     if isinstance(module, nn.BatchNorm2d):
         return (numbers((2, module.num_features, 3, 2), weight),)
     if isinstance(module, nn.GroupNorm):
         return (of_two_sizes(numbers((2, module.num_channels, 3, 2), weight)),)
-    row = row_shape(module, (WIDTH,) if weight is None else weight.shape)
+    width = _width(module) if weight is None and kind == "normalized" else WIDTH
+    row = row_shape(module, (width,) if weight is None else weight.shape)
     shape = (2, *row, 3, 2) if kind.endswith("_2d") else (2, 3, *row)
     return (of_two_sizes(numbers(shape, weight)),)
 
 
 def further_probes(module: nn.Module, kind: str) -> tuple[tuple[Tensor, ...], ...]:
     """Of a norm without a weight, which would say of what dtype and width its input is: of others, of more dimensions."""
-    if kind not in ("rms_norm", "layer_norm") or getattr(module, "weight", None) is not None:
+    if kind not in ("rms_norm", "layer_norm") or _held(module, "weight", *GAINS) is not None:
         return ()
     row = row_shape(module, (WIDTH + 8,))
     return tuple(
