@@ -649,3 +649,26 @@ def test_nearness_of_a_twin():
     assert not library._is_as_near(stock.double(), stock, exact, slack)
     assert not library._is_as_near(None, stock, exact, slack)
     assert library._is_as_near(None, None, None, slack)
+
+
+class Adapted(nn.Module):
+    """A layer with an adapter, as peft puts in its place."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.base, self.down, self.up = layer, nn.Linear(layer.in_features, 2), nn.Linear(2, layer.out_features)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize("lean", [False, "call"])
+def test_adapters_put_in_afterwards(lean):
+    """The activation is still memkit's, though nothing is fused with it."""
+    model, x = MLP(QuickGELU()).double(), batch(64, D)
+    swap(model, sample=x, lean=lean)
+    model.fc2 = Adapted(model.fc2).double()
+    stock = copy.deepcopy(model)
+    unswap(stock)
+    assert measure(lambda: model(x)).saved < 0.7 * measure(lambda: stock(x)).saved
+    assert_as_stock(model, x)

@@ -272,13 +272,13 @@ def _next(steps: Sequence[Any], at: int, input: Tensor, dropout: bool) -> tuple[
             return out, after + 1
         if act[0] in ALONE and not p:
             return _apply(act[0], input, tuple(params.values()), False, "auto"), at + 1
-        if p:
-            return _called(step, input), at + 1
-        if linear is not None:
+        if linear is not None and not p:
             return linear(lambda w, b, h: F.act_linear(h, w, b, act[0], **params), input), after + 1
-        if takes(layer, input):
+        if not p and takes(layer, input):
             how = (layer.stride, layer.padding, layer.dilation, layer.groups)
             return F.act_conv2d(input, layer.weight, layer.bias, *how, act=act[0], **params), after + 1
+        if serves(input):  # before a layer that is none of these, as one with an adapter
+            return act_alone(input, *act), at + 1
     return _called(step, input), at + 1
 
 

@@ -137,7 +137,8 @@ class GroupNorm(Norm, Twin, kind="group_norm"):
 
 def _width(module: Any) -> int:
     """Of the rows that a norm without a weight multiplies by its square root."""
-    return round(module.scale**2)
+    width: int = round(module.scale**2)
+    return width
 
 
 def _made(weight: Tensor, parameter: Tensor) -> Tensor:
