@@ -40,7 +40,8 @@ class lean:  # noqa: N801  a context, named as torch.no_grad is
     nothing is saved anyway.
 
     A result that is changed in place afterwards is kept. Under autograd's rules for saved tensors all the same: changing
-    the kept input in place raises in backward.
+    the kept input in place raises in backward, as does changing what a concatenation was made of; and parts of a graph
+    that a backward has freed are gone for what is made again of them.
 
     Example:
         >>> with memkit.lean():
@@ -93,11 +94,14 @@ def _hooks() -> saved_tensors_hooks:
     keep, give_back = outer
     # A checkpoint keeps nothing, and what it computes again need not have as many zeros: other draws of dropout, other
     # rounding. It would refuse another number of them.
-    packs = getattr(keep, "__module__", None) != "torch.utils.checkpoint"
+    around = getattr(keep, "__module__", None)
+    packs = around != "torch.utils.checkpoint"
+    # What concatenations share is asked for more than once, which other hooks may not be made for.
+    asks_again = around in ("torch.autograd.graph", "memkit.memory._saved")
 
     def pack(tensor: Tensor) -> Any:
         recipe = _C.recipe(tensor)
-        if recipe is None and packs:
+        if recipe is None and asks_again:
             recipe = _C.concatenation(tensor, keep, give_back)
         if recipe is not None:
             return recipe
@@ -105,7 +109,7 @@ def _hooks() -> saved_tensors_hooks:
             return keep(tensor)
         nonzeros = _C.nonzeros(tensor)
         if nonzeros is None:
-            return _C.keep(tensor, keep, give_back)
+            return _C.keep(tensor, keep, give_back) if asks_again else keep(tensor)
         frame, values, bits = nonzeros
         return _Nonzeros(frame, keep(values), keep(bits))
 

@@ -219,6 +219,37 @@ class WritesGlobals(WrittenOut):
 counted = 0
 
 
+def count():
+    global counted
+    counted += 1
+
+
+class CountsByFunction(WrittenOut):
+    def forward(self, x):
+        before = counted
+        count()
+        return self.other(F.gelu(self.one(x))) * (counted - before)
+
+
+def test_names_are_those_of_the_module_at_the_time():
+    model = CountsByFunction().double()
+    assert swap(model, lean="call").changed
+    assert_as_stock(model, samples())
+
+
+class Patched(WrittenOut):
+    pass
+
+
+def test_a_class_that_was_patched_since():
+    model = Patched().double()
+    swap(model, lean="call")
+    unswap(model)
+    Patched.forward = lambda self, x: 3 * self.other(F.gelu(self.one(x)))
+    swap(model, lean="call")
+    assert_as_stock(model, samples())
+
+
 class Compiles(WrittenOut):
     def forward(self, x):
         return self.other(torch.compile(lambda x: F.gelu(x), backend="eager", fullgraph=True)(x))

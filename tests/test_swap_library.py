@@ -656,7 +656,11 @@ class Adapted(nn.Module):
 
     def __init__(self, layer):
         super().__init__()
-        self.base, self.down, self.up = layer, nn.Linear(layer.in_features, 2), nn.Linear(2, layer.out_features)
+        self.base, self.down, self.up = (
+            layer,
+            nn.Linear(layer.in_features, 2),
+            nn.Linear(2, layer.out_features),
+        )
 
     def forward(self, x):
         return self.base(x) + self.up(self.down(x))

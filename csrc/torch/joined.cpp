@@ -40,6 +40,7 @@ bool has_place(const Edge& edge) { return edge.is_valid() && edge.function->sequ
 // Where a result lies in a tensor that is kept; as in `Part`.
 struct Slice {
   std::weak_ptr<const Original> kept;
+  bool is_whole = true;  // the result itself, and no copy of it
   int64_t dim = -1, start = 0, length = 0;
 };
 
@@ -104,12 +105,36 @@ std::optional<Part> rebuilt(const Edge& edge, const Tensor& made) {
   return Part{edge.function, nullptr};
 }
 
-std::optional<Part> kept_by_others(const Edge& edge) {
+// Whether what was kept is what was joined: written to by nobody ever, or kept before it was joined and not written to since.
+bool was_joined(const Original& kept, const Node& cat) {
+  const bool before = kept.thread == cat.thread_id() && kept.sequence <= cat.sequence_nr();
+  return kept.is_unchanged() && (kept.version == 0 || before);
+}
+
+// Part number i of x, where a tensor that others keep has it.
+std::optional<Part> kept_by_others(const Edge& edge, const Tensor& x, const Tensor& narrow, const Keeper& keeper) {
   if (!has_place(edge)) return std::nullopt;
   const auto slice = in_graphs<Slice>().get(place_of(*edge.function, edge.input_nr));
   auto kept = slice ? slice->kept.lock() : nullptr;
-  if (!kept || !kept->is_unchanged()) return std::nullopt;
-  return Part{nullptr, std::move(kept), slice->dim, slice->start, slice->length};
+  if (!kept || kept->give_back.ptr() != keeper.give_back.ptr()) return std::nullopt;
+  Part part{nullptr, std::move(kept), slice->dim, slice->start, slice->length};
+  if (slice->is_whole) {
+    if (!was_joined(*part.kept, *x.grad_fn())) return std::nullopt;
+  } else {
+    // Of another concatenation: whether somebody has written to the part in between, nothing but its numbers says. On CUDA
+    // they would have to be waited for.
+    const bool known = x.is_cpu() && part.kept->value.defined() && part.kept->is_unchanged();
+    if (!known || part.kept->nbytes > x.nbytes() || !part.of(part.kept->value).equal(narrow)) return std::nullopt;
+  }
+  return part;
+}
+
+// A part of x, as it is or within x, for other concatenations; not in the place of the part itself.
+void note_slice(const Edge& edge, const Tensor& x, Slice slice) {
+  if (!has_place(edge) || edge.function->input_metadata(edge.input_nr).dtype() != x.dtype()) return;
+  const Place place = place_of(*edge.function, edge.input_nr);
+  const auto known = in_graphs<Slice>().get(place);
+  if (!known || known->kept.expired()) in_graphs<Slice>().put(place, std::move(slice));
 }
 
 }  // namespace
@@ -126,29 +151,30 @@ Tensor Original::unpack() const {
   return value;
 }
 
-Tensor Part::made_again() const {
-  if (node) return rebuild(*node);
-  return dim < 0 ? kept->unpack() : kept->unpack().narrow(dim, start, length);
-}
+Tensor Part::of(const Tensor& original) const { return dim < 0 ? original : original.narrow(dim, start, length); }
 
 Tensor Joined::made_again() const {
   static std::mutex one_at_a_time;
-  static auto* const last = new std::weak_ptr<Tensor>;  // of another, which may go with the GIL alone
+  static auto* const last = new std::weak_ptr<Held>;  // of another, which may go with the GIL alone
   {
     const std::lock_guard<std::mutex> lock(one_at_a_time);
-    if (held->defined()) return *held;
+    if (held_->made.defined() && held_->made._version() == held_->version) return held_->made;
   }
+  std::map<const Original*, Tensor> unpacked;  // each once: hooks may cost
   std::vector<Tensor> tensors;
-  for (const Part& part : parts) tensors.push_back(part.made_again());
+  for (const Part& part : parts) {
+    if (part.kept && !unpacked.count(part.kept.get())) unpacked.emplace(part.kept.get(), part.kept->unpack());
+    tensors.push_back(part.node ? rebuild(*part.node) : part.of(unpacked.at(part.kept.get())));
+  }
   Tensor made = at::cat(tensors, dim);
   const std::lock_guard<std::mutex> lock(one_at_a_time);
-  if (const auto other = last->lock()) other->reset();
-  *held = made;
-  *last = held;
+  if (const auto other = last->lock()) other->made.reset();
+  *held_ = Held{made, made._version()};
+  *last = held_;
   return made;
 }
 
-std::shared_ptr<const Joined> joined_of(const Tensor& x, const Keep& keep) {
+std::shared_ptr<const Joined> joined_of(const Tensor& x, const Keeper& keeper) {
   const auto* cat = cat_of(x);
   if (!cat) return nullptr;
   const Place place = place_of(*cat, x.output_nr());
@@ -161,9 +187,10 @@ std::shared_ptr<const Joined> joined_of(const Tensor& x, const Keep& keep) {
   if (starts.empty()) return nullptr;
   auto joined = std::make_shared<Joined>(dim);
   int64_t copied = 0;
+  const auto narrow = [&](size_t i) { return x.detach().narrow(dim, starts[i], starts[i + 1] - starts[i]); };
   for (size_t i = 0; i + 1 < starts.size(); ++i) {
     auto part = rebuilt(cat->next_edge(i), x);
-    if (!part) part = kept_by_others(cat->next_edge(i));
+    if (!part) part = kept_by_others(cat->next_edge(i), x, narrow(i), keeper);
     if (!part) copied += starts[i + 1] - starts[i];
     joined->parts.push_back(part.value_or(Part{}));
   }
@@ -171,27 +198,27 @@ std::shared_ptr<const Joined> joined_of(const Tensor& x, const Keep& keep) {
   for (size_t i = 0; i + 1 < starts.size(); ++i) {
     Part& part = joined->parts[i];
     if (part.node || part.kept) continue;
-    part.kept = keep(x.detach().narrow(dim, starts[i], starts[i + 1] - starts[i]).clone());
-    if (const Edge& edge = cat->next_edge(i); has_place(edge))
-      in_graphs<Slice>().put(place_of(*edge.function, edge.input_nr), Slice{part.kept});
+    part.kept = keeper.keep(narrow(i).clone());
+    note_slice(cat->next_edge(i), x, Slice{part.kept, false});
   }
   in_graphs<std::weak_ptr<const Joined>>().put(place, joined);
   return joined;
 }
 
+bool is_joined(const Node& node, uint32_t output) {
+  const auto known = in_graphs<std::weak_ptr<const Joined>>().get(place_of(node, output));
+  return known && !known->expired();
+}
+
 void note_kept(const Tensor& x, const std::shared_ptr<const Original>& kept) {
   if (!x.grad_fn() || int64_t(x.nbytes()) < kLeastPart || !is_plain(x)) return;
   in_graphs<Slice>().put(place_of(*x.grad_fn(), x.output_nr()), Slice{kept});
-  const auto* cat = cat_of(x);
+  const auto* cat = x._version() == 0 ? cat_of(x) : nullptr;
   if (!cat) return;
   const int64_t dim = at::maybe_wrap_dim(cat->dim, x.dim());
   const std::vector<int64_t> starts = starts_of(*cat, dim, x);
-  for (size_t i = 0; i + 1 < starts.size(); ++i) {
-    const Edge& edge = cat->next_edge(i);
-    if (has_place(edge) && !kept_by_others(edge))
-      in_graphs<Slice>().put(place_of(*edge.function, edge.input_nr),
-                             Slice{kept, dim, starts[i], starts[i + 1] - starts[i]});
-  }
+  for (size_t i = 0; i + 1 < starts.size(); ++i)
+    note_slice(cat->next_edge(i), x, Slice{kept, false, dim, starts[i], starts[i + 1] - starts[i]});
 }
 
 }  // namespace memkit

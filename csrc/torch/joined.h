@@ -4,7 +4,9 @@
 // their activations: without this each of them is kept twice or more often.
 #pragma once
 
+#include <ATen/SequenceNumber.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/record_function.h>
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
@@ -23,19 +25,22 @@ struct Original {
   at::Tensor unpack() const;
   bool is_unchanged() const { return counter.current_version() == version; }
 
-  at::Tensor value;  // without its graph, or
+  at::Tensor value;  // without its graph; where hooks took it, if they keep it as it is
   pybind11::object packed, give_back;
   c10::VariableVersion counter;
   uint32_t version;
+  size_t nbytes;
+  // Of the first node made after it was kept, and its thread.
+  uint64_t sequence = at::sequence_number::peek(), thread = at::RecordFunction::currentThreadId();
 };
 
 // Something of what is joined.
 struct Part {
-  at::Tensor made_again() const;
-
   NodePtr node;                          // makes it again, or
   std::shared_ptr<const Original> kept;  // holds it: as a whole, or between these places of a dimension
   int64_t dim = -1, start = 0, length = 0;
+
+  at::Tensor of(const at::Tensor& original) const;
 };
 
 struct Joined {
@@ -46,14 +51,27 @@ struct Joined {
 
   std::vector<Part> parts;
   int64_t dim;
-  std::shared_ptr<at::Tensor> held = std::make_shared<at::Tensor>();
+
+ private:
+  struct Held {
+    at::Tensor made;
+    int64_t version = 0;
+  };
+  std::shared_ptr<Held> held_ = std::make_shared<Held>();
 };
 
-using Keep = std::function<std::shared_ptr<const Original>(const at::Tensor&)>;
+// How a copy is kept: as it is, or by the hooks around.
+struct Keeper {
+  std::function<std::shared_ptr<const Original>(const at::Tensor&)> keep;
+  pybind11::handle give_back;
+};
 
 // Where x is a concatenation: what it is made of, if by far the most of that is kept anyway or can be made again; what is
-// neither is copied, and kept by `keep`. nullptr: x has to be kept.
-std::shared_ptr<const Joined> joined_of(const at::Tensor& x, const Keep& keep);
+// neither is copied, and kept by the keeper. nullptr: x has to be kept.
+std::shared_ptr<const Joined> joined_of(const at::Tensor& x, const Keeper& keeper);
+
+// Whether this result of the node has been dropped so.
+bool is_joined(const torch::autograd::Node& node, uint32_t output);
 
 // From now on a concatenation with x may count on this.
 void note_kept(const at::Tensor& x, const std::shared_ptr<const Original>& kept);

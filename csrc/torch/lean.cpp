@@ -84,11 +84,11 @@ std::optional<Recipe> recipe_of(const Tensor& x) {
   return Recipe{node, made.strides().vec(), View(x)};
 }
 
-std::optional<Concatenation> concatenation_of(const Tensor& x, const Keep& keep) {
+std::optional<Concatenation> concatenation_of(const Tensor& x, const Keeper& keeper) {
   if (!has_producer(x)) return std::nullopt;
   const Tensor made = whole(x);
   if (made._version() != 0) return std::nullopt;
-  auto joined = joined_of(made, keep);
+  auto joined = joined_of(made, keeper);
   if (!joined) return std::nullopt;
   return Concatenation{std::move(joined), made.strides().vec(), View(x)};
 }
@@ -188,7 +188,7 @@ Tensor without_graph(const Tensor& x, PyObject* object) {
 }
 
 Original original(const Tensor& x, Tensor value) {
-  return {std::move(value), {}, {}, torch::autograd::impl::version_counter(x), uint32_t(x._version())};
+  return {std::move(value), {}, {}, torch::autograd::impl::version_counter(x), uint32_t(x._version()), x.nbytes()};
 }
 
 PyObject* kept(const Tensor& x, std::shared_ptr<const Original> as) {
@@ -201,7 +201,7 @@ PyObject* pack(PyObject*, PyObject* tensor) {
   const Tensor& x = tensor_of(tensor, "pack");
   if (auto found = recipe_of(x)) return in_capsule(std::move(*found));
   const auto keep = [](const Tensor& part) { return std::make_shared<const Original>(original(part, part)); };
-  if (auto found = concatenation_of(x, keep)) return in_capsule(std::move(*found));
+  if (auto found = concatenation_of(x, {keep, {}})) return in_capsule(std::move(*found));
   if (auto found = sparse_of(x)) return in_capsule(std::move(*found));
   return kept(x, std::make_shared<const Original>(original(x, without_graph(x, tensor))));
   END_HANDLE_TH_ERRORS
@@ -212,6 +212,12 @@ std::shared_ptr<const Original> kept_around(PyObject* tensor, PyObject* keep, Py
   Original made = original(tensor_of(tensor, "keep"), {});
   made.packed = pybind11::handle(keep)(pybind11::handle(tensor));
   made.give_back = pybind11::reinterpret_borrow<pybind11::object>(give_back);
+  // As it is, or that with something else.
+  PyObject* packed = made.packed.ptr();
+  if (PyTuple_Check(packed) && PyTuple_GET_SIZE(packed) > 0) packed = PyTuple_GET_ITEM(packed, 0);
+  if (THPVariable_CheckExact(packed) && THPVariable_Unpack(packed).is_same_size(tensor_of(tensor, "keep")) &&
+      THPVariable_Unpack(packed).is_alias_of(tensor_of(tensor, "keep")))
+    made.value = THPVariable_Unpack(packed).detach();
   return std::make_shared<const Original>(std::move(made));
 }
 
@@ -226,7 +232,8 @@ PyObject* concatenation(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(count == 3, "concatenation: expected a tensor and the hooks around, got ", count, " arguments");
   const auto keep = [&](const Tensor& part) { return kept_around(pybind11::cast(part).ptr(), args[1], args[2]); };
-  if (auto found = concatenation_of(tensor_of(args[0], "concatenation"), keep)) return in_capsule(std::move(*found));
+  if (auto found = concatenation_of(tensor_of(args[0], "concatenation"), {keep, args[2]}))
+    return in_capsule(std::move(*found));
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }

@@ -1,4 +1,4 @@
-// What lean() can compute again: results of memkit's cheap operators, and sums of two of them.
+// What lean() can compute again: results of memkit's cheap operators, sums of two of them, and casts.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,7 +13,7 @@ constexpr int kRebuildDepth = 3;
 // Whether this result of the node can be made again, without more operators than that.
 bool can_rebuild(const torch::autograd::Node& node, uint32_t output);
 
-// How many operators run for it, one after the other. What a concatenation joins is counted as if it had to be made again.
+// How many operators run for it, one after the other.
 int rebuild_depth(const torch::autograd::Node& node);
 
 // Without autograd.

@@ -143,7 +143,7 @@ struct SavedNode : torch::autograd::Node {
   // Which of them, of the first 64; known from the packing, as an unpacking may run a checkpoint, which unpacks others.
   uint64_t recipes_ = 0;
   // From a rebuild to the backward that follows it: hooks may cost, and a checkpoint's allow one unpacking only. Not what
-  // lean() rebuilds, which is made twice rather than kept meanwhile.
+  // lean() rebuilds, which is made twice rather than kept meanwhile, but for concatenations.
   std::vector<at::Tensor> unpacked_;
   uint64_t kept_outputs_ = 0;  // bit k: the k-th result
   int64_t kept_version_ = -1;

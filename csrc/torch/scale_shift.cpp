@@ -10,6 +10,7 @@
 #include "eager.h"
 #include "named_ops.h"
 #include "optional.h"
+#include "rebuild.h"
 #include "saved_node.h"
 #include "transforms.h"
 
@@ -50,7 +51,8 @@ struct ScaleShiftBackward : SavedNode {
     autograd::variable_list found(3);
     if (!grad.defined()) return found;
     if (has_shift && task_should_compute_output(2)) found[2] = at::sum_to(grad, shift_sizes, true);
-    const bool alone = !at::GradMode::is_enabled();
+    // Not where gradients are batched or have tangents, which have no place in x's memory.
+    const bool alone = !at::GradMode::is_enabled() && is_unseen(grad) && !needs_stock(grad);
     if (task_should_compute_output(1)) {
       bool is_own = false;
       const Tensor x = unpack_for_rebuild(0, is_own);
@@ -69,6 +71,12 @@ bool is_small(const Tensor& part, const Tensor& x) {
          4 * part.numel() <= x.numel() && at::is_expandable_to(part.sizes(), x.sizes());
 }
 
+// Where scale has no gradient, stock would not keep x.
+bool is_rebuilt(const Tensor& x) {
+  const auto& node = x.grad_fn();
+  return node && x._version() == 0 && can_rebuild(*node, x.output_nr());
+}
+
 // Of two factors in either order; nothing where the caller does better with stock's operators.
 OptionalTensor scale_shift(const Tensor& first, const Tensor& second, const OptionalTensor& shift) {
   const bool swapped = first.numel() < second.numel();
@@ -76,7 +84,7 @@ OptionalTensor scale_shift(const Tensor& first, const Tensor& second, const Opti
   const bool served =
       x.layout() == at::kStrided && x.is_floating_point() && is_unseen(x) && !needs_stock(x, scale, shift);
   if (!served || !is_small(scale, x) || (shift && !is_small(*shift, x)) ||
-      !autograd::compute_requires_grad(x, scale, shift))
+      !autograd::compute_requires_grad(x, scale, shift) || !(scale.requires_grad() || is_rebuilt(x)))
     return std::nullopt;
   Tensor out;
   {
@@ -90,7 +98,9 @@ OptionalTensor scale_shift(const Tensor& first, const Tensor& second, const Opti
   if (shift) node->shift_sizes = shift->sizes();
   autograd::set_history(out, node);
   node->watch(out);
-  node->save(x), node->save(scale), node->save(shift);
+  node->save(x), node->save(scale);
+  // A copy, as stock does not mind what becomes of the shift.
+  if (shift) node->save(shift->detach().clone());
   return out;
 }
 

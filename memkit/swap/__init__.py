@@ -139,7 +139,8 @@ def unswap(model: nn.Module) -> None:
 def _swap_by_sample(trial: Trial, found: Found, exact: bool, lean: bool | str) -> SwapReport:
     decisions, dtypes, idle = prove(trial, found.sites, found.norms, exact, bool(lean))
     found.in_lean = [(module, twin) for module, twin in found.in_lean if module not in idle]
-    if not any(decision.proof for decision in decisions.values()) and not found.changes_others:
+    changes = any(decision.proof for decision in decisions.values()) or found.changes_others
+    if not changes and lean != "call":
         return SwapReport(_rows(decisions, found))
     # Elements dropped are not the same: compared without those dropouts, counted with them.
     dropouts = [site.module for site, d in decisions.items() if d.proof and "dropout" in site.name]

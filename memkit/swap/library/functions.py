@@ -56,7 +56,7 @@ class Functions(Twin, kind="functions"):
 
 def calls_activations(cls: type[nn.Module], names: frozenset[str]) -> bool:
     """Whether its forward calls such functions, all of these names, or scales and shifts what a norm gave."""
-    if {"layer_norm", "rms_norm"} <= names and modulates(cls.forward):
+    if {"layer_norm", "rms_norm"} <= names and modulates(cls):
         return True
     called = {} if cls.__module__.startswith(("torch.", "memkit.")) else _activations(cls.forward)
     return bool(called) and {"gelu" if op == "gelu_tanh" else op for op in called.values()} <= names

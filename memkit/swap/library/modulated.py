@@ -11,79 +11,89 @@ from __future__ import annotations
 import ast
 import dis
 from functools import cache
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor
 
 from ... import _C
-from .source import changed, global_names
+from .source import changed
 from .twin import undecorated, with_names
 
-NAME = "_memkit_scale_shift"
+PLACE = "memkit.swap.library.modulated"
+"""Of what changed code calls."""
 
 
-def modulates(forward: Any) -> bool:
-    """Whether it does that, itself or by a function of its module."""
-    return bool(_codes(forward))
+def modulates(cls: Any) -> bool:
+    """Whether its forward does that, itself or by a function of its module or a method."""
+    code = _code(cls.forward)
+    return code is not None and _does(code, cls, undecorated(cls.forward).__globals__)
 
 
 def with_modulation(forward: Any, **names: Any) -> Any:
-    """The same function, with these names of its module too. Asks for what the names stand for now, which may be patched."""
-    codes = _codes(forward)
-    for name, code in codes.items():
-        if name:
-            names[name] = with_names(undecorated(forward).__globals__[name], code, **{NAME: scale_shift})
-    if codes:
-        names[NAME] = scale_shift
-    return with_names(forward, codes.get(""), **names) if names else forward
+    """The same function, with these names of its module too."""
+    code = _code(forward)
+    return with_names(forward, code, **names) if names or code is not None else forward
 
 
-def scale_shift(first: Any, second: Any, shift: Any = None) -> Any:
-    """first * second + shift."""
-    if (
-        isinstance(first, Tensor)
-        and isinstance(second, Tensor)
-        and (shift is None or isinstance(shift, Tensor))
-    ):
-        out = _C.scale_shift(first, second, shift)
-        if out is not None:
-            return out
-    product = first * second
-    return product if shift is None else product + shift
+class Ours:
+    """What changed code calls."""
+
+    @staticmethod
+    def scale_shift(first: Any, second: Any, shift: Any = None) -> Any:
+        """first * second + shift."""
+        tensors = isinstance(first, Tensor) and isinstance(second, Tensor)
+        if tensors and (shift is None or isinstance(shift, Tensor)):
+            out = _C.scale_shift(first, second, shift)
+            if out is not None:
+                return out
+        product = first * second
+        return product if shift is None else product + shift
+
+    @staticmethod
+    def modulating(function: Any) -> Any:
+        """A function or method in its changed form, if it has one."""
+        plain = function.__func__ if type(function) is MethodType else function
+        code = None if hasattr(plain, "__wrapped__") else _code(plain)
+        if code is None:
+            return function
+        made = with_names(plain, code)
+        return MethodType(made, function.__self__) if plain is not function else made
 
 
-def _codes(forward: Any) -> dict[str, CodeType]:
-    """Changed code of the function under "", and of functions that it calls by the names of its module."""
-    forward = undecorated(forward)
-    if not _is_of_a_library(forward) or not _may_move(forward.__code__):
-        return {}
-    found = {"": _changed(forward.__code__)}
-    for name in global_names(forward.__code__) or ():
-        held = forward.__globals__.get(name)
-        if _is_of_a_library(held) and _may_move(held.__code__) and not hasattr(held, "__wrapped__"):
-            found[name] = _changed(held.__code__)
-    return {name: code for name, code in found.items() if code is not None}
+def _code(function: Any) -> CodeType | None:
+    """The changed code of a function, without its decorators."""
+    function = undecorated(function)
+    if type(function) is not FunctionType or str(function.__module__).startswith(("torch.", "memkit.")):
+        return None
+    return _changed(function.__code__.co_filename, function.__code__)
 
 
-def _is_of_a_library(function: Any) -> bool:
-    return type(function) is FunctionType and not str(function.__module__).startswith(("torch.", "memkit."))
+def _does(code: CodeType, cls: Any, names: dict[str, Any]) -> bool:
+    """Whether changed code has the operator, or calls what has it."""
+    if "scale_shift" in code.co_names:
+        return True
+    called = (names.get(name, getattr(cls, name, None)) for name in code.co_names if _is_named_so(name))
+    return any((inner := _code(each)) is not None and "scale_shift" in inner.co_names for each in called)
 
 
 @cache
-def _changed(code: CodeType) -> CodeType | None:
+def _changed(_file: str, code: CodeType) -> CodeType | None:
+    calls = any(map(_is_named_so, code.co_names))
+    if not calls and not _may_modulate(code):
+        return None
     rewriting = _Rewriting()
 
     def change(function: ast.FunctionDef) -> bool:
         function.body = [rewriting.visit(line) for line in function.body]
         return rewriting.found
 
-    return changed(code, change) if _may_modulate(code) else None
+    return changed(code, change, PLACE, Ours)
 
 
-def _may_move(code: CodeType) -> bool:
-    """Whether it may run over a copy of its module's names; a compiler would take that for another function in each call."""
-    return global_names(code) is not None and "compile" not in code.co_names
+def _is_named_so(name: str) -> bool:
+    """Whether a function of this name may modulate."""
+    return "modulate" in name
 
 
 NEAR = 12
@@ -117,16 +127,31 @@ class _Rewriting(ast.NodeTransformer):
             return self.generic_visit(node)  # type: ignore[return-value]
         self.found = True
         factors = [self.visit(product.left), self.visit(product.right)]
-        call = ast.Call(ast.Name(NAME, ast.Load()), [*factors, *shift], [])
-        for each in (call, call.func):
-            ast.copy_location(each, node)
-        return call
+        return _called("scale_shift", [*factors, *shift], node)
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        function = node.func
+        name = function.id if isinstance(function, ast.Name) else getattr(function, "attr", "")
+        is_own = isinstance(function, ast.Name) or isinstance(getattr(function, "value", None), ast.Name)
+        self.generic_visit(node)
+        if is_own and _is_named_so(name):
+            self.found = True
+            node.func = _called("modulating", [function], function)
+        return node
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
         return node
 
     def visit_Lambda(self, node: ast.Lambda) -> ast.Lambda:
         return node
+
+
+def _called(name: str, args: list[ast.expr], place: ast.expr) -> ast.expr:
+    function = ast.Attribute(ast.Constant(PLACE), name, ast.Load())
+    call = ast.Call(function, args, [])
+    for each in (call, function, function.value):
+        ast.copy_location(each, place)
+    return call
 
 
 def _is_modulation(node: ast.BinOp, is_shifted: bool) -> bool:
@@ -149,25 +174,32 @@ def _is_factor(node: ast.expr, in_any_order: bool) -> bool:
 
 
 def _is_read_only(node: ast.expr) -> bool:
-    """A variable, or a view of one: nothing happens when it is read a little earlier."""
+    """A variable, something of it, or a view or cast of that: nothing happens when it is read a little earlier."""
+    if isinstance(node, ast.Attribute):
+        return _is_read_only(node.value)
     inner = _viewed(node)
     return _is_read_only(inner) if inner else isinstance(node, ast.Name)
 
 
 def _viewed(node: ast.expr) -> ast.expr | None:
-    """`x` of `x[:, None]` and `x.unsqueeze(1)`."""
+    """`x` of `x[:, None]`, `x.unsqueeze(1)` and `x.float()`."""
     if isinstance(node, ast.Subscript):
-        return node.value if all(isinstance(each, _CONSTANT) for each in ast.walk(node.slice)) else None
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _VIEWS:
-        constant = not node.keywords and all(
-            isinstance(each, _CONSTANT) for arg in node.args for each in ast.walk(arg)
-        )
-        return node.func.value if constant else None
+        return node.value if _is_plain(node.slice) else None
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in VIEWS:
+        return node.func.value if not node.keywords and all(map(_is_plain, node.args)) else None
     return None
 
 
-_VIEWS = {"unsqueeze", "squeeze"}
-_CONSTANT = ast.Slice, ast.Constant, ast.Tuple, ast.Load, ast.UnaryOp, ast.USub
+VIEWS = {"unsqueeze", "squeeze", "view", "to", "type_as", "float", "double", "half", "bfloat16"}
+_PLAIN = (
+    *(ast.Slice, ast.Constant, ast.Tuple, ast.Load, ast.UnaryOp, ast.USub),
+    *(ast.Name, ast.Attribute, ast.BinOp, ast.operator),
+)
+
+
+def _is_plain(node: ast.expr) -> bool:
+    """Numbers, slices, names and sums of them."""
+    return all(isinstance(each, _PLAIN) for each in ast.walk(node))
 
 
 def _is_one(value: Any) -> bool:

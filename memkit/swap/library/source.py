@@ -33,15 +33,41 @@ def global_names(code: CodeType) -> frozenset[str] | None:
     return None if names & SEES_GLOBALS else frozenset(names)
 
 
-def changed(code: CodeType, change: Callable[[ast.FunctionDef], bool]) -> CodeType | None:
-    """The code of a function as `change` leaves its syntax tree, at the lines of the original; nothing where that returns
-    False, or the source cannot be read or is not the function's."""
+@cache
+def has_class(code: CodeType) -> bool:
+    """Whether a class is defined in it."""
+    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
+    return any(
+        ("__module__" in each.co_names and "__qualname__" in each.co_names) or has_class(each)
+        for each in inner
+    )
+
+
+def changed(
+    code: CodeType, change: Callable[[ast.FunctionDef], bool], constant: str, value: Any
+) -> CodeType | None:
+    """The code of a function as `change` leaves its syntax tree, at the lines of the original, with an object in the place
+    of a constant that the tree has got; nothing where `change` returns False, or the source cannot be read or is not the
+    function's."""
     source = "".join(linecache.getlines(code.co_filename))
     found = _definition(source, code)
     if found is None or (original := _compiled(found[0], code)) is None or not _is_same(original, code):
         return None
     module, function = found
-    return _compiled(module, code) if change(function) else None
+    made = _compiled(module, code) if change(function) else None
+    return made and _with_constant(made, constant, value)
+
+
+def _with_constant(code: CodeType, constant: str, value: Any) -> CodeType:
+    consts = (
+        _with_constant(each, constant, value)
+        if isinstance(each, CodeType)
+        else value
+        if type(each) is str and each == constant
+        else each
+        for each in code.co_consts
+    )
+    return code.replace(co_consts=tuple(consts))
 
 
 def _definition(source: str, code: CodeType) -> tuple[ast.Module, ast.FunctionDef] | None:

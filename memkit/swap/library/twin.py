@@ -23,7 +23,8 @@ from ..._hooks import has_global_hooks, has_hooks, only_read
 from ..._lean import lean
 from ..._sharding import is_dtensor
 from ..layers import serves
-from ..types import Changed, Swapped
+from ..types import Changed, Swapped, innermost_of
+from .source import has_class
 
 MIXINS: dict[str, type[Twin]] = {}
 """By the names that pickles hold."""
@@ -57,9 +58,12 @@ class Twin(Changed):
 
 def twin_of(kind: str, stock: type[nn.Module]) -> type[Any]:
     """The mixin of this name before that class, under the class's own name."""
-    if (kind, stock) not in _made:
-        _made[kind, stock] = _new(kind, stock)
-    return _made[kind, stock]
+    known = _made.get((kind, stock))
+    if (
+        known is None or known._stock_forward is not innermost_of(stock).forward
+    ):  # that may have been patched since
+        known = _made[kind, stock] = _new(kind, stock)
+    return known
 
 
 def fits(module: nn.Module, twin: type[Any]) -> bool:
@@ -152,12 +156,12 @@ def undecorated(forward: Any) -> Any:
 
 
 def with_names(forward: Any, code: CodeType | None = None, /, **names: Any) -> Callable[..., Any]:
-    """The same code, or that, over a copy of its module's names, of which some stand for other things; made for each call,
-    as the rest may be patched. Decorators stay around it."""
+    """The same code, or that, over its module's names, of which some stand for other things. Decorators stay around it."""
     known, cells = forward.__globals__, forward.__closure__
     if (inner := _wrapped(forward)) is None:
-        known.setdefault("__warningregistry__", {})  # shared, or a warning would be shown in each call
-        known = {**known, **names}
+        if names:
+            held = _Names(known, names)
+            known = {**known, **held} if has_class(forward.__code__) else held
     else:
         ours = CellType(with_names(inner, code, **names))
         cells = tuple(ours if _holds(cell, inner) else cell for cell in cells)
@@ -165,6 +169,29 @@ def with_names(forward: Any, code: CodeType | None = None, /, **names: Any) -> C
     made = FunctionType(code or forward.__code__, known, forward.__name__, forward.__defaults__, cells)
     made.__kwdefaults__ = forward.__kwdefaults__
     return made
+
+
+class _Names(dict[str, Any]):
+    """Those of a module as they are when they are asked for, but for some. Bodies of classes do not ask."""
+
+    SEEN = (
+        "__name__",
+        "__package__",
+        "__spec__",
+        "__loader__",
+        "__file__",
+        "__builtins__",
+        "__warningregistry__",
+    )
+    """By the interpreter, which does not ask."""
+
+    def __init__(self, held: dict[str, Any], names: dict[str, Any]) -> None:
+        held.setdefault("__warningregistry__", {})  # shared, or a warning would be shown in each call
+        super().__init__({name: held[name] for name in self.SEEN if name in held}, **names)
+        self._held = held
+
+    def __missing__(self, name: str) -> Any:
+        return self._held[name]
 
 
 def _wrapped(forward: Any) -> Any:
