@@ -232,6 +232,9 @@ def concatenation(
 def keep(tensor: Tensor, keep: Callable[[Tensor], object], give_back: Callable[[object], Tensor]) -> object:
     """A tensor as the hooks around keep it, for concatenations to know of."""
 
+def note_joined(tensor: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Which tensors a concatenation was made of: what others of them share with it need not be compared."""
+
 def pack(tensor: Tensor) -> object:
     """The recipe, the parts, the elements that are not zero, or the tensor as autograd keeps it."""
 

@@ -223,6 +223,34 @@ def test_values_are_those_of_the_time(loss):
         torch.testing.assert_close(mine, other)
 
 
+class Named(Dense):
+    """Says what it has joined."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = [x * 1.0]
+        for layer in self.layers:
+            joined = torch.cat(found, -1)
+            memkit._C.note_joined(joined, found)
+            found.append(layer(joined))
+            if len(found) == 4 and self.changes:
+                found[2].detach().mul_(3)
+        return found[-1]
+
+    changes = False
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_tensors_that_are_named(changes):
+    model, x = Named(), given()
+    model.changes = changes
+    same(gradients(model, x, lean=True), gradients(model, x, lean=False))
+    with torch.no_grad():
+        x[0] = torch.nan  # which no comparison finds equal
+    kept = saved(model, x)
+    assert kept <= 4 * ROWS * (WIDTH + 6 * 32) * (1 + changes) + 4096
+    assert changes == (kept > 4 * ROWS * (WIDTH + 6 * 32) + 4096)
+
+
 def test_hooks_of_another_region_stay_there():
     """Those around one part may round; a concatenation outside of them is exact."""
     x = given()

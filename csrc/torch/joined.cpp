@@ -42,7 +42,20 @@ struct Slice {
   std::weak_ptr<const Original> kept;
   bool is_whole = true;  // the result itself, and no copy of it
   int64_t dim = -1, start = 0, length = 0;
+  int64_t version = -1;  // of the result when a copy was made of it, if that is known
 };
+
+// The last concatenation of which its tensors are known, with their versions then.
+struct Known {
+  Place place;
+  std::vector<int64_t> versions;
+
+  int64_t version(const Tensor& x, size_t i) const {
+    const bool is_it = place == place_of(*x.grad_fn(), x.output_nr()) && i < versions.size();
+    return is_it ? versions[i] : -1;
+  }
+};
+thread_local Known known_joined;
 
 // What graphs keep, of any thread. Entries outlive what they stand for until there are twice as many as were alive.
 template <class Value>
@@ -112,7 +125,8 @@ bool was_joined(const Original& kept, const Node& cat) {
 }
 
 // Part number i of x, where a tensor that others keep has it.
-std::optional<Part> kept_by_others(const Edge& edge, const Tensor& x, const Tensor& narrow, const Keeper& keeper) {
+std::optional<Part> kept_by_others(const Tensor& x, size_t i, const Tensor& narrow, const Keeper& keeper) {
+  const Edge& edge = x.grad_fn()->next_edge(i);
   if (!has_place(edge)) return std::nullopt;
   const auto slice = in_graphs<Slice>().get(place_of(*edge.function, edge.input_nr));
   auto kept = slice ? slice->kept.lock() : nullptr;
@@ -121,17 +135,20 @@ std::optional<Part> kept_by_others(const Edge& edge, const Tensor& x, const Tens
   if (slice->is_whole) {
     if (!was_joined(*part.kept, *x.grad_fn())) return std::nullopt;
   } else {
-    // Of another concatenation: whether somebody has written to the part in between, nothing but its numbers says. On CUDA
-    // they would have to be waited for.
-    const bool known = x.is_cpu() && part.kept->value.defined() && part.kept->is_unchanged();
-    if (!known || part.kept->nbytes > x.nbytes() || !part.of(part.kept->value).equal(narrow)) return std::nullopt;
+    // Of another concatenation: whether somebody has written to the part in between its version says, or its numbers.
+    if (part.kept->nbytes > x.nbytes() || !part.kept->is_unchanged()) return std::nullopt;
+    const bool is_same = slice->version >= 0 && slice->version == known_joined.version(x, i);
+    const bool can_compare = x.is_cpu() && part.kept->value.defined();
+    if (!is_same && !(can_compare && part.of(part.kept->value).equal(narrow))) return std::nullopt;
   }
   return part;
 }
 
 // A part of x, as it is or within x, for other concatenations; not in the place of the part itself.
-void note_slice(const Edge& edge, const Tensor& x, Slice slice) {
+void note_slice(const Tensor& x, size_t i, Slice slice) {
+  const Edge& edge = x.grad_fn()->next_edge(i);
   if (!has_place(edge) || edge.function->input_metadata(edge.input_nr).dtype() != x.dtype()) return;
+  slice.version = known_joined.version(x, i);
   const Place place = place_of(*edge.function, edge.input_nr);
   const auto known = in_graphs<Slice>().get(place);
   if (!known || known->kept.expired()) in_graphs<Slice>().put(place, std::move(slice));
@@ -190,7 +207,7 @@ std::shared_ptr<const Joined> joined_of(const Tensor& x, const Keeper& keeper) {
   const auto narrow = [&](size_t i) { return x.detach().narrow(dim, starts[i], starts[i + 1] - starts[i]); };
   for (size_t i = 0; i + 1 < starts.size(); ++i) {
     auto part = rebuilt(cat->next_edge(i), x);
-    if (!part) part = kept_by_others(cat->next_edge(i), x, narrow(i), keeper);
+    if (!part) part = kept_by_others(x, i, narrow(i), keeper);
     if (!part) copied += starts[i + 1] - starts[i];
     joined->parts.push_back(part.value_or(Part{}));
   }
@@ -199,7 +216,7 @@ std::shared_ptr<const Joined> joined_of(const Tensor& x, const Keeper& keeper) {
     Part& part = joined->parts[i];
     if (part.node || part.kept) continue;
     part.kept = keeper.keep(narrow(i).clone());
-    note_slice(cat->next_edge(i), x, Slice{part.kept, false});
+    note_slice(x, i, Slice{part.kept, false});
   }
   in_graphs<std::weak_ptr<const Joined>>().put(place, joined);
   return joined;
@@ -210,6 +227,12 @@ bool is_joined(const Node& node, uint32_t output) {
   return known && !known->expired();
 }
 
+void note_joined(const Tensor& x, const std::vector<Tensor>& tensors) {
+  if (!cat_of(x)) return;
+  known_joined = Known{place_of(*x.grad_fn(), x.output_nr()), {}};
+  for (const Tensor& tensor : tensors) known_joined.versions.push_back(tensor._version());
+}
+
 void note_kept(const Tensor& x, const std::shared_ptr<const Original>& kept) {
   if (!x.grad_fn() || int64_t(x.nbytes()) < kLeastPart || !is_plain(x)) return;
   in_graphs<Slice>().put(place_of(*x.grad_fn(), x.output_nr()), Slice{kept});
@@ -218,7 +241,7 @@ void note_kept(const Tensor& x, const std::shared_ptr<const Original>& kept) {
   const int64_t dim = at::maybe_wrap_dim(cat->dim, x.dim());
   const std::vector<int64_t> starts = starts_of(*cat, dim, x);
   for (size_t i = 0; i + 1 < starts.size(); ++i)
-    note_slice(cat->next_edge(i), x, Slice{kept, false, dim, starts[i], starts[i + 1] - starts[i]});
+    note_slice(x, i, Slice{kept, false, dim, starts[i], starts[i + 1] - starts[i]});
 }
 
 }  // namespace memkit

@@ -73,6 +73,10 @@ std::shared_ptr<const Joined> joined_of(const at::Tensor& x, const Keeper& keepe
 // Whether this result of the node has been dropped so.
 bool is_joined(const torch::autograd::Node& node, uint32_t output);
 
+// By who concatenated: of which tensors. What is shared with other concatenations of this thread is then known by their
+// versions, which else has to be compared number by number, on the CPU alone. For the concatenation that is kept next.
+void note_joined(const at::Tensor& x, const std::vector<at::Tensor>& tensors);
+
 // From now on a concatenation with x may count on this.
 void note_kept(const at::Tensor& x, const std::shared_ptr<const Original>& kept);
 

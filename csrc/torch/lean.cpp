@@ -292,6 +292,7 @@ bool lean_keeps(const Tensor& x) {
 void bind_lean(pybind11::module_& m) {
   if (PyModule_AddFunctions(m.ptr(), kMethods) != 0) throw pybind11::error_already_set();
   the_pack = m.attr("pack").ptr();
+  m.def("note_joined", note_joined);
 }
 
 }  // namespace memkit

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ... import _C
 from ..._lean import is_lean
 from ..layers import serves
 from .activations import activation_of
@@ -84,6 +85,8 @@ class DenseLayer(Twin, kind="dense_layer"):
             or not serves(joined := torch.cat(given, 1))
         ):
             return self._stock_forward(input)
+        if is_lean():
+            _C.note_joined(joined, given)
         out = run([getattr(self, name) for name in DENSE], joined, dropout=False)
         if module.drop_rate > 0:
             out = nn.functional.dropout(out, module.drop_rate, self.training)
