@@ -380,3 +380,12 @@ def test_from_several_threads():
     for thread in threads:
         thread.join()
     assert not failures
+
+
+def test_what_has_no_bytes_is_kept_as_it_is():
+    rows = torch.eye(8).to_sparse().requires_grad_()
+    x = given(8, 4)
+    with memkit.lean():
+        ours = torch.sparse.mm(torch.cat((rows * 2, rows * 3), 0), x).square().sum()
+    theirs = torch.cat((2 * torch.eye(8), 3 * torch.eye(8))) @ x
+    torch.testing.assert_close(torch.autograd.grad(ours, x), torch.autograd.grad(theirs.square().sum(), x))

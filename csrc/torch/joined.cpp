@@ -93,7 +93,7 @@ InGraphs<Value>& in_graphs() {
 
 // What made x, where that is a concatenation worth the time.
 const CatBackward0* cat_of(const Tensor& x) {
-  if (int64_t(x.nbytes()) < kLeastBytes || !is_plain(x)) return nullptr;
+  if (int64_t(bytes_of(x)) < kLeastBytes || !is_plain(x)) return nullptr;
   return dynamic_cast<const CatBackward0*>(x.grad_fn().get());
 }
 
@@ -234,7 +234,7 @@ void note_joined(const Tensor& x, const std::vector<Tensor>& tensors) {
 }
 
 void note_kept(const Tensor& x, const std::shared_ptr<const Original>& kept) {
-  if (!x.grad_fn() || int64_t(x.nbytes()) < kLeastPart || !is_plain(x)) return;
+  if (!x.grad_fn() || int64_t(bytes_of(x)) < kLeastPart || !is_plain(x)) return;
   in_graphs<Slice>().put(place_of(*x.grad_fn(), x.output_nr()), Slice{kept});
   const auto* cat = x._version() == 0 ? cat_of(x) : nullptr;
   if (!cat) return;

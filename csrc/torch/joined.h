@@ -77,6 +77,12 @@ bool is_joined(const torch::autograd::Node& node, uint32_t output);
 // versions, which else has to be compared number by number, on the CPU alone. For the concatenation that is kept next.
 void note_joined(const at::Tensor& x, const std::vector<at::Tensor>& tensors);
 
+// Of a tensor whose elements lie somewhere, of known sizes; 0 of others.
+inline size_t bytes_of(const at::Tensor& x) {
+  const bool is_known = x.layout() == at::kStrided && !x.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+  return is_known ? x.nbytes() : 0;
+}
+
 // From now on a concatenation with x may count on this.
 void note_kept(const at::Tensor& x, const std::shared_ptr<const Original>& kept);
 

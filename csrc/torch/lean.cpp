@@ -188,7 +188,7 @@ Tensor without_graph(const Tensor& x, PyObject* object) {
 }
 
 Original original(const Tensor& x, Tensor value) {
-  return {std::move(value), {}, {}, torch::autograd::impl::version_counter(x), uint32_t(x._version()), x.nbytes()};
+  return {std::move(value), {}, {}, torch::autograd::impl::version_counter(x), uint32_t(x._version()), bytes_of(x)};
 }
 
 PyObject* kept(const Tensor& x, std::shared_ptr<const Original> as) {
