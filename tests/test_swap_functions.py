@@ -17,6 +17,7 @@ from torch import nn
 
 from memkit import swap, unswap
 from memkit.memory import measure
+from memkit.swap.library.twin import twin_of
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -153,6 +154,7 @@ def test_decorators_that_cannot_be_made_again_stay():
         forward = Table(WrittenOut.forward)
 
     model = Hidden().double()
+    assert twin_of("lean", Hidden) is twin_of("lean", Hidden)
     assert not swap(model, lean="call").changed
     assert_as_stock(model, samples())
 

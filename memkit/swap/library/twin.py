@@ -59,9 +59,9 @@ class Twin(Changed):
 def twin_of(kind: str, stock: type[nn.Module]) -> type[Any]:
     """The mixin of this name before that class, under the class's own name."""
     known = _made.get((kind, stock))
-    if (
-        known is None or known._stock_forward is not innermost_of(stock).forward
-    ):  # that may have been patched since
+    forward = innermost_of(stock).forward
+    # A function may have been patched since; what a descriptor gives is another object each time.
+    if known is None or (type(forward) is FunctionType and known._stock_forward is not forward):
         known = _made[kind, stock] = _new(kind, stock)
     return known
 
