@@ -7,12 +7,11 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
-#include <atomic>
 #include <numeric>
 #include <sstream>
-#include <typeinfo>
 
 #include "node.h"
+#include "node_kind.h"
 #include "pool_device.h"
 #include "saved_node.h"
 
@@ -23,75 +22,9 @@ namespace autograd = torch::autograd;
 
 namespace {
 
-// Nodes of PyTorch's own that keep their output for backward (derivatives.yaml: `result`), by the name they print.
-// Overwriting such an output makes backward raise; knowing the producer lets the message name it beforehand.
-constexpr std::string_view kOutputSavers[] = {"SigmoidBackward",
-                                              "TanhBackward",
-                                              "ExpBackward",
-                                              "Exp2Backward",
-                                              "Expm1Backward",
-                                              "SqrtBackward",
-                                              "RsqrtBackward",
-                                              "ReciprocalBackward",
-                                              "SoftmaxBackward",
-                                              "LogSoftmaxBackward",
-                                              "SparseSoftmaxBackward",
-                                              "SparseLogSoftmaxBackward",
-                                              "SafeSoftmaxBackward",
-                                              "MaskedSoftmaxBackward",
-                                              "ReluBackward",
-                                              "CumprodBackward",
-                                              "TanBackward",
-                                              "PowBackward1",
-                                              "NormBackward",
-                                              "LinalgVectorNormBackward",
-                                              "CholeskyBackward",
-                                              "LinalgInvExBackward",
-                                              "LogsumexpBackward",
-                                              "LogcumsumexpBackward",
-                                              "ProdBackward",
-                                              "AmaxBackward",
-                                              "AminBackward",
-                                              "CudnnRnnBackward",
-                                              "ScaledDotProductFlashAttentionBackward",
-                                              "ScaledDotProductFlashAttentionForCpuBackward",
-                                              "ScaledDotProductEfficientAttentionBackward",
-                                              "ScaledDotProductCudnnAttentionBackward",
-                                              "ScaledDotProductFusedAttentionOverrideableBackward"};
-
-// "ReluBackward0" and in-place "EluBackward1" alike: the digits at the end number a function's overloads.
-bool is_listed(const std::string& name) {
-  for (std::string_view saver : kOutputSavers) {
-    if (name.size() <= saver.size() + 1 && name.compare(0, saver.size(), saver) == 0) return true;
-  }
-  // In place, these keep their result where out of place they keep their input.
-  for (std::string_view saver :
-       {"EluBackward1", "LeakyReluBackward1", "CeluBackward1", "SeluBackward1", "HardtanhBackward1"}) {
-    if (name == saver) return true;
-  }
-  return false;
-}
-
-// Nodes by their type, of which there are a few in a program: looking names up takes a tenth of a short call.
-enum class Kind : uintptr_t { other, saver, own };
-
-Kind kind_of(const autograd::Node& node) {
-  static std::atomic<uintptr_t> known[64];  // a type's address, and in bits that are 0 there, its kind
-  constexpr uintptr_t bits = 3;
-  static_assert(alignof(std::type_info) > bits);
-  const auto type = reinterpret_cast<uintptr_t>(&typeid(node));
-  std::atomic<uintptr_t>& place = known[type / 16 % std::size(known)];
-  if (const uintptr_t found = place.load(std::memory_order_relaxed); (found & ~bits) == type) return Kind(found & bits);
-  const bool own = dynamic_cast<const SavedNode*>(&node);
-  const bool saver = dynamic_cast<const autograd::TraceableFunction*>(&node) && is_listed(node.name());
-  const Kind kind = own ? Kind::own : saver ? Kind::saver : Kind::other;
-  place.store(type | uintptr_t(kind), std::memory_order_relaxed);
-  return kind;
-}
-
 bool saves_output(const autograd::Node& node, uint32_t number) {
-  const Kind kind = kind_of(node);
-  return kind == Kind::own ? static_cast<const SavedNode&>(node).keeps_output(number) : kind == Kind::saver;
+  const NodeKind kind = kind_of(node);
+  return kind == NodeKind::own ? static_cast<const SavedNode&>(node).keeps_output(number) : kind == NodeKind::saver;
 }
 
 bool overlaps_itself(const Tensor& x) {

@@ -13,6 +13,7 @@
 #include <tuple>
 
 #include "checks.h"
+#include "node_kind.h"
 #include "rebuild.h"
 #include "saved_node.h"
 
@@ -58,30 +59,40 @@ struct Known {
 thread_local Known known_joined;
 
 // What graphs keep, of any thread. Entries outlive what they stand for until there are twice as many as were alive.
+// Everything that is kept is put here, and where nothing is concatenated nobody asks for it: it is sorted when somebody does.
 template <class Value>
 class InGraphs {
  public:
   void put(const Place& place, Value value) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (found_.size() >= limit_) {
+    if (unsorted_.size() + found_.size() >= limit_) {
+      sort();
       for (auto at = found_.begin(); at != found_.end();) at = is_alive(at->second) ? std::next(at) : found_.erase(at);
       limit_ = std::max<size_t>(1024, 2 * found_.size());
     }
-    found_.insert_or_assign(place, std::move(value));
+    unsorted_.emplace_back(place, std::move(value));
   }
 
   std::optional<Value> get(const Place& place) {
     const std::lock_guard<std::mutex> lock(mutex_);
+    sort();
     const auto at = found_.find(place);
     return at == found_.end() ? std::nullopt : std::optional<Value>(at->second);
   }
 
  private:
+  void sort() {
+    for (auto& [place, value] : unsorted_)
+      if (is_alive(value)) found_.insert_or_assign(place, std::move(value));
+    unsorted_.clear();
+  }
+
   static bool is_alive(const Slice& slice) { return !slice.kept.expired(); }
   static bool is_alive(const std::weak_ptr<const Joined>& joined) { return !joined.expired(); }
 
   std::mutex mutex_;
   size_t limit_ = 1024;
+  std::vector<std::pair<Place, Value>> unsorted_;
   std::map<Place, Value> found_;
 };
 
@@ -93,8 +104,9 @@ InGraphs<Value>& in_graphs() {
 
 // What made x, where that is a concatenation worth the time.
 const CatBackward0* cat_of(const Tensor& x) {
-  if (int64_t(bytes_of(x)) < kLeastBytes || !is_plain(x)) return nullptr;
-  return dynamic_cast<const CatBackward0*>(x.grad_fn().get());
+  const Node* node = x.grad_fn().get();
+  if (!is_kind(node, NodeKind::cat) || int64_t(bytes_of(x)) < kLeastBytes || !is_plain(x)) return nullptr;
+  return static_cast<const CatBackward0*>(node);
 }
 
 // Where along its dimension each tensor of a concatenation starts, and the end; nothing where one has no such dimension.
@@ -110,10 +122,9 @@ std::vector<int64_t> starts_of(const CatBackward0& cat, int64_t dim, const Tenso
 }
 
 std::optional<Part> rebuilt(const Edge& edge, const Tensor& made) {
-  if (!edge.is_valid()) return std::nullopt;
-  const auto* source = dynamic_cast<const SavedNode*>(edge.function.get());
-  if (!source || !can_rebuild(*source, edge.input_nr) || rebuild_depth(*source) >= kRebuildDepth ||
-      !source->is_result_unchanged() || source->input_metadata(edge.input_nr).dtype() != made.dtype())
+  const auto* source = source_of(edge);
+  if (!source || rebuild_depth(*source) >= kRebuildDepth ||
+      source->input_metadata(edge.input_nr).dtype() != made.dtype())
     return std::nullopt;
   return Part{edge.function, nullptr};
 }
@@ -124,24 +135,25 @@ bool was_joined(const Original& kept, const Node& cat) {
   return kept.is_unchanged() && (kept.version == 0 || before);
 }
 
-// Part number i of x, where a tensor that others keep has it.
-std::optional<Part> kept_by_others(const Tensor& x, size_t i, const Tensor& narrow, const Keeper& keeper) {
+// Part number i of x, where a tensor that others keep may have it.
+struct Candidate {
+  Part part;
+  bool is_sure;  // else whether it has is for its numbers to say
+};
+
+std::optional<Candidate> kept_by_others(const Tensor& x, size_t i, const Keeper& keeper) {
   const Edge& edge = x.grad_fn()->next_edge(i);
   if (!has_place(edge)) return std::nullopt;
   const auto slice = in_graphs<Slice>().get(place_of(*edge.function, edge.input_nr));
   auto kept = slice ? slice->kept.lock() : nullptr;
   if (!kept || kept->give_back.ptr() != keeper.give_back.ptr()) return std::nullopt;
-  Part part{nullptr, std::move(kept), slice->dim, slice->start, slice->length};
-  if (slice->is_whole) {
-    if (!was_joined(*part.kept, *x.grad_fn())) return std::nullopt;
-  } else {
-    // Of another concatenation: whether somebody has written to the part in between its version says, or its numbers.
-    if (part.kept->nbytes > x.nbytes() || !part.kept->is_unchanged()) return std::nullopt;
-    const bool is_same = slice->version >= 0 && slice->version == known_joined.version(x, i);
-    const bool can_compare = x.is_cpu() && part.kept->value.defined();
-    if (!is_same && !(can_compare && part.of(part.kept->value).equal(narrow))) return std::nullopt;
-  }
-  return part;
+  const Part part{nullptr, kept, slice->dim, slice->start, slice->length};
+  if (slice->is_whole) return was_joined(*kept, *x.grad_fn()) ? std::optional(Candidate{part, true}) : std::nullopt;
+  // Of another concatenation: whether somebody has written to the part in between its version says, or its numbers.
+  if (kept->nbytes > x.nbytes() || !kept->is_unchanged()) return std::nullopt;
+  const bool is_sure = slice->version >= 0 && slice->version == known_joined.version(x, i);
+  if (!is_sure && !(x.is_cpu() && kept->value.defined())) return std::nullopt;
+  return Candidate{part, is_sure};
 }
 
 // A part of x, as it is or within x, for other concatenations; not in the place of the part itself.
@@ -202,16 +214,30 @@ std::shared_ptr<const Joined> joined_of(const Tensor& x, const Keeper& keeper) {
   const int64_t dim = at::maybe_wrap_dim(cat->dim, x.dim());
   const std::vector<int64_t> starts = starts_of(*cat, dim, x);
   if (starts.empty()) return nullptr;
+  const auto length = [&](size_t i) { return starts[i + 1] - starts[i]; };
+  const auto narrow = [&](size_t i) { return x.detach().narrow(dim, starts[i], length(i)); };
   auto joined = std::make_shared<Joined>(dim);
+  std::vector<size_t> unsure;
   int64_t copied = 0;
-  const auto narrow = [&](size_t i) { return x.detach().narrow(dim, starts[i], starts[i + 1] - starts[i]); };
   for (size_t i = 0; i + 1 < starts.size(); ++i) {
     auto part = rebuilt(cat->next_edge(i), x);
-    if (!part) part = kept_by_others(x, i, narrow(i), keeper);
-    if (!part) copied += starts[i + 1] - starts[i];
+    if (!part) {
+      if (auto found = kept_by_others(x, i, keeper)) {
+        if (!found->is_sure) unsure.push_back(i);
+        part = std::move(found->part);
+      }
+    }
+    if (!part) copied += length(i);
     joined->parts.push_back(part.value_or(Part{}));
   }
-  if (copied * kCopied > starts.back()) return nullptr;
+  const auto is_too_much = [&] { return copied * kCopied > starts.back(); };
+  for (auto i = unsure.begin(); i != unsure.end() && !is_too_much(); ++i) {
+    Part& part = joined->parts[*i];
+    if (part.of(part.kept->value).equal(narrow(*i))) continue;
+    part = Part{};
+    copied += length(*i);
+  }
+  if (is_too_much()) return nullptr;
   for (size_t i = 0; i + 1 < starts.size(); ++i) {
     Part& part = joined->parts[i];
     if (part.node || part.kept) continue;
@@ -223,6 +249,7 @@ std::shared_ptr<const Joined> joined_of(const Tensor& x, const Keeper& keeper) {
 }
 
 bool is_joined(const Node& node, uint32_t output) {
+  if (!is_kind(&node, NodeKind::cat)) return false;
   const auto known = in_graphs<std::weak_ptr<const Joined>>().get(place_of(node, output));
   return known && !known->expired();
 }
@@ -234,7 +261,7 @@ void note_joined(const Tensor& x, const std::vector<Tensor>& tensors) {
 }
 
 void note_kept(const Tensor& x, const std::shared_ptr<const Original>& kept) {
-  if (!x.grad_fn() || int64_t(bytes_of(x)) < kLeastPart || !is_plain(x)) return;
+  if (int64_t(bytes_of(x)) < kLeastPart || !x.grad_fn() || !is_plain(x)) return;
   in_graphs<Slice>().put(place_of(*x.grad_fn(), x.output_nr()), Slice{kept});
   const auto* cat = x._version() == 0 ? cat_of(x) : nullptr;
   if (!cat) return;

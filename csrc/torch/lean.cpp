@@ -15,6 +15,7 @@
 
 #include "checks.h"
 #include "joined.h"
+#include "node_kind.h"
 #include "nonzeros.h"
 #include "rebuild.h"
 #include "saved_node.h"
@@ -96,9 +97,11 @@ std::optional<Concatenation> concatenation_of(const Tensor& x, const Keeper& kee
 // What wrote all of the tensor last, also where that was in place on a view.
 const SavedNode* producer_of(const Tensor& made) {
   const Node* node = made.grad_fn().get();
-  if (const auto* copy = dynamic_cast<const torch::autograd::CopySlices*>(node))
-    node = copy->base.sym_numel() == copy->view.sym_numel() ? copy->fn.get() : nullptr;
-  return dynamic_cast<const SavedNode*>(node);
+  if (is_kind(node, NodeKind::slices)) {
+    const auto& copy = static_cast<const torch::autograd::CopySlices&>(*node);
+    node = copy.base.sym_numel() == copy.view.sym_numel() ? copy.fn.get() : nullptr;
+  }
+  return is_kind(node, NodeKind::own) ? static_cast<const SavedNode*>(node) : nullptr;
 }
 
 // Where the node that made it says that it may have many zeros, and it has.

@@ -7,6 +7,7 @@
 
 #include "checks.h"
 #include "joined.h"
+#include "node_kind.h"
 #include "saved_node.h"
 
 namespace memkit {
@@ -15,45 +16,52 @@ using at::Tensor;
 using torch::autograd::Edge;
 using torch::autograd::Node;
 using torch::autograd::generated::AddBackward0;
-using torch::autograd::generated::ToCopyBackward0;
 
 namespace {
 
-// What the edge's node made is memkit's, and can be made again. Changed in place since it was made, it may have been another
-// tensor when it was used.
-const SavedNode* source_of(const Edge& edge) {
-  const auto* source = edge.is_valid() ? dynamic_cast<const SavedNode*>(edge.function.get()) : nullptr;
-  return source && can_rebuild(*source, edge.input_nr) && source->is_result_unchanged() ? source : nullptr;
-}
-
 // Of another dtype, on the same device.
 bool is_cast(const Node& node) {
-  if (!dynamic_cast<const ToCopyBackward0*>(&node) || node.num_outputs() != 1) return false;
+  if (node.num_outputs() != 1) return false;
   const Edge& edge = node.next_edge(0);
   const auto* source = source_of(edge);
   return source && source->input_metadata(edge.input_nr).device() == node.input_metadata(0).device();
 }
 
-}  // namespace
-
-bool can_rebuild(const Node& node, uint32_t output) {
-  if (const auto* own = dynamic_cast<const SavedNode*>(&node))
-    return own->can_rebuild(output) && rebuild_depth(node) <= kRebuildDepth;
-  if (is_cast(node)) return rebuild_depth(node) <= kRebuildDepth;
-  const auto* add = dynamic_cast<const AddBackward0*>(&node);
-  if (!add || !add->alpha.equal(1) || add->num_outputs() != 2) return false;
-  const auto& sum = node.input_metadata(0);
-  for (const Edge& edge : add->next_edges()) {
+bool is_sum(const AddBackward0& add) {
+  if (!add.alpha.equal(1) || add.num_outputs() != 2) return false;
+  const auto& sum = add.input_metadata(0);
+  for (const Edge& edge : add.next_edges()) {
     const auto* source = source_of(edge);
     if (!source) return false;
     const auto& summand = source->input_metadata(edge.input_nr);
     if (summand.shape_as_dim_vector() != sum.shape_as_dim_vector() || summand.dtype() != sum.dtype()) return false;
   }
-  return rebuild_depth(node) <= kRebuildDepth;
+  return true;
+}
+
+bool can_run_again(const Node& node, uint32_t output) {
+  switch (kind_of(node)) {
+    case NodeKind::own: return static_cast<const SavedNode&>(node).can_rebuild(output);
+    case NodeKind::cast: return is_cast(node);
+    case NodeKind::add: return is_sum(static_cast<const AddBackward0&>(node));
+    default: return false;
+  }
+}
+
+}  // namespace
+
+bool can_rebuild(const Node& node, uint32_t output) {
+  return can_run_again(node, output) && rebuild_depth(node) <= kRebuildDepth;
+}
+
+const SavedNode* source_of(const Edge& edge) {
+  if (!is_kind(edge.function.get(), NodeKind::own)) return nullptr;
+  const auto& source = static_cast<const SavedNode&>(*edge.function);
+  return can_rebuild(source, edge.input_nr) && source.is_result_unchanged() ? &source : nullptr;
 }
 
 int rebuild_depth(const Node& node) {
-  const auto* own = dynamic_cast<const SavedNode*>(&node);
+  const auto* own = is_kind(&node, NodeKind::own) ? static_cast<const SavedNode*>(&node) : nullptr;
   if (own && own->depth) return own->depth;
   int deepest = 0;
   for (const Edge& edge : node.next_edges())
@@ -64,7 +72,7 @@ int rebuild_depth(const Node& node) {
 }
 
 Tensor rebuild(Node& node) {
-  if (auto* own = dynamic_cast<SavedNode*>(&node)) return own->rebuild();
+  if (is_kind(&node, NodeKind::own)) return static_cast<SavedNode&>(node).rebuild();
   const Tensor first = rebuild(*node.next_edge(0).function);
   if (node.num_outputs() == 1) return first.to(c10::typeMetaToScalarType(node.input_metadata(0).dtype()));
   const Tensor second = rebuild(*node.next_edge(1).function);

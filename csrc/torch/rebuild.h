@@ -6,12 +6,18 @@
 
 namespace memkit {
 
+struct SavedNode;
+
 // A result is kept where rebuilding it would take more operators than this, one after the other: in a chain of residual
 // sums, each of which needs the one before it, every second one is kept.
 constexpr int kRebuildDepth = 3;
 
 // Whether this result of the node can be made again, without more operators than that.
 bool can_rebuild(const torch::autograd::Node& node, uint32_t output);
+
+// What the edge's node made is memkit's, and can be made again; nullptr: not. Changed in place since it was made, it may have
+// been another tensor when it was used.
+const SavedNode* source_of(const torch::autograd::Edge& edge);
 
 // How many operators run for it, one after the other.
 int rebuild_depth(const torch::autograd::Node& node);

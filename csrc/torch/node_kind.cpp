@@ -1,0 +1,98 @@
+#include "node_kind.h"
+
+#include <torch/csrc/autograd/functions/tensor.h>
+#include <torch/csrc/autograd/generated/Functions.h>
+
+#include <atomic>
+#include <iterator>
+#include <string>
+#include <string_view>
+#include <typeinfo>
+
+#include "saved_node.h"
+
+namespace memkit {
+namespace {
+
+namespace autograd = torch::autograd;
+
+// Nodes of PyTorch's own that keep their output for backward (derivatives.yaml: `result`), by the name they print.
+// Overwriting such an output makes backward raise; knowing the producer lets the message name it beforehand.
+constexpr std::string_view kOutputSavers[] = {"SigmoidBackward",
+                                              "TanhBackward",
+                                              "ExpBackward",
+                                              "Exp2Backward",
+                                              "Expm1Backward",
+                                              "SqrtBackward",
+                                              "RsqrtBackward",
+                                              "ReciprocalBackward",
+                                              "SoftmaxBackward",
+                                              "LogSoftmaxBackward",
+                                              "SparseSoftmaxBackward",
+                                              "SparseLogSoftmaxBackward",
+                                              "SafeSoftmaxBackward",
+                                              "MaskedSoftmaxBackward",
+                                              "ReluBackward",
+                                              "CumprodBackward",
+                                              "TanBackward",
+                                              "PowBackward1",
+                                              "NormBackward",
+                                              "LinalgVectorNormBackward",
+                                              "CholeskyBackward",
+                                              "LinalgInvExBackward",
+                                              "LogsumexpBackward",
+                                              "LogcumsumexpBackward",
+                                              "ProdBackward",
+                                              "AmaxBackward",
+                                              "AminBackward",
+                                              "CudnnRnnBackward",
+                                              "ScaledDotProductFlashAttentionBackward",
+                                              "ScaledDotProductFlashAttentionForCpuBackward",
+                                              "ScaledDotProductEfficientAttentionBackward",
+                                              "ScaledDotProductCudnnAttentionBackward",
+                                              "ScaledDotProductFusedAttentionOverrideableBackward"};
+
+// "ReluBackward0" and in-place "EluBackward1" alike: the digits at the end number a function's overloads.
+bool is_listed(const std::string& name) {
+  for (std::string_view saver : kOutputSavers) {
+    if (name.size() <= saver.size() + 1 && name.compare(0, saver.size(), saver) == 0) return true;
+  }
+  // In place, these keep their result where out of place they keep their input.
+  for (std::string_view saver :
+       {"EluBackward1", "LeakyReluBackward1", "CeluBackward1", "SeluBackward1", "HardtanhBackward1"}) {
+    if (name == saver) return true;
+  }
+  return false;
+}
+
+template <class N>
+bool is_a(const autograd::Node& node) {
+  return dynamic_cast<const N*>(&node);
+}
+
+NodeKind kind_by_casts(const autograd::Node& node) {
+  using namespace autograd::generated;
+  if (is_a<SavedNode>(node)) return NodeKind::own;
+  if (is_a<AddBackward0>(node)) return NodeKind::add;
+  if (is_a<ToCopyBackward0>(node)) return NodeKind::cast;
+  if (is_a<CatBackward0>(node)) return NodeKind::cat;
+  if (is_a<autograd::CopySlices>(node)) return NodeKind::slices;
+  return is_a<autograd::TraceableFunction>(node) && is_listed(node.name()) ? NodeKind::saver : NodeKind::other;
+}
+
+}  // namespace
+
+NodeKind kind_of(const autograd::Node& node) {
+  static std::atomic<uintptr_t> known[256];  // a type's address, and in bits that are 0 there, its kind
+  constexpr uintptr_t bits = 7;
+  static_assert(alignof(std::type_info) > bits);
+  const auto type = reinterpret_cast<uintptr_t>(&typeid(node));
+  std::atomic<uintptr_t>& place = known[type / 8 % std::size(known)];
+  if (const uintptr_t found = place.load(std::memory_order_relaxed); (found & ~bits) == type)
+    return NodeKind(found & bits);
+  const NodeKind kind = kind_by_casts(node);
+  place.store(type | uintptr_t(kind), std::memory_order_relaxed);
+  return kind;
+}
+
+}  // namespace memkit

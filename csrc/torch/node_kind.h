@@ -1,0 +1,25 @@
+// What memkit knows of autograd nodes by their type.
+#pragma once
+
+#include <torch/csrc/autograd/function.h>
+
+#include <cstdint>
+
+namespace memkit {
+
+enum class NodeKind : uintptr_t {
+  other,
+  own,     // a SavedNode
+  saver,   // of PyTorch, which keeps its result for backward
+  add,     // AddBackward0
+  cast,    // ToCopyBackward0
+  cat,     // CatBackward0
+  slices,  // CopySlices: a write to a view
+};
+
+// Looked up once a type, of which there are a few in a program: autograd saves thousands of tensors a second.
+NodeKind kind_of(const torch::autograd::Node& node);
+
+inline bool is_kind(const torch::autograd::Node* node, NodeKind kind) { return node && kind_of(*node) == kind; }
+
+}  // namespace memkit
