@@ -9,6 +9,7 @@ from swap_cases import assert_as_stock, step
 from torch import nn
 
 from memkit import lean, swap, unswap
+from memkit.memory import measure
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -125,3 +126,38 @@ def test_autocast(norm):
         assert ours.dtype == theirs.dtype
         if value.norm() > 1e-6:
             assert (ours - value).norm() <= 2 * (theirs - value).norm()
+
+
+PARTS = {
+    "split": lambda x: x.split(C // 2, 1),
+    "chunk": lambda x: x.chunk(2, 1),
+    "slices": lambda x: (x[:, : C // 2], x[:, C // 2 :]),
+    "unbind": lambda x: x.unflatten(1, (2, C // 2)).unbind(1),
+}
+
+
+class InParts(nn.Module):
+    """What a norm gives, and an activation that follows it, goes to two layers, half each."""
+
+    def __init__(self, norm, act, parts):
+        super().__init__()
+        self.first, self.norm, self.act, self.parts = nn.Conv2d(3, C, 3, padding=1), norm, act, parts
+        self.last = nn.ModuleList(nn.Conv2d(C // 2, 3, 3, padding=1) for _ in range(2))
+
+    def forward(self, x):
+        a, b = self.parts(self.act(self.norm(self.first(x))))
+        return self.last[0](a) + self.last[1](b)
+
+
+@pytest.mark.parametrize("norm", [lambda: nn.BatchNorm2d(C), *NORMS.values()], ids=["batch", *NORMS])
+@pytest.mark.parametrize("act", [nn.Identity, lambda: nn.SiLU(inplace=True)], ids=["none", "silu"])
+@pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
+def test_sample_sees_through_views(norm, act, parts):
+    """The norm's input alone is kept: what its views are kept for is made again."""
+    model = InParts(norm(), act(), parts).double()
+    x = torch.randn(2, 3, 6, 4, dtype=torch.float64)
+    swapped = copy.deepcopy(model)
+    swap(swapped, sample=x, lean="call")
+    torch.testing.assert_close(step(swapped, x), step(model, x))
+    kept = measure(lambda: swapped(x).sum().backward(), device="cpu").saved
+    assert kept <= 2 * C * 6 * 4 * 8 + 2 * 2 * C * 8
