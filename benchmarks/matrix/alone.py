@@ -31,9 +31,10 @@ def amp(subject: Subject) -> Result:
 
 def checkpointed(implementation: CheckpointImpl, **options: Any) -> Run:
     def run(subject: Subject) -> Result:
-        sample = subject.sample.values() if isinstance(subject.sample, dict) else subject.sample
-        for x in sample:  # a reentrant checkpoint looks for an input that requires grad
-            x.requires_grad_(x.is_floating_point() and implementation is CheckpointImpl.REENTRANT)
+        sample = list(subject.sample.values() if isinstance(subject.sample, dict) else subject.sample)
+        # A reentrant checkpoint looks for an input that requires grad, and may be given no tuple of such tensors, as
+        # rotary embeddings of positions are: the first one.
+        sample[0].requires_grad_(sample[0].is_floating_point() and implementation is CheckpointImpl.REENTRANT)
         chosen = {subject.model.get_submodule(path) for path in blocks(subject.model)}
         wrapper = partial(checkpoint_wrapper, checkpoint_impl=implementation, **options)
         apply_activation_checkpointing(subject.model, wrapper, chosen.__contains__)

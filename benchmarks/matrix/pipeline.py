@@ -21,19 +21,26 @@ class ReachedError(Exception):
     """The cut, by the first stage."""
 
 
+def is_encoder_decoder(model: nn.Module) -> bool:
+    return getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+
+
 class Stage(nn.Module):
     """The model's own forward, up to the cut or from it on. Activations travel; all else comes from the sample."""
 
-    def __init__(self, model: nn.Module, sample: dict[str, Tensor], rank: int) -> None:
+    def __init__(
+        self, model: nn.Module, sample: dict[str, Tensor], shared: dict[str, Tensor], rank: int
+    ) -> None:
         super().__init__()
         paths = blocks(model)
         middle = len(paths) // 2
         self.model = model
         self.rank = rank
+        self.shared = shared
         self.received: tuple[Tensor, ...] = ()
         self.travelling: list[int] = []
         cut = model.get_submodule(paths[middle])
-        if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        if is_encoder_decoder(model):
             cut = model.get_decoder()  # type: ignore[operator]  # all its blocks read the encoder's output
         before = [model.get_submodule(path) for path in paths[:middle]]
         outputs: dict[nn.Module, Any] = {}
@@ -49,7 +56,7 @@ class Stage(nn.Module):
 
     def call(self, sample: dict[str, Tensor]) -> Tensor:
         """The logits."""
-        out = self.model(*sample.values()) if "0" in sample else self.model(**sample)
+        out = self.model(*sample.values()) if "0" in sample else self.model(**sample, **self.shared)
         logits: Tensor | None = getattr(out, "logits", None)
         return output_of(out) if logits is None else logits  # type: ignore[no-any-return]
 
@@ -80,15 +87,18 @@ def inputs(subject: Subject) -> dict[str, Tensor]:
     if not isinstance(subject.sample, dict):
         return {str(i): x for i, x in enumerate(subject.sample)}
     found = {name: x for name, x in subject.sample.items() if name != "labels"}
-    if subject.model.config.is_encoder_decoder:  # type: ignore[union-attr]
+    if is_encoder_decoder(subject.model):
         found["decoder_input_ids"] = subject.sample["labels"]
     return found
 
 
 def pipelined(subject: Subject) -> Result:
-    rank, sample = dist.get_rank(), inputs(subject)
+    rank, given = dist.get_rank(), inputs(subject)
+    rows = len(next(iter(given.values())))
+    sample = {name: x for name, x in given.items() if len(x) == rows}
+    shared = {name: x for name, x in given.items() if len(x) != rows}  # as positions, by all of a batch
     example = {name: x.chunk(MICROBATCHES)[0] for name, x in sample.items()}
-    stage = Stage(subject.model, example, rank)
+    stage = Stage(subject.model, example, shared, rank)
     schedule = ScheduleGPipe(
         PipelineStage(stage, rank, 2, torch.device("cpu")),
         n_microbatches=MICROBATCHES,
@@ -98,7 +108,6 @@ def pipelined(subject: Subject) -> Result:
     if rank == 0:
         schedule.step(**sample)
     else:
-        rows = len(next(iter(sample.values())))
         schedule.step(**sample, target=torch.zeros(rows), losses=losses)
     loss = torch.stack(losses).mean().detach() if losses else torch.zeros(())
     return loss, [p.grad for p in stage.parameters() if p.grad is not None]

@@ -38,16 +38,21 @@ def steps(
 
 
 def blocks(model: nn.Module) -> list[str]:
-    """Paths of a model's blocks, in order: what its outermost lists hold, or where it has none its own children."""
+    """Paths of a model's blocks, in order: what its outermost lists hold, or where it has none its own children.
+
+    A Sequential of one block is a wrapper of it.
+    """
 
     def compound(module: nn.Module, path: str) -> list[str]:
         prefix = f"{path}." if path else ""
         return [f"{prefix}{name}" for name, child in module.named_children() if any(child.children())]
 
     found: list[str] = []
-    lists: tuple[Any, ...] = (nn.ModuleList, nn.Sequential)
     for path, module in model.named_modules():
-        inside = any(path.startswith(f"{block}.") or path == block for block in found)
-        if isinstance(module, lists) and not inside and len(each := compound(module, path)) > 1:
+        if any(path.startswith(f"{block}.") or path == block for block in found):
+            continue
+        least = 1 if isinstance(module, nn.ModuleList) else 2 if isinstance(module, nn.Sequential) else None
+        each = compound(module, path)
+        if least is not None and len(each) >= least:
             found += each
     return found or compound(model, "")
