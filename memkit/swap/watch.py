@@ -250,7 +250,8 @@ def _observe_norm(norm: Any, watch: Watch) -> None:
 
 def _made_by(tensor: Tensor) -> Any:
     """The node that it comes from, past views: an instance norm's result is one of a batch norm's."""
-    node: Any = (tensor._base if tensor._is_view() else tensor).grad_fn
+    made: Any = tensor._base if tensor._is_view() else tensor
+    node: Any = made.grad_fn
     while node is not None and "View" in type(node).__name__:
         node = node.next_functions[0][0]
     return node
