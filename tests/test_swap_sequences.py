@@ -233,3 +233,20 @@ def test_a_checkpoint_draws_twice_the_same(kind: str, lean: Any, reentrant: bool
 
     theirs = gradients(model)
     same(gradients(lambda x: checkpoint(model, x, use_reentrant=reentrant)), theirs)
+
+
+class ConvNorm(nn.Sequential):
+    """timm's EfficientViT: children of the names of a module that calls relu by itself."""
+
+    def __init__(self, *sizes):
+        super().__init__()
+        self.add_module("conv", nn.Conv2d(*sizes, 3))
+        self.add_module("bn", nn.BatchNorm2d(sizes[1]))
+
+
+def test_sequential_calls_no_functions():
+    """No row says that it computes something else than one that does."""
+    model = nn.Sequential(ConvNorm(3, 8), nn.ReLU(), ConvNorm(8, 4))
+    report = swap(model, lean="call")
+    assert [(row.path, row.before) for row in report.left] == []
+    assert report.changed

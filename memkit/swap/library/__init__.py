@@ -95,8 +95,9 @@ def candidates(module: nn.Module, names: frozenset[str], exact: bool) -> list[Ma
     children = module._modules.keys()
     held = children | vars(module).keys()
     named = (row for row in (*STEPS, *GATINGS) if held >= _own(row) >= children and not _has_act(module))
+    no_functions = type(module).forward is nn.Sequential.forward
     for row in (*named, *written(module)):
-        if row.op in names:
+        if row.op in names and not (no_functions and _own(row) < set(row.names)):
             kind = "gated" if row.op == "gated" else "steps"
             choice = row._replace(dropout="dropout" in names)
             first, acts = getattr(module, row.names[0]), _acts(module, sorted(_own(row)))
