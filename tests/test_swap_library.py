@@ -676,3 +676,24 @@ def test_adapters_put_in_afterwards(lean):
     unswap(stock)
     assert measure(lambda: model(x)).saved < 0.7 * measure(lambda: stock(x)).saved
     assert_as_stock(model, x)
+
+
+NORM_LAYERS = {
+    "group": lambda: nn.GroupNorm(2, D),
+    "none": nn.Identity,
+    "response": lambda: nn.LocalResponseNorm(2),
+    "frozen": lambda: pytest.importorskip("torchvision.ops").FrozenBatchNorm2d(D),
+}
+
+
+@pytest.mark.parametrize("norm", NORM_LAYERS.values(), ids=NORM_LAYERS)
+@pytest.mark.parametrize("how", [False, True, "call"])
+def test_residual_blocks_with_other_norms(norm, how):
+    """ResNets of detectors have norms that are no modules with num_features."""
+    model = Bottleneck().double()
+    model.bn1, x = norm().double(), torch.randn(2, 2, 6, 6, dtype=torch.float64)
+    report = swap(model, sample=x, lean=how)
+    assert report.saved_after <= report.saved_before
+    assert all(row.bytes_after <= row.bytes_before for row in report.rows)
+    with lean() if how is True else torch.enable_grad():
+        assert_as_stock(model, x)

@@ -598,6 +598,36 @@ def test_a_model_of_whose_gradients_autocast_leaves_nothing(monkeypatch, wrong):
     assert not any(changed) if wrong else all(changed)
 
 
+@pytest.mark.parametrize("wrong", [0.0, 1e-3])
+def test_a_model_of_whose_gradients_float32_leaves_nothing(monkeypatch, wrong):
+    """Deep, with batch norms over few values: compared in float64."""
+    torch.manual_seed(0)
+    layers = (nn.Linear(D, D), nn.GELU(), nn.BatchNorm1d(D))
+    model = nn.Sequential(*(copy.deepcopy(layer) for _ in range(40) for layer in layers))
+    for linear in model[::3]:
+        nn.init.normal_(linear.weight, std=2 / D**0.5)
+    x = torch.randn(8, D)
+    real = types._C.activation
+
+    class Planted:
+        @staticmethod
+        def activation(op, input, *rest):
+            rounding = 2e-7 * torch.rand_like(input) if input.dtype == torch.float32 else 0.0
+            return real(op, input * (1 + rounding + wrong), *rest)
+
+    stock, rounded = (trial.Trial(model, x).run("", noise=noise) for noise in (0.0, 1e-6))
+    assert not rounded.agrees_with(stock, 0.25)
+    parameters = [p.clone() for p in model.parameters()]
+    monkeypatch.setattr(types, "_C", Planted)
+    report = swap(model, sample=x)
+    changed = [row.changed for row in report.rows if row.before == "GELU"]
+    assert len(changed) == 40
+    assert not any(changed) if wrong else all(changed)
+    assert all(
+        p.dtype == torch.float32 and p.equal(q) for p, q in zip(model.parameters(), parameters, strict=True)
+    )
+
+
 class LargeInside(nn.Module):
     """In half precision there is nothing left of what memkit's norm hands on, or no number; then `ends` looks at it."""
 

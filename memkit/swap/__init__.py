@@ -26,6 +26,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 from typing import Any, Literal
 
@@ -41,7 +42,7 @@ from .prove import prove
 from .report import Row, SwapReport
 from .sites import Decision, Decisions
 from .structure import by_structure, check
-from .trial import HALVES, TOLERANCE, Outcome, Trial, exact_convolutions, tensors
+from .trial import HALVES, TOLERANCE, WIDER, Outcome, Trial, exact_convolutions, tensors
 
 __all__ = ["Row", "SwapReport", "swap", "unswap"]
 
@@ -173,9 +174,9 @@ def _swap_by_sample(trial: Trial, found: Found, exact: bool, lean: bool | str) -
         change.undo(trial.model)
         tolerance = _widened(trial, stock, dropouts, tolerance)
         change_over()
-    if not swapped.agrees_with(stock, tolerance) and not _exact_alike(
-        trial, stock, swapped, dropouts, dtypes, change_over
-    ):
+    narrow = _narrow(trial, dtypes)
+    exact_alike = partial(_exact_alike, trial, stock, swapped, dropouts, narrow, change_over)
+    if not swapped.agrees_with(stock, tolerance) and not (narrow in HALVES and exact_alike()):
         change.undo(trial.model)
         repeats = stock.agrees_with(trial.run("stock, again", dropouts), tolerance)
         # A kink that rounding crosses lies elsewhere on a sample whose numbers are a little others.
@@ -185,7 +186,10 @@ def _swap_by_sample(trial: Trial, found: Found, exact: bool, lean: bool | str) -
         ours = [_disturbed(trial, "swapped, its sample changed", dropouts, x) for x in nearby if repeats]
         if not repeats:
             note = "stock does not repeat itself on the sample, so values were not compared"
-        elif not all(a and b and a.agrees_with(b, tolerance) for a, b in zip(ours, theirs, strict=True)):
+        elif not (
+            all(a and b and a.agrees_with(b, tolerance) for a, b in zip(ours, theirs, strict=True))
+            or (narrow not in HALVES and exact_alike())
+        ):
             change.undo(trial.model)
             reason = "values or gradients of the swapped model differ on the sample"
             decisions = _refused(decisions, found, reason)
@@ -234,44 +238,50 @@ def _widened(trial: Trial, stock: Outcome, dropouts: Sequence[nn.Module], tolera
     return tolerance
 
 
+def _narrow(trial: Trial, dtypes: Collection[torch.dtype]) -> torch.dtype | None:
+    """The dtype that the model computes in, or of several the one that rounds most; None where there is no wider one."""
+    device = trial.device().type
+    if torch.is_autocast_enabled(device):
+        dtypes = {torch.get_autocast_dtype(device)}
+    return max((dtype for dtype in dtypes if dtype in WIDER), key=TOLERANCE.__getitem__, default=None)
+
+
 def _exact_alike(
     trial: Trial,
     stock: Outcome,
     swapped: Outcome,
     dropouts: Sequence[nn.Module],
-    dtypes: Collection[torch.dtype],
+    narrow: torch.dtype | None,
     change_over: Callable[[], None],
 ) -> bool:
-    """Whether a model in half precision, which leaves nothing of its gradients to compare (a deep network with batch norms,
-    as it is initialised), agrees with the stock one in float32, and has none in half precision that is farther from
-    float32's than twice as far as the stock one's, whose sample is rounded in several ways."""
-    device, tolerance = trial.device().type, TOLERANCE[torch.float32]
-    if torch.is_autocast_enabled(device):
-        dtypes = {torch.get_autocast_dtype(device)}
-    half = max((TOLERANCE[dtype] for dtype in dtypes if dtype in HALVES), default=0.0)
-    if not half:
+    """Whether a model whose dtype leaves nothing of its gradients to compare (in half precision a deep network with batch
+    norms, as it is initialised; in float32 one with norms over two values) agrees with the stock one in a wider one, and
+    has none that is farther from that than twice as far as the stock one's, whose sample is rounded in several ways."""
+    if narrow is None:
         return False
+    wide, device = WIDER[narrow], trial.device().type
+    tolerance = TOLERANCE[wide]
     rounded = [stock]
     try:
-        exact = trial.in_float32()
+        exact = trial.widened(wide)
         if exact is None:
             return False
         with torch.autocast(device, enabled=False), exact_convolutions(trial.device()):
-            ours = exact.run("swapped, in float32", dropouts)
+            ours = exact.run(f"swapped, in {wide}", dropouts)
         change.undo(trial.model)
-        for noise in (0.01 * half, 0.02 * half, 0.04 * half):
-            rounded.append(trial.run("stock, its sample rounded", dropouts, noise))
+        for share in (0.01, 0.02, 0.04):
+            rounded.append(trial.run("stock, its sample rounded", dropouts, noise=share * TOLERANCE[narrow]))
         change.undo(exact.model)
         with torch.autocast(device, enabled=False), exact_convolutions(trial.device()):
-            theirs = exact.run("stock, in float32", dropouts)
+            theirs = exact.run(f"stock, in {wide}", dropouts)
             if not ours.agrees_with(theirs, tolerance):
                 tolerance = _widened(exact, theirs, dropouts, tolerance)
-    except Exception:  # it needs half precision, or more memory than there is
+    except Exception:  # it needs the dtype that it has, or more memory than there is
         return False
     finally:
         change.undo(trial.model)
         change_over()
-    return ours.agrees_with(theirs, tolerance) and swapped.is_as_near(rounded, theirs, half)
+    return ours.agrees_with(theirs, tolerance) and swapped.is_as_near(rounded, theirs, TOLERANCE[narrow])
 
 
 def _refused(decisions: Decisions, found: Found, reason: str) -> Decisions:

@@ -24,6 +24,8 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 5e-2, torc
 
 HALVES = torch.float16, torch.bfloat16
 
+WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
+
 Digests = list[tuple[float, Tensor]]
 
 
@@ -78,25 +80,26 @@ class Trial:
                 measured.saved,
             )
 
-    def in_float32(self) -> Trial | None:
-        """With the numbers of the sample, and of a copy of the model, in float32 where they are in half precision. None:
-        there is no copy."""
+    def widened(self, wide: torch.dtype) -> Trial | None:
+        """With the numbers of the sample, and of a copy of the model, in this dtype where theirs is narrower. None: there is
+        no copy."""
+        narrow = {dtype for dtype in WIDER if dtype.itemsize < wide.itemsize}
         copies: dict[int, Tensor] = {}
 
-        def wide(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or leaf.dtype not in HALVES:
+        def widen(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or leaf.dtype not in narrow:
                 return leaf
             if id(leaf) not in copies:
-                copies[id(leaf)] = leaf.detach().float().requires_grad_(leaf.requires_grad)
+                copies[id(leaf)] = leaf.detach().to(wide).requires_grad_(leaf.requires_grad)
             return copies[id(leaf)]
 
-        trial = Trial(self.model, tree_map(wide, self.sample))
-        if any(tensor.dtype in HALVES for tensor in (*self.model.parameters(), *self.model.buffers())):
+        trial = Trial(self.model, tree_map(widen, self.sample))
+        if any(tensor.dtype in narrow for tensor in (*self.model.parameters(), *self.model.buffers())):
             copy = own_copy(self.model)
             if copy is None:
                 return None
             trial.places = dict(zip(self.model.modules(), copy.modules(), strict=True))
-            trial.model = copy.float()
+            trial.model = copy.to(wide)
         return trial
 
     @contextmanager

@@ -8,7 +8,6 @@ DenseNet's: twice a batch norm, an activation and a convolution, of all that the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -65,7 +64,8 @@ class ResidualBlock(Twin, kind="residual"):
 
     @staticmethod
     def kept(module: Any, shape: torch.Size, lean: bool) -> int:
-        return _kept(module, ("bn1", "bn2", "bn3"), shape, lean)
+        layers = [module._modules.get(name) for name in ("conv1", "conv2", "conv3")]
+        return _kept(sum(getattr(layer, "out_channels", 0) for layer in layers), shape, lean)
 
 
 DENSE = ("norm1", "relu1", "conv1", "norm2", "relu2", "conv2")
@@ -94,12 +94,12 @@ class DenseLayer(Twin, kind="dense_layer"):
 
     @staticmethod
     def kept(module: Any, shape: torch.Size, lean: bool) -> int:
-        return _kept(module, ("norm1", "norm2"), shape, lean)
+        return _kept(module.conv1.in_channels + module.conv1.out_channels, shape, lean)
 
 
-def _kept(module: nn.Module, norms: Sequence[str], shape: torch.Size, lean: bool) -> int:
-    """Elements of each norm's input, and outside of `memkit.lean` of each activation's result; all as high as the output."""
-    channels = sum(int(getattr(module, name).num_features) for name in norms if hasattr(module, name))
+def _kept(channels: int, shape: torch.Size, lean: bool) -> int:
+    """Elements of each norm's input, of all their channels, and outside of `memkit.lean` of each activation's result; all as
+    high as the output."""
     return shape.numel() // shape[1] * channels * (1 if lean else 2)
 
 
