@@ -600,32 +600,37 @@ def test_a_model_of_whose_gradients_autocast_leaves_nothing(monkeypatch, wrong):
 
 @pytest.mark.parametrize("wrong", [0.0, 1e-3])
 def test_a_model_of_whose_gradients_float32_leaves_nothing(monkeypatch, wrong):
-    """Deep, with batch norms over few values: compared in float64."""
-    torch.manual_seed(0)
-    layers = (nn.Linear(D, D), nn.GELU(), nn.BatchNorm1d(D))
-    model = nn.Sequential(*(copy.deepcopy(layer) for _ in range(40) for layer in layers))
-    for linear in model[::3]:
-        nn.init.normal_(linear.weight, std=2 / D**0.5)
-    x = torch.randn(8, D)
-    real = types._C.activation
+    """Compared in float64, where an error of a thousandth shows; here float32's outcomes never agree."""
+    model, x = nn.Sequential(nn.Linear(D, D), nn.GELU(), nn.Linear(D, D)), torch.randn(8, D)
+    real, run, agrees = types._C.activation, trial.Trial.run, trial.Outcome.agrees_with
+    in_float64 = []
+
+    def noted(self, phase, *args, **kwargs):
+        outcome = run(self, phase, *args, **kwargs)
+        if next(self.model.parameters()).dtype == torch.float64:
+            in_float64.append(id(outcome))
+        return outcome
 
     class Planted:
         @staticmethod
         def activation(op, input, *rest):
-            rounding = 2e-7 * torch.rand_like(input) if input.dtype == torch.float32 else 0.0
-            return real(op, input * (1 + rounding + wrong), *rest)
+            return real(op, input * (1 + wrong), *rest)
 
-    stock, rounded = (trial.Trial(model, x).run("", noise=noise) for noise in (0.0, 1e-6))
-    assert not rounded.agrees_with(stock, 0.25)
     parameters = [p.clone() for p in model.parameters()]
     monkeypatch.setattr(types, "_C", Planted)
-    report = swap(model, sample=x)
-    changed = [row.changed for row in report.rows if row.before == "GELU"]
-    assert len(changed) == 40
-    assert not any(changed) if wrong else all(changed)
-    assert all(
-        p.dtype == torch.float32 and p.equal(q) for p, q in zip(model.parameters(), parameters, strict=True)
+    monkeypatch.setattr(trial.Trial, "run", noted)
+    # Stock, run again, agrees: it repeats itself on the sample.
+    monkeypatch.setattr("memkit.swap._disturbed", lambda *args: None)
+    repeats = iter([False, False, True])
+    monkeypatch.setattr(
+        trial.Outcome,
+        "agrees_with",
+        lambda self, *args: agrees(self, *args) if id(self) in in_float64 else next(repeats),
     )
+    report = only(swap(model, sample=x))
+    assert report.changed == (not wrong)
+    assert in_float64
+    assert all(p.equal(q) for p, q in zip(model.parameters(), parameters, strict=True))
 
 
 class LargeInside(nn.Module):

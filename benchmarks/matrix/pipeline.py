@@ -29,14 +29,14 @@ class Stage(nn.Module):
     """The model's own forward, up to the cut or from it on. Activations travel; all else comes from the sample."""
 
     def __init__(
-        self, model: nn.Module, sample: dict[str, Tensor], shared: dict[str, Tensor], rank: int
+        self, model: nn.Module, sample: dict[str, Tensor], rank: int, shared: dict[str, Tensor] | None = None
     ) -> None:
         super().__init__()
         paths = blocks(model)
         middle = len(paths) // 2
         self.model = model
         self.rank = rank
-        self.shared = shared
+        self.shared = shared or {}
         self.received: tuple[Tensor, ...] = ()
         self.travelling: list[int] = []
         cut = model.get_submodule(paths[middle])
@@ -98,7 +98,7 @@ def pipelined(subject: Subject) -> Result:
     sample = {name: x for name, x in given.items() if len(x) == rows}
     shared = {name: x for name, x in given.items() if len(x) != rows}  # as positions, by all of a batch
     example = {name: x.chunk(MICROBATCHES)[0] for name, x in sample.items()}
-    stage = Stage(subject.model, example, shared, rank)
+    stage = Stage(subject.model, example, rank, shared)
     schedule = ScheduleGPipe(
         PipelineStage(stage, rank, 2, torch.device("cpu")),
         n_microbatches=MICROBATCHES,
