@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..._lean import is_lean
 from .activations import library_activation
 from .attention import is_attention
-from .functions import Functions, calls_activations
+from .functions import Functions, calls_functions
 from .scans import Scan, calls_scan
 from .standardized import StandardizedConv, is_standardized
 from .twin import Twin, checkpointed, own_tensors
@@ -49,7 +49,7 @@ def made_again(module: nn.Module, names: frozenset[str]) -> str:
     if "act_linear" in names and cls.__name__.endswith(ACTIVATIONS):
         return ActivationAgain.kind
     others = is_attention(cls) or library_activation(module) is not None
-    return Functions.kind if calls_activations(cls, names) and not others else ""
+    return Functions.kind if calls_functions(module, names) and not others else ""
 
 
 def _again(

@@ -35,6 +35,7 @@ from .twin import (
     Twin,
     checkpointed,
     in_forward_mode,
+    in_modes,
     is_tracing,
     itself,
     near,
@@ -142,24 +143,12 @@ def _attend(
         out, weights = attend(query, key, value, *how)
         return out.transpose(1, 2).contiguous(), None if _is_fused(function) else weights
     return checkpointed(
-        partial(_as_it_was, function, [(part, part.training) for part in module.modules()]),
-        *(query, key, value, *args),
+        in_modes(function, module),
+        *(module, query, key, value, *args),
         reads=own_tensors(module, function),
         rng=dropout > 0 or module.training,  # a function may take dropout from its module
         **kwargs,
     )
-
-
-def _as_it_was(function: Any, modes: list[tuple[nn.Module, bool]], *args: Any, **kwargs: Any) -> Any:
-    """With a module and its parts in the modes of the forward: `eval()` may come before the backward."""
-    other = [(part, training) for part, training in modes if part.training != training]
-    try:
-        for part, training in other:
-            part.training = training
-        return function(modes[0][0], *args, **kwargs)
-    finally:
-        for part, training in other:
-            part.training = not training
 
 
 def _as_written(

@@ -25,7 +25,7 @@ from ...functional._activation import _PARAMETERS
 from ..layers import serves
 from ..recipes import FUNCTIONS
 from .activations import computes
-from .modulated import modulates, with_modulation
+from .rewritten import rewrites, rewritten
 from .source import global_names
 from .twin import Instead, Twin, is_tracing, undecorated
 
@@ -50,13 +50,16 @@ class Functions(Twin, kind="functions"):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         forward: Any = type(self)._stock_forward
         if is_lean() and torch.is_grad_enabled() and not is_tracing():
-            forward = with_modulation(forward, **_ours(forward))
+            forward = rewritten(forward, **_ours(forward))
         return forward(self, *args, **kwargs)
 
 
-def calls_activations(cls: type[nn.Module], names: frozenset[str]) -> bool:
-    """Whether its forward calls such functions, all of these names, or scales and shifts what a norm gave."""
-    if {"layer_norm", "rms_norm"} <= names and modulates(cls):
+def calls_functions(module: nn.Module, names: frozenset[str]) -> bool:
+    """Whether its forward calls such functions, all of these names, scales and shifts what a norm gave, or attends."""
+    cls, others = type(module), rewrites(module)
+    if ("modulate" in others and {"layer_norm", "rms_norm"} <= names) or (
+        "attend" in others and "attention" in names
+    ):
         return True
     called = {} if cls.__module__.startswith(("torch.", "memkit.")) else _activations(cls.forward)
     return bool(called) and {"gelu" if op == "gelu_tanh" else op for op in called.values()} <= names

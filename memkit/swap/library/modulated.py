@@ -10,96 +10,30 @@ from __future__ import annotations
 
 import ast
 import dis
-from functools import cache
-from types import CodeType, FunctionType, MethodType
+from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 from torch import Tensor
 
 from ... import _C
-from .source import changed
-from .twin import undecorated, with_names
-
-PLACE = "memkit.swap.library.modulated"
-"""Of what changed code calls."""
 
 
-def modulates(cls: Any) -> bool:
-    """Whether its forward does that, itself or by a function of its module or a method."""
-    code = _code(cls.forward)
-    return code is not None and _does(code, cls, undecorated(cls.forward).__globals__)
-
-
-def with_modulation(forward: Any, **names: Any) -> Any:
-    """The same function, with these names of its module too."""
-    code = _code(forward)
-    return with_names(forward, code, **names) if names or code is not None else forward
-
-
-class Ours:
-    """What changed code calls."""
-
-    @staticmethod
-    def scale_shift(first: Any, second: Any, shift: Any = None) -> Any:
-        """first * second + shift."""
-        tensors = isinstance(first, Tensor) and isinstance(second, Tensor)
-        if tensors and (shift is None or isinstance(shift, Tensor)):
-            out = _C.scale_shift(first, second, shift)
-            if out is not None:
-                return out
-        product = first * second
-        return product if shift is None else product + shift
-
-    @staticmethod
-    def modulating(function: Any) -> Any:
-        """A function or method in its changed form, if it has one."""
-        plain = function.__func__ if type(function) is MethodType else function
-        code = None if hasattr(plain, "__wrapped__") else _code(plain)
-        if code is None:
-            return function
-        made = with_names(plain, code)
-        return MethodType(made, function.__self__) if plain is not function else made
-
-
-def _code(function: Any) -> CodeType | None:
-    """The changed code of a function, without its decorators."""
-    function = undecorated(function)
-    if type(function) is not FunctionType or str(function.__module__).startswith(("torch.", "memkit.")):
-        return None
-    return _changed(function.__code__.co_filename, function.__code__)
-
-
-def _does(code: CodeType, cls: Any, names: dict[str, Any]) -> bool:
-    """Whether changed code has the operator, or calls what has it."""
-    if "scale_shift" in code.co_names:
-        return True
-    called = (names.get(name, getattr(cls, name, None)) for name in code.co_names if _is_named_so(name))
-    return any((inner := _code(each)) is not None and "scale_shift" in inner.co_names for each in called)
-
-
-@cache
-def _changed(_file: str, code: CodeType) -> CodeType | None:
-    calls = any(map(_is_named_so, code.co_names))
-    if not calls and not _may_modulate(code):
-        return None
-    rewriting = _Rewriting()
-
-    def change(function: ast.FunctionDef) -> bool:
-        function.body = [rewriting.visit(line) for line in function.body]
-        return rewriting.found
-
-    return changed(code, change, PLACE, Ours)
-
-
-def _is_named_so(name: str) -> bool:
-    """Whether a function of this name may modulate."""
-    return "modulate" in name
+def scale_shift(first: Any, second: Any, shift: Any = None) -> Any:
+    """first * second + shift."""
+    tensors = isinstance(first, Tensor) and isinstance(second, Tensor)
+    if tensors and (shift is None or isinstance(shift, Tensor)):
+        out = _C.scale_shift(first, second, shift)
+        if out is not None:
+            return out
+    product = first * second
+    return product if shift is None else product + shift
 
 
 NEAR = 12
 
 
-def _may_modulate(code: CodeType) -> bool:
+def may_modulate(code: CodeType) -> bool:
     """Whether it loads a one, adds to it and multiplies by the sum soon: cheaper than its source."""
     one = add = -NEAR
     for i, each in enumerate(dis.get_instructions(code)):
@@ -113,11 +47,12 @@ def _may_modulate(code: CodeType) -> bool:
     return False
 
 
-class _Rewriting(ast.NodeTransformer):
+class Modulation(ast.NodeTransformer):
     """`x * (1 + scale) + shift`, `(1 + scale) * x` and the like, as calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, called: Callable[[str, list[ast.expr], ast.AST], ast.expr]) -> None:
         self.found = False
+        self._called = called
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
         product, shift = node, []
@@ -127,31 +62,13 @@ class _Rewriting(ast.NodeTransformer):
             return self.generic_visit(node)  # type: ignore[return-value]
         self.found = True
         factors = [self.visit(product.left), self.visit(product.right)]
-        return _called("scale_shift", [*factors, *shift], node)
-
-    def visit_Call(self, node: ast.Call) -> ast.expr:
-        function = node.func
-        name = function.id if isinstance(function, ast.Name) else getattr(function, "attr", "")
-        is_own = isinstance(function, ast.Name) or isinstance(getattr(function, "value", None), ast.Name)
-        self.generic_visit(node)
-        if is_own and _is_named_so(name):
-            self.found = True
-            node.func = _called("modulating", [function], function)
-        return node
+        return self._called("scale_shift", [*factors, *shift], node)
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
         return node
 
     def visit_Lambda(self, node: ast.Lambda) -> ast.Lambda:
         return node
-
-
-def _called(name: str, args: list[ast.expr], place: ast.expr) -> ast.expr:
-    function = ast.Attribute(ast.Constant(PLACE), name, ast.Load())
-    call = ast.Call(function, args, [])
-    for each in (call, function, function.value):
-        ast.copy_location(each, place)
-    return call
 
 
 def _is_modulation(node: ast.BinOp, is_shifted: bool) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import dis
 import linecache
 from collections.abc import Callable, Iterator
@@ -49,13 +50,21 @@ def changed(
     """The code of a function as `change` leaves its syntax tree, at the lines of the original, with an object in the place
     of a constant that the tree has got; nothing where `change` returns False, or the source cannot be read or is not the
     function's."""
-    source = "".join(linecache.getlines(code.co_filename))
-    found = _definition(source, code)
-    if found is None or (original := _compiled(found[0], code)) is None or not _is_same(original, code):
+    found = definition(code.co_filename, code)
+    if found is None:
         return None
-    module, function = found
+    module, function = copy.deepcopy(found)
     made = _compiled(module, code) if change(function) else None
     return made and _with_constant(made, constant, value)
+
+
+@cache
+def definition(_file: str, code: CodeType) -> tuple[ast.Module, ast.FunctionDef] | None:
+    """The syntax tree of a function, and of what is compiled with it, where its file is what it was compiled of."""
+    found = _definition("".join(linecache.getlines(code.co_filename)), code)
+    if found is None or (original := _compiled(found[0], code)) is None or not _is_same(original, code):
+        return None
+    return found
 
 
 def _with_constant(code: CodeType, constant: str, value: Any) -> CodeType:

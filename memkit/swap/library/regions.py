@@ -1,0 +1,214 @@
+"""Attention that a layer writes out in its own code, made again in backward.
+
+    scores = query @ key.transpose(-1, -2) + bias
+    weights = self.dropout(scores.softmax(-1))
+    return weights @ value
+
+Stock keeps a number for each pair of tokens, of the softmax and of each step beside it. Inside :class:`memkit.lean` the
+lines from the product that the softmax is taken of to the product that takes its result are run as a function under a
+checkpoint: what they read is kept. They may assign to variables, branch, and write to what they made; what they call has
+to be `repeatable`. Lines that do anything else stay as they are.
+"""
+
+from __future__ import annotations
+
+import ast
+import dis
+from collections.abc import Callable, Iterator
+from types import CodeType
+from typing import NamedTuple
+
+from .lines import (
+    PRODUCTS,
+    SOFTMAXES,
+    Lines,
+    bound_by,
+    is_own_call,
+    is_product,
+    is_read,
+    is_softmax,
+    nodes,
+    read,
+    stored,
+    stored_by_head,
+    used,
+)
+
+NAME = "_memkit_region"
+"""How the names of such functions start."""
+PRODUCT = "_memkit_product"
+"""The variable for what such a function ends with."""
+Call = Callable[[str, list[ast.expr], ast.AST], ast.expr]
+
+
+def may_attend(code: CodeType) -> bool:
+    """Whether it has a softmax and a product: cheaper than its source."""
+    names = set(code.co_names)
+    return bool(names & {*SOFTMAXES, "Softmax"}) and (
+        bool(names & PRODUCTS)
+        or any(
+            each.argrepr in ("@", "@=") or each.opname.endswith("MATRIX_MULTIPLY")
+            for each in dis.get_instructions(code)
+        )
+    )
+
+
+def regions_of(code: CodeType) -> list[CodeType]:
+    """Of the functions that `with_regions` has made in it."""
+    return [each for each in code.co_consts if isinstance(each, CodeType) and each.co_name.startswith(NAME)]
+
+
+def with_regions(function: ast.FunctionDef, called: Call) -> bool:
+    """Makes functions of such lines, and calls of them by `called("again", ...)`; False where there are none."""
+    arguments = {arg.arg for arg in ast.walk(function.args) if isinstance(arg, ast.arg)}
+    count = 0
+    for block in reversed([*_blocks(function.body, arguments)]):
+        if any(map(_is_region, nodes(block.lines))):
+            continue  # it was in a block of this one
+        lines = (i for i, line in enumerate(block.lines) if any(map(is_softmax, ast.walk(line))))
+        regions = (_region(block, i, function, arguments) for i in lines)
+        if (region := next(filter(None, regions), None)) is not None:
+            _make(region, block.lines, f"{NAME}{count}", called)
+            count += 1
+    return count > 0
+
+
+class _Block(NamedTuple):
+    lines: list[ast.stmt]
+    bound: set[str]
+    """Variables that have a value before it."""
+    is_repeated: bool
+
+
+class _Region(NamedTuple):
+    first: int
+    last: int
+    """Its lines are those before this one."""
+    body: list[ast.stmt]
+    product: ast.expr | None
+    """Of the line behind it, that its body ends with."""
+    reads: list[str]
+    outs: list[str]
+
+
+def _blocks(lines: list[ast.stmt], bound: set[str], is_repeated: bool = False) -> Iterator[_Block]:
+    """All of a function's, the outer ones first."""
+    yield _Block(lines, bound, is_repeated)
+    for line in lines:
+        if isinstance(line, ast.If | ast.With | ast.For):
+            inner = bound | (set() if isinstance(line, ast.If) else stored_by_head(line))
+            repeated = is_repeated or isinstance(line, ast.For)
+            yield from _blocks(line.body, inner, repeated)
+            if isinstance(line, ast.If):
+                yield from _blocks(line.orelse, inner, repeated)
+        bound = bound | bound_by([line])
+
+
+def _region(block: _Block, at: int, function: ast.FunctionDef, arguments: set[str]) -> _Region | None:
+    """Around the softmax in that line."""
+    lines = block.lines
+    first, end = _first(lines, at), _end(lines, at)
+    if first is None or end is None:
+        return None
+    last, product = end
+    if product is None:
+        last += 1
+    body = lines[first:last]
+    if product is not None:
+        assigned = ast.Assign([ast.Name(PRODUCT, ast.Store())], product)
+        body = [*body, ast.copy_location(assigned, lines[last])]
+    variables = arguments | stored([function])
+    given = block.bound | bound_by(lines[:first])
+    check = Lines(variables, set())
+    if not check.takes(body):
+        return None
+    inside = {id(node) for node in nodes(body)}
+    outside = (node for node in ast.walk(function) if id(node) not in inside)
+    start = lines[first].lineno
+    reads = (node for node in outside if isinstance(node, ast.Name) and is_read(node))
+    read_after = {node.id for node in reads if block.is_repeated or node.lineno >= start}
+    outs = sorted(check.stored & read_after) + [PRODUCT] * (product is not None)
+    if not set(check.reads) <= given or not set(outs) <= check.bound | set(check.reads):
+        return None
+    return _Region(first, last, body, product, check.reads, outs)
+
+
+def _first(lines: list[ast.stmt], at: int) -> int | None:
+    """The line of the first product that leads to a softmax without another one in between."""
+    softmax = next(filter(is_softmax, ast.walk(lines[at])))
+    first = at if any(map(is_product, ast.walk(softmax))) else None
+    needed = used(lines[at])
+    for i in reversed(range(at)):
+        line = lines[i]
+        found = stored([line]) & needed
+        if not found:
+            continue
+        needed -= bound_by([line])
+        if any(map(is_product, ast.walk(line))):
+            first = i
+        elif any(
+            map(is_own_call, ast.walk(line))
+        ):  # of what its layers or methods are given, what comes back
+            needed |= used(line) & found
+        else:
+            needed |= used(line)
+    return first
+
+
+def _end(lines: list[ast.stmt], at: int) -> tuple[int, ast.expr | None] | None:
+    """The line of the product that takes a softmax's result, and that product where it can be taken out."""
+    softmax = next(filter(is_softmax, ast.walk(lines[at])))
+    made: set[str] = set()
+    for i, line in enumerate(lines[at:], at):
+        products = [each for each in ast.walk(line) if is_product(each) and _takes(each, made, softmax)]
+        inner = [
+            each for each in products if not any(one is not each and _holds(each, one) for one in products)
+        ]
+        if inner:
+            plain = isinstance(line, ast.Assign | ast.Return) and isinstance(inner[0], ast.expr)
+            return i, inner[0] if plain else None  # type: ignore[return-value]
+        if i == at or read([line]) & made:
+            made |= stored([line])
+    return None
+
+
+def _takes(product: ast.AST, made: set[str], softmax: ast.AST) -> bool:
+    return bool(read([product]) & made) or (product is not softmax and _holds(product, softmax))
+
+
+def _holds(outer: ast.AST, inner: ast.AST) -> bool:
+    return any(each is inner for each in ast.walk(outer))
+
+
+def _make(region: _Region, lines: list[ast.stmt], name: str, called: Call) -> None:
+    place = lines[region.first]
+    source = f"def {name}({', '.join(region.reads)}): return ({', '.join(region.outs)},)"
+    (definition,) = ast.parse(source).body
+    assert isinstance(definition, ast.FunctionDef)
+    for node in ast.walk(definition):
+        ast.copy_location(node, place)
+    definition.body[:0] = region.body
+    call = called("again", [ast.Name(each, ast.Load()) for each in (name, *region.reads)], place)
+    outs: list[ast.expr] = [ast.Name(each, ast.Store()) for each in region.outs]
+    assignment = ast.Assign([ast.Tuple(outs, ast.Store())], call)
+    for node in ast.walk(assignment):
+        ast.copy_location(node, place)
+    if region.product is not None:
+        _Product(region.product).visit(lines[region.last])
+    lines[region.first : region.last] = [definition, assignment]
+
+
+class _Product(ast.NodeTransformer):
+    """The variable in its place."""
+
+    def __init__(self, product: ast.expr) -> None:
+        self._product = product
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        if node is self._product:
+            return ast.copy_location(ast.Name(PRODUCT, ast.Load()), node)
+        return self.generic_visit(node)
+
+
+def _is_region(node: ast.AST) -> bool:
+    return isinstance(node, ast.FunctionDef) and node.name.startswith(NAME)
