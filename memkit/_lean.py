@@ -40,8 +40,9 @@ class lean:  # noqa: N801  a context, named as torch.no_grad is
     nothing is saved anyway.
 
     A result that is changed in place afterwards is kept. Under autograd's rules for saved tensors all the same: changing
-    the kept input in place raises in backward, as does changing what a concatenation was made of; and parts of a graph
-    that a backward has freed are gone for what is made again of them.
+    the kept input in place raises in backward, as does changing what a concatenation was made of (through ``.data`` or
+    NumPy it is not seen, there as anywhere in autograd); and parts of a graph that a backward has freed are gone for what
+    is made again of them.
 
     Example:
         >>> with memkit.lean():

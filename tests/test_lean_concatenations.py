@@ -389,3 +389,21 @@ def test_what_has_no_bytes_is_kept_as_it_is():
         ours = torch.sparse.mm(torch.cat((rows * 2, rows * 3), 0), x).square().sum()
     theirs = torch.cat((2 * torch.eye(8), 3 * torch.eye(8))) @ x
     torch.testing.assert_close(torch.autograd.grad(ours, x), torch.autograd.grad(theirs.square().sum(), x))
+
+
+@pytest.mark.parametrize(
+    "view", [Tensor.conj, lambda x: x.mT.conj().mT, lambda x: x.conj().real, torch.view_as_real]
+)
+def test_views_of_complex_concatenations(view):
+    x, w = given(dtype=torch.complex64), given(2 * WIDTH, 8, dtype=torch.complex64)
+    found = []
+    for lean in (False, True):
+        with memkit.lean() if lean else torch.enable_grad():
+            a, b = x * 1.0, x * (2 + 1j)
+            kept = a.square().abs().sum() + b.square().abs().sum()
+            seen = view(torch.cat((a, b), -1))
+            out = seen @ w if seen.is_complex() else seen * seen.detach()
+            loss = out.abs().sum() + kept
+        found.append(torch.autograd.grad(loss, [x, w], allow_unused=True))
+    for mine, stock in zip(*reversed(found), strict=True):
+        assert mine is stock if stock is None else torch.equal(mine, stock)

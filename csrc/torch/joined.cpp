@@ -257,7 +257,8 @@ bool is_joined(const Node& node, uint32_t output) {
 void note_joined(const Tensor& x, const std::vector<Tensor>& tensors) {
   if (!cat_of(x)) return;
   known_joined = Known{place_of(*x.grad_fn(), x.output_nr()), {}};
-  for (const Tensor& tensor : tensors) known_joined.versions.push_back(tensor._version());
+  for (const Tensor& tensor : tensors)
+    known_joined.versions.push_back(tensor.is_inference() ? -1 : int64_t(tensor._version()));
 }
 
 void note_kept(const Tensor& x, const std::shared_ptr<const Original>& kept) {

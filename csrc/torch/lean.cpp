@@ -66,10 +66,10 @@ struct Concatenation {
 
 using Packed = std::variant<Recipe, Concatenation, Sparse, std::shared_ptr<const Original>>;
 
-// Not where x sees its base's elements as others, as complex or negated ones: `View` knows where they lie alone.
+// Not where x sees its base's elements as others, as complex, conjugate or negated ones: `View` knows where they lie alone.
 bool has_producer(const Tensor& x) {
   return x.requires_grad() && !x.is_leaf() && !x.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && !x.is_neg() &&
-         x.scalar_type() == whole(x).scalar_type();
+         !x.is_conj() && x.scalar_type() == whole(x).scalar_type();
 }
 
 // The tensor in the graph, where hooks are given a node's result without it.

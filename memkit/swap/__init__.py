@@ -85,8 +85,9 @@ def swap(
             autocast in stock PyTorch.
         lean: for a model that runs inside :class:`memkit.lean`: activations keep their input and their output is
             dropped, exact in every dtype, so that only those that work in place by themselves have to be proven.
-            Outside `memkit.lean()` they are stock's. Attention of torch.nn and of transformers' models keeps no weights
-            inside it, and their recurrences (Mamba, linear attention) no states.
+            Outside `memkit.lean()` they are stock's. Attention of torch.nn and of transformers' models, and what layers
+            write out in their own code, keeps no weights inside it, and recurrences (Mamba, linear attention) no states.
+            The sample then is run inside it, too.
             "call": each call of the model runs inside it, so that nothing else has to be written; a part of the model
             that is called by itself does not.
 
@@ -148,17 +149,22 @@ def _swap_by_sample(trial: Trial, found: Found, exact: bool, lean: bool | str) -
 
     def change_over() -> None:
         _apply(trial.model, decisions, found, lean)
+        trial.in_lean = lean is True  # with "call" the model is by itself
+
+    def change_back() -> None:
+        change.undo(trial.model)
+        trial.in_lean = False
 
     stock = trial.run("stock", dropouts)
     before = trial.run("stock, with dropout").saved if dropouts else stock.saved
     served.difference_update(found.rotaries)
     swapped, error = _tried(trial, change_over, dropouts)
     if swapped is None:  # of what it differentiates itself, a norm may have kept too little
-        change.undo(trial.model)
+        change_back()
         decisions = {site: _from_input(decision) for site, decision in decisions.items()}
         swapped, error = _tried(trial, change_over, dropouts)
     if swapped is None:
-        change.undo(trial.model)
+        change_back()
         decisions = _refused(decisions, found, f"the swapped model raises on the sample: {error}")
         return SwapReport(_rows(decisions, found), before, before)
     found.note_idle()
@@ -171,13 +177,13 @@ def _swap_by_sample(trial: Trial, found: Found, exact: bool, lean: bool | str) -
         note = "each output on the sample holds NaN or infinity, so outputs were not compared"
     if not swapped.agrees_with(stock, tolerance):
         # Rounding may be what a model with kinks, or a norm over few values, makes much of. Then stock does it too.
-        change.undo(trial.model)
+        change_back()
         tolerance = _widened(trial, stock, dropouts, tolerance)
         change_over()
     narrow = _narrow(trial, dtypes)
-    exact_alike = partial(_exact_alike, trial, stock, swapped, dropouts, narrow, change_over)
+    exact_alike = partial(_exact_alike, trial, stock, swapped, dropouts, narrow, change_over, change_back)
     if not swapped.agrees_with(stock, tolerance) and not (narrow in HALVES and exact_alike()):
-        change.undo(trial.model)
+        change_back()
         repeats = stock.agrees_with(trial.run("stock, again", dropouts), tolerance)
         # A kink that rounding crosses lies elsewhere on a sample whose numbers are a little others.
         nearby = 0.01, 0.02
@@ -190,13 +196,13 @@ def _swap_by_sample(trial: Trial, found: Found, exact: bool, lean: bool | str) -
             all(a and b and a.agrees_with(b, tolerance) for a, b in zip(ours, theirs, strict=True))
             or (narrow not in HALVES and exact_alike())
         ):
-            change.undo(trial.model)
+            change_back()
             reason = "values or gradients of the swapped model differ on the sample"
             decisions = _refused(decisions, found, reason)
             return SwapReport(_rows(decisions, found), before, before, note)
     after = trial.run("swapped, with dropout").saved if dropouts else swapped.saved
     if before is not None and after is not None and after > 1.02 * before:
-        change.undo(trial.model)
+        change_back()
         decisions = _refused(decisions, found, "swapped, the model would keep more on the sample")
         after = before
     return SwapReport(_rows(decisions, found), before, after, note)
@@ -253,6 +259,7 @@ def _exact_alike(
     dropouts: Sequence[nn.Module],
     narrow: torch.dtype | None,
     change_over: Callable[[], None],
+    change_back: Callable[[], None],
 ) -> bool:
     """Whether a model whose dtype leaves nothing of its gradients to compare (in half precision a deep network with batch
     norms, as it is initialised; in float32 one with norms over two values) agrees with the stock one in a wider one, and
@@ -268,10 +275,11 @@ def _exact_alike(
             return False
         with torch.autocast(device, enabled=False), exact_convolutions(trial.device()):
             ours = exact.run(f"swapped, in {wide}", dropouts)
-        change.undo(trial.model)
+        change_back()
         for share in (0.01, 0.02, 0.04):
             rounded.append(trial.run("stock, its sample rounded", dropouts, noise=share * TOLERANCE[narrow]))
         change.undo(exact.model)
+        exact.in_lean = False
         with torch.autocast(device, enabled=False), exact_convolutions(trial.device()):
             theirs = exact.run(f"stock, in {wide}", dropouts)
             if not ours.agrees_with(theirs, tolerance):
@@ -279,7 +287,7 @@ def _exact_alike(
     except Exception:  # it needs the dtype that it has, or more memory than there is
         return False
     finally:
-        change.undo(trial.model)
+        change_back()
         change_over()
     return ours.agrees_with(theirs, tolerance) and swapped.is_as_near(rounded, theirs, TOLERANCE[narrow])
 

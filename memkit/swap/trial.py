@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from .._lean import lean
 from ..memory import measure
 
 # Of each output and gradient, so many elements are compared, and the norm.
@@ -60,6 +61,8 @@ class Trial:
         self.model = model
         self.sample = sample
         self.places: dict[nn.Module, nn.Module] = {}  # of a copy: what stands for which module
+        self.in_lean = False
+        """Whether forwards run inside :class:`memkit.lean`."""
 
     def run(self, phase: str, in_evaluation: Sequence[nn.Module] = (), noise: float = 0.0) -> Outcome:
         """Counts what is saved on the way. Some modules may be told that this is no training.
@@ -75,7 +78,7 @@ class Trial:
                 measured = measure(lambda: self.step(inputs), device=self.device())
             leaves = [*self.model.parameters(), *tensors(inputs)]
             return Outcome(
-                [_digest(t) for t in tensors(measured.result) if t.is_floating_point()],
+                [_digest(t) for t in tensors(measured.result) if _may_differentiate(t)],
                 [_digest(leaf.grad) for leaf in leaves if leaf.grad is not None],
                 measured.saved,
             )
@@ -94,12 +97,13 @@ class Trial:
             return copies[id(leaf)]
 
         trial = Trial(self.model, tree_map(widen, self.sample))
+        trial.in_lean = self.in_lean
         if any(tensor.dtype in narrow for tensor in (*self.model.parameters(), *self.model.buffers())):
             copy = own_copy(self.model)
             if copy is None:
                 return None
             trial.places = dict(zip(self.model.modules(), copy.modules(), strict=True))
-            trial.model = copy.to(wide)
+            trial.model = copy._apply(lambda held: held.to(wide) if held.dtype in narrow else held)
         return trial
 
     @contextmanager
@@ -140,11 +144,12 @@ class Trial:
 
     def step(self, inputs: Any) -> Any:
         """Forward, then backward from all outputs at once. Returns the outputs."""
-        if isinstance(inputs, dict):
-            outputs = self.model(**inputs)
-        else:
-            outputs = self.model(*inputs) if isinstance(inputs, tuple) else self.model(inputs)
-        roots = [t for t in tensors(outputs) if t.requires_grad and t.is_floating_point()]
+        with lean() if self.in_lean else nullcontext():
+            if isinstance(inputs, dict):
+                outputs = self.model(**inputs)
+            else:
+                outputs = self.model(*inputs) if isinstance(inputs, tuple) else self.model(inputs)
+        roots = [t for t in tensors(outputs) if t.requires_grad and _may_differentiate(t)]
         if roots and torch.is_grad_enabled():
             torch.autograd.backward(roots, [_slant(root) for root in roots])
         return outputs
@@ -152,6 +157,10 @@ class Trial:
     def device(self) -> torch.device:
         devices = {t.device for t in [*self.model.parameters(), *tensors(self.sample)]}
         return next((d for d in devices if d.type == "cuda"), torch.device("cpu"))
+
+
+def _may_differentiate(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _is_float(leaf: Any) -> bool:
@@ -314,12 +323,14 @@ def _slant(root: Tensor) -> Tensor:
         return torch.ones_like(root)
     period = 4093  # a prime, so that rows start anywhere in it
     wave = 2 * torch.rand(period, generator=torch.Generator("cpu").manual_seed(0), device="cpu") - 1
+    wave = torch.complex(wave, wave.flip(0)) if root.is_complex() else wave
     repeated = wave.to(root).repeat(-(-root.numel() // period))
     return repeated[: root.numel()].view(root.shape)
 
 
 def _digest(tensor: Tensor) -> tuple[float, Tensor]:
-    flat = tensor.detach().reshape(-1)
+    tensor = tensor.detach()
+    flat = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).reshape(-1)
     probes = flat[:: max(1, flat.numel() // PROBES)].double().cpu()
     wide = torch.float64 if flat.dtype == torch.float64 else torch.float32
     norm = torch.linalg.vector_norm(flat, dtype=wide).item()

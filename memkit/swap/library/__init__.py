@@ -171,9 +171,11 @@ class Verifier:
 
     @staticmethod
     def _verify(module: nn.Module, match: Match) -> str:
-        sharded = not match.probe or not all(tensor.numel() for tensor in match.probe)
-        if sharded or any(tensor.is_meta for tensor in (*match.probe, *module.parameters())):
+        held = (*match.probe, *module.parameters())
+        if not all(tensor.numel() for tensor in held) or any(tensor.is_meta for tensor in held):
             return "its parameters have no values yet"
+        if not match.probe:
+            return "its first layer is none that memkit knows what to give"
         if not fits(module, twin_of(match.kind, type(module))):
             first = type(module).__bases__[0].__name__
             return (
