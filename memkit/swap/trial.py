@@ -99,7 +99,7 @@ class Trial:
         trial = Trial(self.model, tree_map(widen, self.sample))
         trial.in_lean = self.in_lean
         if any(tensor.dtype in narrow for tensor in (*self.model.parameters(), *self.model.buffers())):
-            copy = own_copy(self.model)
+            copy: Any = own_copy(self.model)
             if copy is None:
                 return None
             trial.places = dict(zip(self.model.modules(), copy.modules(), strict=True))

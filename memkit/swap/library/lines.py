@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 
+from torch import Tensor
+
 PRODUCTS = {"matmul", "bmm", "einsum", "baddbmm"}
 SOFTMAXES = {"softmax", "attend"}
 """The other is what layers call a torch.nn.Softmax that they hold."""
@@ -16,11 +18,13 @@ NEW = {
 """Functions and methods whose result nothing else holds."""
 GRAD = "requires_grad"
 """What they may set of a tensor."""
-REFUSED = (
-    *(ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.NamedExpr),
-    *(ast.Await, ast.Yield, ast.YieldFrom),
-)
+REFUSED = ast.Lambda, ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom
+SCOPES = ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp
 TORCH = {"torch", "nn", "F"}
+METHODS = {name for name in dir(Tensor) if name[0] != "_"} - {"backward", "register_hook", "retain_grad"} | {
+    *("get", "items", "keys", "values")
+}
+"""Of tensors, and those of dictionaries that read."""
 LOOKS = {"dtype", "device", "shape", "size", "dim", "ndim"}
 """What is read of a tensor without its numbers."""
 
@@ -28,8 +32,8 @@ LOOKS = {"dtype", "device", "shape", "size", "dim", "ndim"}
 class Lines:
     """Whether lines may be run again, and which variables they read that they have not set."""
 
-    def __init__(self, variables: set[str], numbers: set[str], may_return: bool = False) -> None:
-        self._variables, self._may_return = variables, may_return
+    def __init__(self, variables: set[str], numbers: set[str], is_function: bool = False) -> None:
+        self._variables, self._is_function = variables, is_function
         self.reads: list[str] = []
         self.stored: set[str] = set()
         self.bound = set(numbers)
@@ -61,7 +65,7 @@ class Lines:
         if isinstance(line, ast.With):
             entered = all(self._value(each.context_expr) and not each.optional_vars for each in line.items)
             return entered and self.takes(line.body)
-        returns = isinstance(line, ast.Return) and self._may_return
+        returns = isinstance(line, ast.Return) and self._is_function
         if returns or isinstance(line, ast.Expr | ast.Raise | ast.Assert):
             return self._value(line)
         return isinstance(line, ast.Pass)
@@ -81,7 +85,7 @@ class Lines:
 
     def _value(self, *read: ast.AST) -> bool:
         for node in nodes(read):
-            if isinstance(node, REFUSED):
+            if isinstance(node, REFUSED) or (isinstance(node, SCOPES) and not self._is_function):
                 return False
             if isinstance(node, ast.Name) and node.id in self._variables - self.bound - {*self.reads}:
                 self.reads.append(node.id)
@@ -96,7 +100,16 @@ class Lines:
         inplace = named.get("inplace")
         if "out" in named or (inplace is not None and getattr(inplace, "value", True) is not False):
             return False
-        return not is_in_place(name) or (receiver is not None and self._is_own(receiver))
+        if is_in_place(name):
+            return receiver is not None and self._is_own(receiver)
+        if isinstance(call.func, ast.Name):
+            return name not in self._variables
+        if isinstance(call.func, ast.Call):  # nn.Softmax(dim=-1)(x)
+            return _root(getattr(call.func.func, "value", call.func)) in TORCH - self._variables
+        root = _root(receiver)
+        if root == "self":
+            return isinstance(receiver, ast.Name) or name in METHODS
+        return name in METHODS or bool(root and root not in self._variables)
 
     def _store(self, target: ast.expr, value: ast.expr | None) -> bool:
         if isinstance(target, ast.Tuple | ast.List):
@@ -127,16 +140,16 @@ class Lines:
             receiver = getattr(value.func, "value", None)
             if receiver is not None and self._is_own(receiver):
                 return True
-            of_torch = isinstance(receiver, ast.Name | ast.Attribute) and _root(receiver) in TORCH
+            of_torch = _root(receiver) in TORCH and not _is_view(value)
             return (of_torch or "drop" in _name_of(value)) and any(map(self._is_own, value.args[:1]))
         return isinstance(value, ast.BinOp | ast.UnaryOp | ast.Compare | ast.Constant)
 
 
-def writes_to_own(function: ast.FunctionDef) -> bool:
-    """Whether what it writes to is nothing but what it has made."""
+def repeats(function: ast.FunctionDef) -> bool:
+    """Whether it may be run again, as far as its lines say."""
     arguments = {arg.arg for arg in ast.walk(function.args) if isinstance(arg, ast.arg)}
     numbers = _numbers(function.args)
-    return Lines(arguments | stored([function]), numbers, may_return=True).takes(function.body)
+    return Lines(arguments | stored([function]), numbers, is_function=True).takes(function.body)
 
 
 def _numbers(arguments: ast.arguments) -> set[str]:
@@ -177,7 +190,7 @@ def _is_view(call: ast.Call) -> bool:
     return _name_of(call) == "einsum" and len(call.args) < 3
 
 
-def _root(value: ast.expr) -> str:
+def _root(value: ast.AST | None) -> str:
     while isinstance(value, ast.Attribute):
         value = value.value
     return value.id if isinstance(value, ast.Name) else ""

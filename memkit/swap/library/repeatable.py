@@ -21,63 +21,21 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..._hooks import has_global_hooks, has_hooks
 from ..._lean import is_lean
-from .lines import GRAD, is_in_place, writes_to_own
+from .lines import GRAD, repeats
 from .source import definition
 from .twin import checkpointed, in_modes, is_tracing, itself, own_tensors
 
 CHANGES = (
-    "STORE_ATTR",
-    "DELETE_",
-    "STORE_GLOBAL",
-    "STORE_DEREF",
-    "YIELD_",
-    "SEND",
-    "IMPORT_",
-    "LOAD_SUPER_ATTR",
+    *("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF", "DELETE_"),
+    *("YIELD_", "SEND", "IMPORT_", "LOAD_SUPER_ATTR"),
 )
 """How the operations of code start that may change what is not its own, or depend on more."""
-WRITES = ("STORE_SUBSCR", "STORE_SLICE", "INPLACE_")
 MODULES = (torch, nn, nn.functional, math, operator)
 BUILTINS = {
-    *(
-        "len",
-        "range",
-        "int",
-        "float",
-        "bool",
-        "str",
-        "tuple",
-        "list",
-        "dict",
-        "set",
-        "slice",
-        "type",
-        "isinstance",
-    ),
-    *(
-        "min",
-        "max",
-        "sum",
-        "abs",
-        "round",
-        "pow",
-        "divmod",
-        "zip",
-        "enumerate",
-        "reversed",
-        "sorted",
-        "all",
-        "any",
-    ),
-    *(
-        "hasattr",
-        "getattr",
-        "ValueError",
-        "TypeError",
-        "RuntimeError",
-        "AssertionError",
-        "NotImplementedError",
-    ),
+    *("len", "range", "int", "float", "bool", "str", "tuple", "list", "dict", "set", "slice"),
+    *("type", "isinstance", "hasattr", "getattr", "min", "max", "sum", "abs", "round", "pow"),
+    *("divmod", "zip", "enumerate", "reversed", "sorted", "all", "any"),
+    *("ValueError", "TypeError", "RuntimeError", "AssertionError", "NotImplementedError"),
 }
 NUMBERS = (int, float, bool, str, type(None), torch.dtype, torch.device)
 TORCH = ("torch.nn.functional", "torch.functional")
@@ -90,51 +48,43 @@ _known: dict[Hashable, bool] = {}
 def is_repeatable(code: CodeType, names: dict[str, Any], module: nn.Module | None) -> bool:
     """Whether a function of this code over these names of its module is, for a layer whose method it is part of.
 
-    Its own code may write to tensors: who made it has seen that they are its own.
+    Its own lines have been looked at by who made it.
     """
     layers = () if module is None else tuple(type(each) for each in module.modules())
     key = (code, type(module), layers)
     if key not in _known:
         if len(_known) > 1000:
             _known.clear()
-        _known[key] = _is_pure(code, names, module, set(), writes=True)
+        _known[key] = _is_pure(code, names, module, set(), checked=True)
     return _known[key] and (module is None or not _has_hooked(code, module))
 
 
 def _is_pure(
-    code: CodeType, names: dict[str, Any], module: nn.Module | None, seen: set[Any], writes: bool = False
+    code: CodeType, names: dict[str, Any], module: nn.Module | None, seen: set[Any], checked: bool = False
 ) -> bool:
     if (code, type(module)) in seen:
         return True
     seen.add((code, type(module)))
-    inner = (each for each in code.co_consts if isinstance(each, CodeType))
+    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
     if (
         code.co_freevars
         or "distributed" in code.co_names
-        or not all(_is_pure(each, names, module, seen) for each in inner)
+        or not all(_is_pure(each, names, module, seen, checked=True) for each in inner)
     ):
         return False
-    writes = writes or _writes_to_own(code)
+    if not (checked or _repeats(code)):
+        return False
     for each in dis.get_instructions(code):
-        if each.opname.startswith(CHANGES) and not (writes and each.argval == GRAD):
-            return False
-        if not writes and _is_write(each):
+        if each.opname.startswith(CHANGES) and each.argval != GRAD:
             return False
         if each.opname == "LOAD_GLOBAL" and not _is_known(each.argval, names, seen):
             return False
     return module is None or all(_is_own_pure(held, module, seen) for held in _own(code, module))
 
 
-def _writes_to_own(code: CodeType) -> bool:
-    if not any(map(_is_write, dis.get_instructions(code))):
-        return False
+def _repeats(code: CodeType) -> bool:
     found = definition(code.co_filename, code)
-    return found is not None and writes_to_own(found[1])
-
-
-def _is_write(each: dis.Instruction) -> bool:
-    in_place = each.opname in ("LOAD_ATTR", "LOAD_METHOD") and is_in_place(each.argval)
-    return in_place or each.opname.startswith(WRITES) or (each.opname == "BINARY_OP" and "=" in each.argrepr)
+    return found is not None and repeats(found[1])
 
 
 def _is_known(name: str, names: dict[str, Any], seen: set[Any]) -> bool:
