@@ -10,6 +10,7 @@ from torch import Tensor
 PRODUCTS = {"matmul", "bmm", "einsum", "baddbmm"}
 SOFTMAXES = {"softmax", "attend"}
 """The other is what layers call a torch.nn.Softmax that they hold."""
+FUSED = "scaled_dot_product_attention"
 NEW = {
     *PRODUCTS,
     *("softmax", "clone", "where", "arange", "zeros", "ones", "full", "empty", "zeros_like", "ones_like"),
@@ -176,6 +177,10 @@ def is_softmax(node: ast.AST) -> bool:
     if isinstance(node.func, ast.Call):  # nn.Softmax(dim=-1)(x)
         return _name_of(node.func) == "Softmax"
     return _name_of(node) in SOFTMAXES
+
+
+def is_fused(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and _name_of(node) == FUSED
 
 
 def is_own_call(node: ast.AST) -> bool:

@@ -19,10 +19,12 @@ from types import CodeType
 from typing import NamedTuple
 
 from .lines import (
+    FUSED,
     PRODUCTS,
     SOFTMAXES,
     Lines,
     bound_by,
+    is_fused,
     is_own_call,
     is_product,
     is_read,
@@ -44,11 +46,14 @@ Call = Callable[[str, list[ast.expr], ast.AST], ast.expr]
 def may_attend(code: CodeType) -> bool:
     """Whether it has a softmax and a product: cheaper than its source."""
     names = set(code.co_names)
-    return bool(names & {*SOFTMAXES, "Softmax"}) and (
-        bool(names & PRODUCTS)
-        or any(
-            each.argrepr in ("@", "@=") or each.opname.endswith("MATRIX_MULTIPLY")
-            for each in dis.get_instructions(code)
+    return FUSED in names or (
+        bool(names & {*SOFTMAXES, "Softmax"})
+        and (
+            bool(names & PRODUCTS)
+            or any(
+                each.argrepr in ("@", "@=") or each.opname.endswith("MATRIX_MULTIPLY")
+                for each in dis.get_instructions(code)
+            )
         )
     )
 
@@ -62,14 +67,15 @@ def with_regions(function: ast.FunctionDef, called: Call) -> bool:
     """Makes functions of such lines, and calls of them by `called("again", ...)`; False where there are none."""
     arguments = {arg.arg for arg in ast.walk(function.args) if isinstance(arg, ast.arg)}
     count = 0
-    for block in reversed([*_blocks(function.body, arguments)]):
-        if any(map(_is_region, nodes(block.lines))):
-            continue  # it was in a block of this one
-        lines = (i for i, line in enumerate(block.lines) if any(map(is_softmax, ast.walk(line))))
-        regions = (_region(block, i, function, arguments) for i in lines)
-        if (region := next(filter(None, regions), None)) is not None:
-            _make(region, block.lines, f"{NAME}{count}", called)
-            count += 1
+    for is_end in (is_fused, is_softmax):
+        for block in reversed([*_blocks(function.body, arguments)]):
+            if any(map(_is_region, nodes(block.lines))):
+                continue  # it was in a block of this one
+            lines = (i for i, line in enumerate(block.lines) if any(map(is_end, ast.walk(line))))
+            regions = (_region(block, i, function, arguments) for i in lines)
+            if (region := next(filter(None, regions), None)) is not None:
+                _make(region, block.lines, f"{NAME}{count}", called)
+                count += 1
     return count > 0
 
 
@@ -105,9 +111,12 @@ def _blocks(lines: list[ast.stmt], bound: set[str], is_repeated: bool = False) -
 
 
 def _region(block: _Block, at: int, function: ast.FunctionDef, arguments: set[str]) -> _Region | None:
-    """Around the softmax in that line."""
+    """Around the softmax or the kernel in that line."""
     lines = block.lines
-    first, end = _first(lines, at), _end(lines, at)
+    if fused := [each for each in ast.walk(lines[at]) if is_fused(each)]:
+        first, end = _first_of_mask(lines, at, fused[0]), (at, _taken_out(lines[at], fused[0]))
+    else:
+        first, end = _first(lines, at), _end(lines, at)
     if first is None or end is None:
         return None
     last, product = end
@@ -165,11 +174,40 @@ def _end(lines: list[ast.stmt], at: int) -> tuple[int, ast.expr | None] | None:
             each for each in products if not any(one is not each and _holds(each, one) for one in products)
         ]
         if inner:
-            plain = isinstance(line, ast.Assign | ast.Return) and isinstance(inner[0], ast.expr)
-            return i, inner[0] if plain else None  # type: ignore[return-value]
+            return i, _taken_out(line, inner[0])
         if i == at or read([line]) & made:
             made |= stored([line])
     return None
+
+
+def _first_of_mask(lines: list[ast.stmt], at: int, kernel: ast.AST) -> int | None:
+    """The line with which a fused kernel's mask begins, where its function computes it: PyTorch's for the CPU have no
+    gradient of one, and keep the weights where it is wanted."""
+    needed, first = _mask_of(kernel), None
+    for i in reversed(range(at)):
+        found = stored([lines[i]]) & needed
+        if found:
+            first = i
+            needed -= bound_by([lines[i]])
+            calls = any(map(is_own_call, ast.walk(lines[i]))) or any(map(_is_plain_call, ast.walk(lines[i])))
+            needed |= used(lines[i]) & found if calls else used(lines[i])
+    return first
+
+
+def _mask_of(kernel: ast.AST) -> set[str]:
+    assert isinstance(kernel, ast.Call)
+    given = [*kernel.args[3:4], *(each.value for each in kernel.keywords if each.arg == "attn_mask")]
+    return read(given)
+
+
+def _is_plain_call(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+
+
+def _taken_out(line: ast.stmt, product: ast.AST) -> ast.expr | None:
+    """Where it may stand before its line."""
+    plain = isinstance(line, ast.Assign | ast.Return) and isinstance(product, ast.expr)
+    return product if plain else None  # type: ignore[return-value]
 
 
 def _takes(product: ast.AST, made: set[str], softmax: ast.AST) -> bool:

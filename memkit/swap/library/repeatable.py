@@ -173,7 +173,7 @@ def again(function: Callable[..., Any], *given: Any) -> Any:
 
 
 def _keeps_less(function: Callable[..., Any], given: tuple[Any, ...], tensors: list[Tensor]) -> bool:
-    """Whether a checkpoint keeps at most three fourths of what autograd keeps of a call. That call is made, once for each
+    """Whether a checkpoint keeps at most seven tenths of what autograd keeps of a call. That call is made, once for each
     shape; a checkpoint around the model sees nothing of it."""
     kept: dict[int, Tensor] = {}
 
@@ -196,7 +196,7 @@ def _keeps_less(function: Callable[..., Any], given: tuple[Any, ...], tensors: l
             # Masks and biases, which mostly all layers are given, count half.
             shared = _memory(x) not in kept and weights is not None and x.shape[-2:] == weights.shape[-2:]
             after[_memory(x)] = x.untyped_storage().nbytes() * (0.5 if shared else 1.0)
-    return bool(after) and sum(after.values()) <= 0.75 * before
+    return bool(after) and sum(after.values()) <= 0.7 * before
 
 
 def _memory(x: Tensor) -> int:

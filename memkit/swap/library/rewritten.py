@@ -85,12 +85,12 @@ def _changed(_file: str, code: CodeType) -> CodeType | None:
         return None
 
     def change(function: ast.FunctionDef) -> bool:
+        found = attends and with_regions(function, _called)  # first, of lines that say what they call
         visitors: list[Any] = [_Calls()] if calls else []
         if modulates:
             visitors.append(Modulation(_called))
         function.body = [_visited(line, visitors) for line in function.body]
-        found = any(visitor.found for visitor in visitors)
-        return (attends and with_regions(function, _called)) or found
+        return found or any(visitor.found for visitor in visitors)
 
     return changed(code, change, PLACE, Ours)
 
