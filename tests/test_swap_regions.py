@@ -15,10 +15,18 @@ from torch.utils.checkpoint import checkpoint
 import memkit
 from memkit import swap, unswap
 from memkit.memory import measure
+from memkit.swap.library import rerun
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
 WIDTH, HEADS, TOKENS = 32, 4, 48
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Small tensors are worth it here."""
+    monkeypatch.setattr(rerun, "LEAST", 0)
+    monkeypatch.setattr(rerun, "_worth", {})
 
 
 class Attention(nn.Module):
@@ -332,6 +340,14 @@ def test_small_weights_are_kept():
     """With fewer tokens than the heads are wide a checkpoint would keep as much."""
     model, x = InOneLine(), given(torch.float32)[:, :4]
     model.bias = nn.Parameter(torch.randn(HEADS, 4, 4))
+    stock = steps_saved(copy.deepcopy(model), x)
+    swap(model, lean="call")
+    assert steps_saved(model, x) == stock
+
+
+def test_a_call_that_keeps_little_is_left(monkeypatch):
+    monkeypatch.setattr(rerun, "LEAST", 2**20)
+    model, x = Attention(), given(torch.float32)
     stock = steps_saved(copy.deepcopy(model), x)
     swap(model, lean="call")
     assert steps_saved(model, x) == stock

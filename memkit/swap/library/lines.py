@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
+from ..recipes import FUNCTIONS
+
 PRODUCTS = {"matmul", "bmm", "einsum", "baddbmm"}
 SOFTMAXES = {"softmax", "attend"}
 """The other is what layers call a torch.nn.Softmax that they hold."""
@@ -22,10 +24,9 @@ GRAD = "requires_grad"
 REFUSED = ast.Lambda, ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom
 SCOPES = ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp
 TORCH = {"torch", "nn", "F"}
-METHODS = {name for name in dir(Tensor) if name[0] != "_"} - {"backward", "register_hook", "retain_grad"} | {
-    *("get", "items", "keys", "values")
-}
-"""Of tensors, and those of dictionaries that read."""
+FUNCTION_NAMES = {each.__name__ for each in FUNCTIONS}
+"""Of activations."""
+METHODS = {name for name in dir(Tensor) if name[0] != "_"} - {"backward", "register_hook", "retain_grad"}
 LOOKS = {"dtype", "device", "shape", "size", "dim", "ndim"}
 """What is read of a tensor without its numbers."""
 
@@ -67,7 +68,10 @@ class Lines:
             entered = all(self._value(each.context_expr) and not each.optional_vars for each in line.items)
             return entered and self.takes(line.body)
         returns = isinstance(line, ast.Return) and self._is_function
-        if returns or isinstance(line, ast.Expr | ast.Raise | ast.Assert):
+        if isinstance(line, ast.Expr):  # a result that nobody takes
+            name = _name_of(line.value) if isinstance(line.value, ast.Call) else ""
+            return isinstance(line.value, ast.Constant) or (is_in_place(name) and self._value(line))
+        if returns or isinstance(line, ast.Raise | ast.Assert):
             return self._value(line)
         return isinstance(line, ast.Pass)
 
@@ -103,6 +107,8 @@ class Lines:
             return False
         if is_in_place(name):
             return receiver is not None and self._is_own(receiver)
+        if name in FUNCTION_NAMES and any(getattr(each, "value", None) is True for each in call.args):
+            return False  # in place, by position
         if isinstance(call.func, ast.Name):
             return name not in self._variables
         if isinstance(call.func, ast.Call):  # nn.Softmax(dim=-1)(x)
@@ -148,9 +154,7 @@ class Lines:
 
 def repeats(function: ast.FunctionDef) -> bool:
     """Whether it may be run again, as far as its lines say."""
-    arguments = {arg.arg for arg in ast.walk(function.args) if isinstance(arg, ast.arg)}
-    numbers = _numbers(function.args)
-    return Lines(arguments | stored([function]), numbers, is_function=True).takes(function.body)
+    return Lines(variables_of(function), _numbers(function.args), is_function=True).takes(function.body)
 
 
 def _numbers(arguments: ast.arguments) -> set[str]:
@@ -232,9 +236,28 @@ def used(line: ast.stmt) -> set[str]:
 
 
 def stored(roots: Iterable[ast.AST]) -> set[str]:
-    return {
-        node.id for node in nodes(roots) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-    }
+    """Variables, but those of comprehensions."""
+    found = [*nodes(roots)]
+    heads = (node.target for node in found if isinstance(node, ast.comprehension))
+    within = {id(node) for node in nodes(heads)}
+    names = (node for node in found if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+    return {node.id for node in names if id(node) not in within}
+
+
+def captured(function: ast.FunctionDef) -> set[str]:
+    """Variables that functions, classes and comprehensions within it may see."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, *SCOPES)
+    inner = [node for node in ast.walk(function) if isinstance(node, kinds) and node is not function]
+    return {node.id for node in nodes(inner) if isinstance(node, ast.Name)}
+
+
+def variables_of(function: ast.FunctionDef) -> set[str]:
+    """All that are set in it, and its arguments."""
+    arguments = {each.arg for each in ast.walk(function.args) if isinstance(each, ast.arg)}
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    inner = {each.name for each in ast.walk(function) if isinstance(each, kinds) and each is not function}
+    imported = (each for each in ast.walk(function) if isinstance(each, ast.alias))
+    return arguments | stored([function]) | inner | {each.asname or each.name for each in imported}
 
 
 def stored_by_head(line: ast.With | ast.For) -> set[str]:

@@ -21,9 +21,11 @@ from typing import NamedTuple
 from .lines import (
     FUSED,
     PRODUCTS,
+    SCOPES,
     SOFTMAXES,
     Lines,
     bound_by,
+    captured,
     is_fused,
     is_own_call,
     is_product,
@@ -34,12 +36,14 @@ from .lines import (
     stored,
     stored_by_head,
     used,
+    variables_of,
 )
 
 NAME = "_memkit_region"
 """How the names of such functions start."""
 PRODUCT = "_memkit_product"
 """The variable for what such a function ends with."""
+CONDITIONAL = (ast.IfExp, ast.BoolOp, ast.Compare, ast.Lambda, *SCOPES)
 Call = Callable[[str, list[ast.expr], ast.AST], ast.expr]
 
 
@@ -74,7 +78,8 @@ def with_regions(function: ast.FunctionDef, called: Call) -> bool:
             lines = (i for i, line in enumerate(block.lines) if any(map(is_end, ast.walk(line))))
             regions = (_region(block, i, function, arguments) for i in lines)
             if (region := next(filter(None, regions), None)) is not None:
-                _make(region, block.lines, f"{NAME}{count}", called)
+                owner: ast.expr = ast.Name("self", ast.Load()) if "self" in arguments else ast.Constant(None)
+                _make(region, block.lines, f"{NAME}{count}", owner, called)
                 count += 1
     return count > 0
 
@@ -114,7 +119,8 @@ def _region(block: _Block, at: int, function: ast.FunctionDef, arguments: set[st
     """Around the softmax or the kernel in that line."""
     lines = block.lines
     if fused := [each for each in ast.walk(lines[at]) if is_fused(each)]:
-        first, end = _first_of_mask(lines, at, fused[0]), (at, _taken_out(lines[at], fused[0]))
+        first = _first_of_mask(lines, at, fused[0])
+        end: tuple[int, ast.expr | None] | None = at, _taken_out(lines[at], fused[0])
     else:
         first, end = _first(lines, at), _end(lines, at)
     if first is None or end is None:
@@ -126,7 +132,7 @@ def _region(block: _Block, at: int, function: ast.FunctionDef, arguments: set[st
     if product is not None:
         assigned = ast.Assign([ast.Name(PRODUCT, ast.Store())], product)
         body = [*body, ast.copy_location(assigned, lines[last])]
-    variables = arguments | stored([function])
+    variables = variables_of(function)
     given = block.bound | bound_by(lines[:first])
     check = Lines(variables, set())
     if not check.takes(body):
@@ -137,7 +143,8 @@ def _region(block: _Block, at: int, function: ast.FunctionDef, arguments: set[st
     reads = (node for node in outside if isinstance(node, ast.Name) and is_read(node))
     read_after = {node.id for node in reads if block.is_repeated or node.lineno >= start}
     outs = sorted(check.stored & read_after) + [PRODUCT] * (product is not None)
-    if not set(check.reads) <= given or not set(outs) <= check.bound | set(check.reads):
+    known = set(check.reads) <= given and set(outs) <= check.bound | set(check.reads)
+    if not outs or not known or check.stored & captured(function):
         return None
     return _Region(first, last, body, product, check.reads, outs)
 
@@ -205,9 +212,17 @@ def _is_plain_call(node: ast.AST) -> bool:
 
 
 def _taken_out(line: ast.stmt, product: ast.AST) -> ast.expr | None:
-    """Where it may stand before its line."""
-    plain = isinstance(line, ast.Assign | ast.Return) and isinstance(product, ast.expr)
-    return product if plain else None  # type: ignore[return-value]
+    """Where it may stand before its line: it is computed in any case, once, and no call before it."""
+    if not isinstance(line, ast.Assign | ast.Return) or not isinstance(product, ast.expr):
+        return None
+    around = [each for each in ast.walk(line) if _holds(each, product)]
+    place = product.lineno, product.col_offset
+    before = [
+        each
+        for each in ast.walk(line)
+        if isinstance(each, ast.Call) and each not in around and (each.lineno, each.col_offset) < place
+    ]
+    return None if before or any(isinstance(each, CONDITIONAL) for each in around) else product
 
 
 def _takes(product: ast.AST, made: set[str], softmax: ast.AST) -> bool:
@@ -218,7 +233,7 @@ def _holds(outer: ast.AST, inner: ast.AST) -> bool:
     return any(each is inner for each in ast.walk(outer))
 
 
-def _make(region: _Region, lines: list[ast.stmt], name: str, called: Call) -> None:
+def _make(region: _Region, lines: list[ast.stmt], name: str, owner: ast.expr, called: Call) -> None:
     place = lines[region.first]
     source = f"def {name}({', '.join(region.reads)}): return ({', '.join(region.outs)},)"
     (definition,) = ast.parse(source).body
@@ -226,7 +241,8 @@ def _make(region: _Region, lines: list[ast.stmt], name: str, called: Call) -> No
     for node in ast.walk(definition):
         ast.copy_location(node, place)
     definition.body[:0] = region.body
-    call = called("again", [ast.Name(each, ast.Load()) for each in (name, *region.reads)], place)
+    variables = [ast.Name(each, ast.Load()) for each in (name, *region.reads)]
+    call = called("again", [variables[0], owner, *variables[1:]], place)
     outs: list[ast.expr] = [ast.Name(each, ast.Store()) for each in region.outs]
     assignment = ast.Assign([ast.Tuple(outs, ast.Store())], call)
     for node in ast.walk(assignment):

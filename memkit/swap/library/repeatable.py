@@ -1,7 +1,6 @@
 """Code that may be run again for backward: it gives the same, and changes nothing but what it has made itself.
 
-By what its operations are, those of the functions and methods that it calls, and the layers that it uses. `again` runs such
-code under a checkpoint.
+By its lines and its operations, those of the functions and methods that it calls, and the layers that it uses.
 """
 
 from __future__ import annotations
@@ -10,20 +9,16 @@ import builtins
 import dis
 import math
 import operator
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import _disable_current_modes
 
-from ..._hooks import has_global_hooks, has_hooks
-from ..._lean import is_lean
+from ..._hooks import has_hooks
 from .lines import GRAD, repeats
 from .source import definition
-from .twin import checkpointed, in_modes, is_tracing, itself, own_tensors
 
 CHANGES = (
     *("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF", "DELETE_"),
@@ -33,61 +28,84 @@ CHANGES = (
 MODULES = (torch, nn, nn.functional, math, operator)
 BUILTINS = {
     *("len", "range", "int", "float", "bool", "str", "tuple", "list", "dict", "set", "slice"),
-    *("type", "isinstance", "hasattr", "getattr", "min", "max", "sum", "abs", "round", "pow"),
+    *("type", "isinstance", "hasattr", "min", "max", "sum", "abs", "round", "pow"),
     *("divmod", "zip", "enumerate", "reversed", "sorted", "all", "any"),
     *("ValueError", "TypeError", "RuntimeError", "AssertionError", "NotImplementedError"),
 }
-NUMBERS = (int, float, bool, str, type(None), torch.dtype, torch.device)
+CONSTANTS = (int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
 TORCH = ("torch.nn.functional", "torch.functional")
 LIBRARIES = ("einops",)
 """Whose functions are."""
+DRAWS = {
+    *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli"),
+    *("normal", "multinomial", "poisson", "uniform", "exponential", "gumbel_softmax"),
+}
 
-_known: dict[Hashable, bool] = {}
+
+class Reach(NamedTuple):
+    """What code that may be run again comes across."""
+
+    names: frozenset[str]
+    """That it may ask its layer for."""
+    draws: bool
+    """Whether it may take random numbers."""
 
 
-def is_repeatable(code: CodeType, names: dict[str, Any], module: nn.Module | None) -> bool:
-    """Whether a function of this code over these names of its module is, for a layer whose method it is part of.
+_known: dict[Hashable, Reach | None] = {}
 
-    Its own lines have been looked at by who made it.
-    """
-    layers = () if module is None else tuple(type(each) for each in module.modules())
-    key = (code, type(module), layers)
-    if key not in _known:
+
+def reach(code: CodeType, names: dict[str, Any], cls: Any) -> Reach | None:
+    """Of a function of this code over these names of its module, that is part of a method of that class, if of one; None
+    where it may not be run again. Its own lines have been looked at by who made it."""
+    if (code, cls) not in _known:
         if len(_known) > 1000:
             _known.clear()
-        _known[key] = _is_pure(code, names, module, set(), checked=True)
-    return _known[key] and (module is None or not _has_hooked(code, module))
+        found: set[str] = set()
+        repeats = _collect(code, names, cls, found, set(), checked=True)
+        draws = any(name in DRAWS or "drop" in name for name in found)
+        _known[code, cls] = Reach(frozenset(found), draws) if repeats else None
+    return _known[code, cls]
 
 
-def _is_pure(
-    code: CodeType, names: dict[str, Any], module: nn.Module | None, seen: set[Any], checked: bool = False
+def is_readable(module: nn.Module, names: frozenset[str]) -> bool:
+    """Whether what a layer holds under these names is layers that change nothing of their own, and values."""
+    held = vars(module)
+    for name in names:
+        layer = module._modules.get(name)
+        if layer is not None and not _is_layer(layer):
+            return False
+        if name in held and not _is_value(held[name]):
+            return False
+    return True
+
+
+def _collect(
+    code: CodeType, names: dict[str, Any], cls: Any, found: set[str], seen: set[Any], checked: bool = False
 ) -> bool:
-    if (code, type(module)) in seen:
+    """Adds the names that it and what it calls read of a layer; False where it may not be run again."""
+    if (code, cls) in seen:
         return True
-    seen.add((code, type(module)))
-    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
-    if (
-        code.co_freevars
-        or "distributed" in code.co_names
-        or not all(_is_pure(each, names, module, seen, checked=True) for each in inner)
-    ):
-        return False
-    if not (checked or _repeats(code)):
+    seen.add((code, cls))
+    if code.co_freevars or "distributed" in code.co_names or not (checked or _repeats(code)):
         return False
     for each in dis.get_instructions(code):
         if each.opname.startswith(CHANGES) and each.argval != GRAD:
             return False
-        if each.opname == "LOAD_GLOBAL" and not _is_known(each.argval, names, seen):
+        if each.opname == "LOAD_GLOBAL" and not _is_known(each.argval, names, found, seen):
             return False
-    return module is None or all(_is_own_pure(held, module, seen) for held in _own(code, module))
+    found.update(code.co_names)
+    inner = (each for each in code.co_consts if isinstance(each, CodeType))
+    return all(_collect(each, names, cls, found, seen, checked=True) for each in inner) and all(
+        _is_own(name, cls, found, seen) for name in code.co_names if cls is not None
+    )
 
 
 def _repeats(code: CodeType) -> bool:
-    found = definition(code.co_filename, code)
-    return found is not None and repeats(found[1])
+    source = definition(code.co_filename, code)
+    return source is not None and repeats(source[1])
 
 
-def _is_known(name: str, names: dict[str, Any], seen: set[Any]) -> bool:
+def _is_known(name: str, names: dict[str, Any], found: set[str], seen: set[Any]) -> bool:
     """Whether what a module's name stands for may be read, and called."""
     if name not in names:
         return name in BUILTINS and hasattr(builtins, name)
@@ -97,116 +115,42 @@ def _is_known(name: str, names: dict[str, Any], seen: set[Any]) -> bool:
     if type(held) is FunctionType:
         source = held.__module__ or ""
         known = source.startswith(TORCH) or source.partition(".")[0] in LIBRARIES
-        return known or _is_pure(held.__code__, held.__globals__, None, seen)
+        return known or _collect(held.__code__, held.__globals__, None, found, seen)
     if type(held) is BuiltinFunctionType:
         return str(held.__module__ or "").startswith(("torch", "math"))
-    return isinstance(held, NUMBERS) or held is torch.Tensor
+    return isinstance(held, CONSTANTS) or held is Tensor
 
 
-def _own(code: CodeType, module: nn.Module) -> Iterator[Any]:
-    """Methods and layers of a module that code names, but what all modules have."""
-    for name in code.co_names:
-        if hasattr(nn.Module, name):
-            continue
-        if name in module._modules:
-            yield module._modules[name]
-        elif name in vars(module):
-            yield vars(module)[name]
-        elif hasattr(type(module), name):
-            yield getattr(type(module), name)
-
-
-def _is_own_pure(held: Any, module: nn.Module, seen: set[Any]) -> bool:
+def _is_own(name: str, cls: Any, found: set[str], seen: set[Any]) -> bool:
+    """Methods and constants of a class, but what all modules have."""
+    if hasattr(nn.Module, name) or not hasattr(cls, name):
+        return True
+    held = getattr(cls, name)
     if isinstance(held, property):
         held = held.fget
-    if isinstance(held, nn.Module):
-        return _is_layer(held, seen)
     if type(held) is FunctionType:
-        return _is_pure(held.__code__, held.__globals__, module, seen)
-    return not callable(held)
+        return _collect(held.__code__, held.__globals__, cls, found, seen)
+    return isinstance(held, CONSTANTS)
 
 
-def _is_layer(layer: nn.Module, seen: set[Any]) -> bool:
-    """One that changes nothing of its own."""
-    if "forward" in vars(layer) or getattr(layer, "track_running_stats", False):
+def _is_layer(layer: nn.Module) -> bool:
+    """One that changes nothing of its own, nor what it is given."""
+    cls = type(layer)
+    if has_hooks(layer) or "parametrizations" in layer._modules:
         return False
-    forward = type(layer).forward
-    source = type(layer).__module__
-    if source.startswith(("torch.nn.", "memkit.")):
-        return all(_is_layer(each, seen) for each in layer.children())
-    return type(forward) is FunctionType and _is_pure(forward.__code__, forward.__globals__, layer, seen)
+    if cls.__module__.startswith(("torch.nn.modules.", "memkit.")):
+        return (
+            not getattr(layer, "track_running_stats", False)
+            and not getattr(layer, "inplace", False)
+            and all(map(_is_layer, layer._modules.values()))  # type: ignore[arg-type]
+        )
+    forward: Any = cls.forward
+    known = reach(forward.__code__, forward.__globals__, cls) if type(forward) is FunctionType else None
+    return known is not None and _repeats(forward.__code__) and is_readable(layer, known.names)
 
 
-def _has_hooked(code: CodeType, module: nn.Module) -> bool:
-    named = (module._modules.get(name) for name in code.co_names)
-    return bool(has_global_hooks()) or any(
-        has_hooks(part) for layer in named if layer is not None for part in layer.modules()
-    )
-
-
-_worth: dict[Hashable, bool] = {}
-
-
-def again(function: Callable[..., Any], *given: Any) -> Any:
-    """A call of a function that `regions` made, which backward makes again where that keeps less."""
-    tensors = [x for x in given if isinstance(x, Tensor)]
-    plain = is_lean() and torch.is_grad_enabled() and not is_tracing()
-    if not plain or any(type(x) not in (Tensor, nn.Parameter) for x in tensors):
-        return function(*given)
-    module = next((each for each in given if isinstance(each, nn.Module)), None)
-    made: Any = function
-    if not is_repeatable(made.__code__, made.__globals__, module):
-        return function(*given)
-    key = (made.__code__, *((x.shape, x.dtype, x.requires_grad) for x in tensors))
-    if key not in _worth:
-        if any(x.is_cuda for x in tensors) and torch.cuda.is_current_stream_capturing():
-            return function(*given)
-        if len(_worth) > 1000:
-            _worth.clear()
-        _worth[key] = _keeps_less(function, given, tensors)
-    if not _worth[key]:
-        return function(*given)
-    reads = [] if module is None else _tensors(module, function)
-    training = True if module is None else any(each.training for each in module.modules())
-    call = function if module is None else in_modes(function, module)
-    return checkpointed(call, *given, reads=reads, rng=training)
-
-
-def _keeps_less(function: Callable[..., Any], given: tuple[Any, ...], tensors: list[Tensor]) -> bool:
-    """Whether a checkpoint keeps at most seven tenths of what autograd keeps of a call. That call is made, once for each
-    shape; a checkpoint around the model sees nothing of it."""
-    kept: dict[int, Tensor] = {}
-
-    def keep(x: Tensor) -> Tensor:
-        if not isinstance(x, nn.Parameter):
-            kept[_memory(x)] = x
-        return x
-
-    devices = [x.device for x in tensors if x.is_cuda]
-    with saved_tensors_hooks(keep, itself), _disable_current_modes(), torch.random.fork_rng(devices):
-        results = function(*given)
-        before = sum(x.untyped_storage().nbytes() for x in kept.values())
-    del results
-    weights = max(
-        (x for x in kept.values() if _memory(x) not in map(_memory, tensors)), key=Tensor.numel, default=None
-    )
-    after: dict[int, float] = {}
-    for x in tensors:
-        if not isinstance(x, nn.Parameter):
-            # Masks and biases, which mostly all layers are given, count half.
-            shared = _memory(x) not in kept and weights is not None and x.shape[-2:] == weights.shape[-2:]
-            after[_memory(x)] = x.untyped_storage().nbytes() * (0.5 if shared else 1.0)
-    return bool(after) and sum(after.values()) <= 0.7 * before
-
-
-def _memory(x: Tensor) -> int:
-    return int(x.untyped_storage()._cdata)
-
-
-def _tensors(module: nn.Module, function: Any) -> list[Tensor]:
-    """Of a layer and of its parts, that a function names."""
-    parts = (module._modules.get(name) for name in function.__code__.co_names)
-    return [
-        *own_tensors(module, function),
-        *(x for part in parts if part is not None for x in (*part.parameters(), *part.buffers())),
-    ]
+def _is_value(held: Any) -> bool:
+    """That a layer holds: numbers, words, tensors, and lists of them, which are taken as fixed."""
+    if isinstance(held, tuple | list):
+        return all(map(_is_value, held))
+    return isinstance(held, (*CONSTANTS, Tensor)) or type(held).__name__.endswith("Config")

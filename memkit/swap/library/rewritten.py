@@ -16,7 +16,8 @@ from torch import nn
 
 from .modulated import Modulation, may_modulate, scale_shift
 from .regions import may_attend, regions_of, with_regions
-from .repeatable import again, is_repeatable
+from .repeatable import is_readable, reach
+from .rerun import again
 from .source import changed, global_names
 from .twin import undecorated, with_names
 
@@ -63,7 +64,8 @@ def _found(function: Any, module: nn.Module, seen: set[Any]) -> Iterator[str]:
     known = undecorated(function).__globals__
     if "scale_shift" in code.co_names:
         yield "modulate"
-    if any(is_repeatable(region, known, module) for region in regions_of(code)):
+    regions = (reach(region, known, type(module)) for region in regions_of(code))
+    if any(each is not None and is_readable(module, each.names) for each in regions):
         yield "attend"
     for name in filter(_may_be_rewritten, code.co_names):
         yield from _found(known.get(name, getattr(type(module), name, None)), module, seen)
