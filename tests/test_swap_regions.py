@@ -370,3 +370,170 @@ def test_a_change_between_forward_and_backward_raises():
         model.bias.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace"):
         loss.backward()
+
+
+def test_a_row_says_where_nothing_was_made_again(monkeypatch):
+    x = given(torch.float32)
+    (row,) = swap(Attention(), ops=["attention"], sample=x, lean="call").rows
+    assert (row.after, row.reason) == ("in lean()", "")
+    monkeypatch.setattr(rerun, "LEAST", 2**20)
+    monkeypatch.setattr(rerun, "_worth", {})
+    (row,) = swap(Attention(), ops=["attention"], sample=x, lean="call").rows
+    assert row.after == "unchanged"
+    assert "without a MiB" in row.reason
+
+
+class Appends(Attention):
+    def forward(self, x, mask=None):
+        q, k, v = (each.split(1, 1) for each in self.projected(x))
+        outs = []
+        for i in range(HEADS):
+            weights = (q[i] @ k[i].mT).softmax(-1)
+            outs.append(weights @ v[i])
+        return self.merged(torch.cat(outs, 1))
+
+
+class InAComprehension(Attention):
+    def forward(self, x, mask=None):
+        q, k, v = self.projected(x)
+        weights = (q @ k.mT).softmax(-1)
+        return self.merged(torch.cat([weights @ v for v in v.split(2, -1)], -1))
+
+
+class InACondition(Attention):
+    values = True
+
+    def forward(self, x, mask=None):
+        q, k, v = self.projected(x)
+        v = v if self.values else None
+        weights = (q @ k.mT).softmax(-1)
+        y = weights @ v if v is not None else q
+        return self.merged(y)
+
+
+class Closes(Attention):
+    def forward(self, x, mask=None):
+        def entropy():
+            return (weights * weights.log()).sum()
+
+        q, k, v = self.projected(x)
+        weights = (q @ k.mT).softmax(-1)
+        return self.merged(weights @ v) + entropy()
+
+
+class CallsSuper(Attention):
+    def forward(self, x, mask=None):
+        q, k, v = self.projected(x)
+        weights = (q @ k.mT * (1 + len(super().extra_repr()))).softmax(-1)
+        return self.merged(weights @ v) + super().forward(x)
+
+
+class GivenAFunction(Attention):
+    def forward(self, x, mask=None):
+        return self.merged(self.attend(*self.projected(x), torch.sigmoid))
+
+    def attend(self, q, k, v, function):
+        return function(q @ k.mT).softmax(-1) @ v
+
+
+class GivenAList(Attention):
+    def forward(self, x, mask=None):
+        shared = {}
+        shared["q"], shared["k"], shared["v"] = self.projected(x)
+        y = self.attend(shared)
+        shared["q"] = shared["k"] = shared["v"] = None
+        return self.merged(y)
+
+    def attend(self, shared):
+        weights = (shared["q"] @ shared["k"].mT).softmax(-1)
+        return weights @ shared["v"]
+
+
+class Breaks(Attention):
+    def forward(self, x, mask=None):
+        for _ in range(3):
+            q, k, v = self.projected(x)
+            weights = (q @ k.mT).softmax(-1)
+            x = self.merged(weights @ v)
+            if x.sum() > 1e6:
+                break
+        return x
+
+
+ODD = [Appends, InAComprehension, InACondition, Closes, CallsSuper, GivenAFunction, GivenAList, Breaks]
+
+
+@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize("by_sample", [False, True])
+def test_code_of_other_forms(kind, by_sample):
+    model, x = kind().double(), given()
+    swap(model, sample=x if by_sample else None, lean="call")
+    assert_as_stock(model, x)
+    if kind is InACondition:
+        model.values = False
+        assert_as_stock(model, x)
+
+
+class Holds(Attention):
+    scale, window = 1.0, None
+
+    def forward(self, x, mask=None):
+        q, k, v = self.projected(x)
+        scores = q @ k.mT * self.scale + self.shift()
+        return self.merged(F.dropout(scores.softmax(-1), 0.5) @ v)  # in evaluation too
+
+    def shift(self):
+        return self.bias if self.window is None else self.window
+
+
+def test_what_it_reads_is_as_it_was():
+    stock, x = Holds().double().eval(), given()
+    model = copy.deepcopy(stock)
+    swap(model, ops=["attention"], lean="call")
+    found = []
+    for each in (stock, model):
+        torch.manual_seed(1)
+        loss = each(x).square().sum()
+        each.scale, each.window = 3.0, torch.ones(TOKENS, TOKENS, dtype=torch.float64)
+        loss = loss + each(x).square().sum()
+        each.scale, each.window = None, None
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in each.parameters())])
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_other_weights_by_functional_call():
+    model, x = Attention().double(), given()
+    swap(model, ops=["attention"], lean="call")
+    others = {name: 2 * p.detach() for name, p in model.named_parameters()}
+    found = []
+    for each in (unswapped(model), model):
+        leaves = {name: p.clone().requires_grad_() for name, p in others.items()}
+        torch.func.functional_call(each, leaves, (x,)).square().sum().backward()
+        found.append([p.grad for p in leaves.values()])
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def unswapped(model):
+    stock = copy.deepcopy(model)
+    unswap(stock)
+    return stock
+
+
+def test_layers_that_compute_their_weights():
+    class Heads(Attention):
+        def __init__(self):
+            super().__init__()
+            self.mix = nn.utils.parametrizations.spectral_norm(nn.Linear(HEADS, HEADS))
+
+        def forward(self, x, mask=None):
+            q, k, v = self.projected(x)
+            scores = self.mix((q @ k.mT).transpose(1, -1)).transpose(1, -1)
+            return self.merged(scores.softmax(-1) @ v)
+
+    model, x = Heads().double(), given()
+    report = swap(model, ops=["attention"], lean="call")
+    assert not report.changed
+    model(x).sum().backward()

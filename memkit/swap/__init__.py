@@ -157,7 +157,7 @@ def _swap_by_sample(trial: Trial, found: Found, exact: bool, lean: bool | str) -
 
     stock = trial.run("stock", dropouts)
     before = trial.run("stock, with dropout").saved if dropouts else stock.saved
-    served.difference_update(found.rotaries)
+    served.difference_update(found.may_be_idle)
     swapped, error = _tried(trial, change_over, dropouts)
     if swapped is None:  # of what it differentiates itself, a norm may have kept too little
         change_back()

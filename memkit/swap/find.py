@@ -32,6 +32,7 @@ from .library import (
     is_multihead,
     library_activation,
     made_again,
+    may_be_idle,
     served,
     twin_of,
     why_not_rotary,
@@ -62,6 +63,7 @@ OPS = (
 
 
 IDLE = "not called on the sample, or with tables that memkit does not take"
+SMALL = "not called on the sample, or without a MiB of weights to make again"
 
 
 @dataclass
@@ -76,8 +78,8 @@ class Found:
     """Those that hold their loss as a function."""
     attentions: list[tuple[nn.Module, type[Any]]] = field(default_factory=list)
     """With their twins."""
-    rotaries: dict[nn.Module, int] = field(default_factory=dict)
-    """Layers that turn queries and keys, with the number of their row in `others`."""
+    may_be_idle: dict[nn.Module, tuple[int, str]] = field(default_factory=dict)
+    """Layers of which a run says whether memkit did anything there, with the number of their row in `others` and why not."""
     others: list[Row] = field(default_factory=list)
     """Activations that are none of the above, losses and attention."""
 
@@ -97,11 +99,11 @@ class Found:
         return bool(self.losses or self.attentions or self.in_lean)
 
     def note_idle(self) -> None:
-        """After a run: rows of rotary embeddings say where it turned nothing that memkit takes."""
-        for module, number in self.rotaries.items():
+        """After a run: rows say where there was nothing that memkit takes."""
+        for module, (number, reason) in self.may_be_idle.items():
             if module not in served:
                 row = self.others[number]
-                self.others[number] = replace(row, after="unchanged", saved="?", reason=IDLE)
+                self.others[number] = replace(row, after="unchanged", saved="?", reason=reason)
 
 
 def find(model: nn.Module, names: frozenset[str], exact: bool, lean: bool) -> Found:
@@ -161,7 +163,7 @@ class _Search:
         if why_not:
             self.left(_inside(places, ROTARY), ROTARY, why_not)
         elif why_not is not None:
-            self.found.rotaries[module] = len(self.found.others)
+            self.found.may_be_idle[module] = len(self.found.others), IDLE
             row = Row(_inside(places, ROTARY), ROTARY, "memkit", "tables", None, None, "")
             self.found.others.append(row)
         if in_lean or why_not == "":
@@ -171,6 +173,8 @@ class _Search:
         """What no recipe knows, and is cheap to make again."""
         if kind := made_again(module, self.names):
             self.found.in_lean.append((module, twin_of(kind, type(module))))
+            if may_be_idle(module, kind):
+                self.found.may_be_idle[module] = len(self.found.others), SMALL
             self.found.others.append(Row(where, type(module).__name__, "in lean()", "input", None, None, ""))
 
     def match(self, module: nn.Module, where: str) -> Match | None:

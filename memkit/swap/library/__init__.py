@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..layers import Choice
 from ..trial import HALVES, exact_convolutions, own_copy, untouched
 from .activations import CLASSES, activation_of, activation_twin, library_activation
-from .again import made_again
+from .again import made_again, may_be_idle
 from .attention import attention_twin, is_attention, why_not_rotary
 from .gated_norms import GATES, gated_norm_probe, is_gated_norm
 from .losses import has_library_loss, hold, release
@@ -50,6 +50,7 @@ __all__ = [
     "is_multihead",
     "library_activation",
     "made_again",
+    "may_be_idle",
     "release",
     "served",
     "twin_of",

@@ -17,13 +17,18 @@ from torch import Tensor, nn
 from ..._lean import is_lean
 from .activations import library_activation
 from .attention import is_attention
-from .functions import Functions, calls_functions
+from .functions import Functions, calls_functions, only_attends
 from .scans import Scan, calls_scan
 from .standardized import StandardizedConv, is_standardized
 from .twin import Twin, checkpointed, own_tensors
 
 ACTIVATIONS = "XIELUActivation", "Snake1d", "SnakeBeta"
 """How names end of classes that call no other modules, which might work in place."""
+
+
+def may_be_idle(module: nn.Module, kind: str) -> bool:
+    """Whether a run says if its twin did anything (`served`)."""
+    return kind == Functions.kind and only_attends(module)
 
 
 class ActivationAgain(Twin, kind="activation_again"):

@@ -58,11 +58,16 @@ def calls_functions(module: nn.Module, names: frozenset[str]) -> bool:
     """Whether its forward calls such functions, all of these names, scales and shifts what a norm gave, or attends."""
     cls, others = type(module), rewrites(module)
     if ("modulate" in others and {"layer_norm", "rms_norm"} <= names) or (
-        "attend" in others and "attention" in names
+        others - {"modulate"} and "attention" in names
     ):
         return True
     called = {} if cls.__module__.startswith(("torch.", "memkit.")) else _activations(cls.forward)
     return bool(called) and {"gelu" if op == "gelu_tanh" else op for op in called.values()} <= names
+
+
+def only_attends(module: nn.Module) -> bool:
+    """Whether all that the twin does is to keep no weights of the attention that the class writes out."""
+    return rewrites(module) == {"attend"} and not _activations(type(module).forward)
 
 
 def _ours(forward: Any) -> dict[str, Any]:

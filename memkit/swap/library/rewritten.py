@@ -28,7 +28,7 @@ CALLED = ("modulate", "attn", "attention", "attend")
 
 
 def rewrites(module: nn.Module) -> frozenset[str]:
-    """What its class's forward does that memkit does in another way: "modulate", "attend"."""
+    """What its class's forward does that memkit does in another way: "modulate", "attend", "attend elsewhere"."""
     return frozenset(_found(type(module).forward, module, set()))
 
 
@@ -55,8 +55,8 @@ class Ours:
         return MethodType(made, function.__self__) if plain is not function else made
 
 
-def _found(function: Any, module: nn.Module, seen: set[Any]) -> Iterator[str]:
-    """Itself, or in what it calls."""
+def _found(function: Any, module: nn.Module, seen: set[Any], is_own: bool = True) -> Iterator[str]:
+    """Itself, or in methods and other functions that it calls."""
     code = _code(function)
     if code is None or code in seen:
         return
@@ -66,9 +66,12 @@ def _found(function: Any, module: nn.Module, seen: set[Any]) -> Iterator[str]:
         yield "modulate"
     regions = (reach(region, known, type(module)) for region in regions_of(code))
     if any(each is not None and is_readable(module, each.names) for each in regions):
-        yield "attend"
+        yield "attend" if is_own else "attend elsewhere"
     for name in filter(_may_be_rewritten, code.co_names):
-        yield from _found(known.get(name, getattr(type(module), name, None)), module, seen)
+        if name in known:
+            yield from _found(known[name], module, seen, is_own=False)
+        else:
+            yield from _found(getattr(type(module), name, None), module, seen)
 
 
 def _code(function: Any) -> CodeType | None:
