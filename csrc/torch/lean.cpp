@@ -17,6 +17,7 @@
 #include "joined.h"
 #include "node_kind.h"
 #include "nonzeros.h"
+#include "padded.h"
 #include "rebuild.h"
 #include "saved_node.h"
 
@@ -49,6 +50,8 @@ struct Recipe {
   NodePtr node;
   std::vector<int64_t> made;  // the result's own strides
   View view;
+  bool is_padded;
+  Tensor fill;  // what it was padded with
 };
 
 // A node's result that is mostly zeros; the same memory for all who keep it.
@@ -80,9 +83,11 @@ std::optional<Recipe> recipe_of(const Tensor& x) {
   const Tensor made = whole(x);
   const NodePtr& node = made.grad_fn();
   // Written to since it was made: the node would rebuild another tensor.
-  if (!node || made._version() != 0 || !can_rebuild(*node, made.output_nr())) return std::nullopt;
+  if (!node || made._version() != 0) return std::nullopt;
+  const bool is_padded = pads_rebuildable(*node);
+  if (!is_padded && !can_rebuild(*node, made.output_nr())) return std::nullopt;
   packed_recipe = true;
-  return Recipe{node, made.strides().vec(), View(x)};
+  return Recipe{node, made.strides().vec(), View(x), is_padded, is_padded ? fill_of(*node, made) : Tensor()};
 }
 
 std::optional<Concatenation> concatenation_of(const Tensor& x, const Keeper& keeper) {
@@ -130,7 +135,8 @@ Tensor in_order(const Tensor& made, const std::vector<int64_t>& strides) {
 Tensor made_again(const Recipe& recipe) {
   const pybind11::gil_scoped_release no_gil;
   const at::AutoGradMode off(false);
-  return recipe.view.of(in_order(rebuild(*recipe.node), recipe.made));
+  const Tensor made = recipe.is_padded ? pad_again(*recipe.node, recipe.fill) : rebuild(*recipe.node);
+  return recipe.view.of(in_order(made, recipe.made));
 }
 
 Tensor made_again(const Concatenation& concatenation) {

@@ -65,6 +65,11 @@ bool is_listed(const std::string& name) {
   return false;
 }
 
+// "ReflectionPad1DBackward0" and the like.
+bool is_padding(const std::string& name) {
+  return name.compare(0, 13, "ReflectionPad") == 0 || name.compare(0, 14, "ReplicationPad") == 0;
+}
+
 template <class N>
 bool is_a(const autograd::Node& node) {
   return dynamic_cast<const N*>(&node);
@@ -77,6 +82,7 @@ NodeKind kind_by_casts(const autograd::Node& node) {
   if (is_a<ToCopyBackward0>(node)) return NodeKind::cast;
   if (is_a<CatBackward0>(node)) return NodeKind::cat;
   if (is_a<autograd::CopySlices>(node)) return NodeKind::slices;
+  if (is_a<ConstantPadNdBackward0>(node) || is_padding(node.name())) return NodeKind::pad;
   return is_a<autograd::TraceableFunction>(node) && is_listed(node.name()) ? NodeKind::saver : NodeKind::other;
 }
 
@@ -85,7 +91,7 @@ NodeKind kind_by_casts(const autograd::Node& node) {
 NodeKind kind_of(const autograd::Node& node) {
   static std::atomic<uintptr_t> known[256];  // a type's address, and in bits that are 0 there, its kind
   constexpr uintptr_t bits = 7;
-  static_assert(alignof(std::type_info) > bits);
+  static_assert(alignof(std::type_info) > bits && uintptr_t(NodeKind::pad) <= bits);
   const auto type = reinterpret_cast<uintptr_t>(&typeid(node));
   std::atomic<uintptr_t>& place = known[type / 8 % std::size(known)];
   if (const uintptr_t found = place.load(std::memory_order_relaxed); (found & ~bits) == type)

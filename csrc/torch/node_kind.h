@@ -15,6 +15,7 @@ enum class NodeKind : uintptr_t {
   cast,    // ToCopyBackward0
   cat,     // CatBackward0
   slices,  // CopySlices: a write to a view
+  pad,     // ConstantPadNdBackward0, or another that pads
 };
 
 // Looked up once a type, of which there are a few in a program: autograd saves thousands of tensors a second.
