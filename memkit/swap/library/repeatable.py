@@ -139,14 +139,18 @@ def _is_layer(layer: nn.Module) -> bool:
     if has_hooks(layer) or "parametrizations" in layer._modules:
         return False
     if cls.__module__.startswith(("torch.nn.modules.", "memkit.")):
-        return (
-            not getattr(layer, "track_running_stats", False)
-            and not getattr(layer, "inplace", False)
-            and all(map(_is_layer, layer._modules.values()))  # type: ignore[arg-type]
-        )
+        parts = [part for part in layer._modules.values() if part is not None]
+        if isinstance(layer, nn.Sequential):  # what a layer before it has made may be overwritten
+            parts = [part for i, part in enumerate(parts) if not (i and _overwrites(part, parts[i - 1]))]
+        own = getattr(layer, "track_running_stats", False) or getattr(layer, "inplace", False)
+        return not own and all(map(_is_layer, parts))
     forward: Any = cls.forward
     known = reach(forward.__code__, forward.__globals__, cls) if type(forward) is FunctionType else None
     return known is not None and _repeats(forward.__code__) and is_readable(layer, known.names)
+
+
+def _overwrites(layer: nn.Module, before: nn.Module) -> bool:
+    return bool(getattr(layer, "inplace", False)) and isinstance(before, nn.Linear | nn.modules.conv._ConvNd)
 
 
 def _is_value(held: Any) -> bool:
