@@ -57,10 +57,24 @@ class VocoderSnakeBeta(nn.Module):
         return x + torch.exp(self.beta).reciprocal() * torch.sin(x * torch.exp(self.alpha)).pow(2)
 
 
+class StarReLU(nn.Module):
+    """timm's, of a MetaFormer."""
+
+    def __init__(self, inplace=False):
+        super().__init__()
+        self.relu = nn.ReLU(inplace=inplace)
+        self.scale, self.bias = nn.Parameter(torch.rand(1)), nn.Parameter(torch.rand(1))
+
+    def forward(self, x):
+        return self.scale * self.relu(x) ** 2 + self.bias
+
+
 KNOWN = {
     "gate": (LimitedExperts, 2 * D + 4 * D),
     "activation": (lambda: nn.Sequential(nn.Linear(D, 2 * D), XIELUActivation(), nn.Linear(2 * D, D)), 4 * D),
     "snake": (lambda: nn.Sequential(nn.Linear(D, 2 * D), VocoderSnakeBeta(), nn.Linear(2 * D, D)), 4 * D),
+    "star": (lambda: nn.Sequential(nn.Linear(D, 2 * D), StarReLU(), nn.Linear(2 * D, D)), 2 * D),
+    "star in place": (lambda: nn.Sequential(nn.Linear(D, 2 * D), StarReLU(True), nn.Linear(2 * D, D)), 2 * D),
 }
 """With what is kept of each row beside the input: what was given, and the result, which the next layer keeps."""
 known = pytest.mark.parametrize("name", KNOWN)
@@ -111,6 +125,18 @@ def test_without_lean_or_by_other_names_it_is_stock(name):
     for options in ({}, {"lean": "call", "ops": ["dropout"]}):
         assert not any(row.after == "in lean()" for row in swap(model, **options))
         assert measure(lambda: model(x)).saved == saved
+
+
+def test_another_star_relu_is_left():
+    class Other(StarReLU):
+        def forward(self, x):
+            return self.scale * self.relu(x) ** 2 - self.bias
+
+    Other.__name__ = "StarReLU"
+    model = nn.Sequential(nn.Linear(D, D), Other(), nn.Linear(D, D)).double()
+    report = swap(model, lean="call")
+    assert not any(row.path == "1" for row in report)
+    assert_as_stock(model, batch())
 
 
 def test_a_gate_of_two_tensors_is_stock():

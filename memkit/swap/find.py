@@ -145,7 +145,7 @@ class _Search:
             self.found.others.append(Row(path, "ForCausalLMLoss", "memkit", "logits", None, None, ""))
         self.attention(module, places)
         if match is None and self.lean and "forward" not in vars(module):
-            self.again(module, where)
+            return self.again(module, where)
         return () if match is None else match.takes
 
     def attention(self, module: nn.Module, places: list[str]) -> None:
@@ -169,13 +169,14 @@ class _Search:
         if in_lean or why_not == "":
             self.found.attentions.append((module, attention_twin(kind, in_lean, why_not == "")))
 
-    def again(self, module: nn.Module, where: str) -> None:
-        """What no recipe knows, and is cheap to make again."""
+    def again(self, module: nn.Module, where: str) -> tuple[nn.Module, ...]:
+        """What no recipe knows, and is cheap to make again. Returns the activations that it takes over."""
         if kind := made_again(module, self.names):
             self.found.in_lean.append((module, twin_of(kind, type(module))))
             if may_be_idle(module, kind):
                 self.found.may_be_idle[module] = len(self.found.others), SMALL
             self.found.others.append(Row(where, type(module).__name__, "in lean()", "input", None, None, ""))
+        return tuple(module.children()) if kind == "star_relu" else ()
 
     def match(self, module: nn.Module, where: str) -> Match | None:
         """The recipe for a library's module; where one looks right and is not, a row says why."""

@@ -14,7 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ... import _C
+from ... import functional as F
+from ..._hooks import has_hooks
 from ..._lean import is_lean
+from ..layers import serves
 from .activations import library_activation
 from .attention import is_attention
 from .functions import Functions, calls_functions, only_attends
@@ -36,6 +40,18 @@ class ActivationAgain(Twin, kind="activation_again"):
         return _again(self._stock_forward, given, named, [*self.parameters(), *self.buffers()])
 
 
+class StarReLU(Twin, kind="star_relu"):
+    """scale · relu(x)² + bias, as one operator behind another, whose result is made again of x."""
+
+    def forward(self, input: Any) -> Any:
+        module: Any = self
+        if is_lean() and torch.is_grad_enabled() and serves(input) and not has_hooks(module.relu):
+            squared = F.relu_squared(input, save="input")
+            out = _C.scale_shift(squared, module.scale, module.bias)
+            return squared * module.scale + module.bias if out is None else out
+        return module._stock_forward(input)
+
+
 class GateAgain(Twin, kind="gate_again"):
     def _apply_gate(self, *given: Any, **named: Any) -> Any:
         stock: Any = super()
@@ -53,8 +69,27 @@ def made_again(module: nn.Module, names: frozenset[str]) -> str:
         return StandardizedConv.kind
     if "act_linear" in names and cls.__name__.endswith(ACTIVATIONS):
         return ActivationAgain.kind
+    if "relu_squared" in names and cls.__name__ == "StarReLU" and _is_star_relu(module):
+        return StarReLU.kind
     others = is_attention(cls) or library_activation(module) is not None
     return Functions.kind if calls_functions(module, names) and not others else ""
+
+
+def _is_star_relu(module: Any) -> bool:
+    """Yu et al., "MetaFormer baselines for vision", 2022."""
+    held = module._parameters
+    plain = held.keys() == {"scale", "bias"} and module._modules.keys() == {"relu"}
+    if (
+        not plain
+        or type(module.relu) is not nn.ReLU
+        or any(x is None or x.numel() != 1 for x in held.values())
+    ):
+        return False
+    x = torch.linspace(-2, 2, 9).to(module.scale)
+    with torch.no_grad():
+        given, theirs = x.clone(), type(module).forward
+        ours = module.scale * x.relu().square() + module.bias
+        return bool(torch.equal(theirs(module, given), ours) or module.scale.is_meta)
 
 
 def _again(
