@@ -202,6 +202,33 @@ def test_what_is_kept(name):
     assert after <= 4.2 * query + 4 * 2 * HEADS * TOKENS
 
 
+class HeadsFirst(nn.Module):
+    """A layer of BART's kin."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(HEADS * WIDTH, HEADS * WIDTH) for _ in range(4))
+        self.is_causal = False
+
+    def forward(self, x):
+        q, k, v = (
+            each(x).unflatten(-1, (-1, WIDTH)).transpose(1, 2).contiguous()
+            for each in (self.q, self.k, self.v)
+        )
+        function = ALL_ATTENTION_FUNCTIONS.get_interface("sdpa", written_out)
+        return self.out(function(self, q, k, v, None, scaling=WIDTH**-0.5)[0].flatten(2))
+
+
+def test_the_result_is_kept_once():
+    model, x = HeadsFirst(), torch.randn(2, TOKENS, HEADS * WIDTH)
+    stock = copy.deepcopy(model)
+    swap(model, lean="call")
+    torch.testing.assert_close(step(model, x), step(stock, x), rtol=1e-4, atol=1e-5)
+    before, after = (measure(lambda each=each: each(x).sum(), device="cpu").saved for each in (stock, model))
+    assert before - after == x.nbytes
+    assert type(model.out) is nn.Linear
+
+
 @every
 def test_kept_by_copies_and_undone(name):
     model, x = make(name)

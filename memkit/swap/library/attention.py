@@ -7,7 +7,8 @@ looks at what they are given:
 - For a function that keeps the attention's weights, a number for each pair of tokens, :func:`attend` stands in where it
   computes the same, which values and gradients on some tokens of the first call say. Elsewhere, and with dropout, it runs
   under a checkpoint: backward makes the weights again and drops the same. Fused kernels, which keep none, are called as
-  they are.
+  they are, but for this:
+- A query that has the heads first in its memory is copied, on the CPU, where the kernel would give a result that has to be.
 - Where one projection gives query, key and value, and rotary embeddings have made new tensors of the first two, the value
   alone holds all its memory: it is copied. Not where a norm of query or key keeps its part of that memory.
 
@@ -138,6 +139,8 @@ def _attend(
     slow = query.device.type == "cpu" and (dropout > 0 or any(map(_is_learned, (*args, *kwargs.values()))))
     keeps_weights = function is written_out or (_is_fused(function) and slow)
     if not keeps_weights or key.shape[-2] < query.shape[-1]:  # weights smaller than the query
+        if _is_fused(function) and not slow:
+            query = _tokens_first(query)
         return function(module, query, key, value, *args, **kwargs)
     if (how := _as_written(function, module, query, key, value, args, kwargs)) is not None:
         out, weights = attend(query, key, value, *how)
@@ -253,6 +256,14 @@ def _is_fused(function: Any) -> bool:
 
 def _is_learned(given: Any) -> bool:
     return isinstance(given, Tensor) and given.requires_grad
+
+
+def _tokens_first(query: Tensor) -> Tensor:
+    """A copy whose memory has the tokens before the heads, on the CPU, where the kernel's result lies as its query does: it
+    is kept, and the layer behind it would keep a copy in the order of the tokens beside it."""
+    if query.device.type != "cpu" or query.dim() != 4 or not query.is_contiguous() or 1 in query.shape[1:3]:
+        return query
+    return query.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _alone(x: Tensor, *others: Tensor) -> Tensor:
