@@ -4,6 +4,7 @@ import copy
 import math
 import pickle
 import random
+import weakref
 
 import pytest
 import torch
@@ -537,3 +538,136 @@ def test_layers_that_compute_their_weights():
     report = swap(model, ops=["attention"], lean="call")
     assert not report.changed
     model(x).sum().backward()
+
+
+class Regularized(Attention):
+    def __init__(self):
+        super().__init__()
+        self.reg = nn.Dropout(0.3)
+
+    def forward(self, x, mask=None):
+        q, k, v = self.projected(x)
+        return self.merged(self.reg((q @ k.mT).softmax(-1)) @ v)
+
+
+class Kernel(Attention):
+    def forward(self, x, mask=None):
+        q, k, v = self.projected(x)
+        bias = self.shift() * 2.0
+        p = 0.3 if self.training else 0.0
+        return self.merged(F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=p))
+
+    def shift(self):
+        return self.bias[None]
+
+
+class Gumbel(Attention):
+    def forward(this, x, mask=None):  # noqa: N805
+        q, k, v = this.projected(x)
+        scores = q @ k.mT
+        drawn = torch.empty_like(scores).exponential_()
+        return this.merged((scores - drawn.log()).softmax(-1) @ v)
+
+
+class Mixed(Attention):
+    def forward(self, x, mask=None):
+        q, k, v = self.projected(F.gelu(x))
+        return self.merged(F.softmax(q @ k.mT, -1) @ v)
+
+
+@pytest.mark.parametrize("kind", [Regularized, Kernel, Gumbel, Mixed])
+def test_draws_of_any_kind(kind, monkeypatch):
+    calls = []
+    checkpointed = rerun.checkpointed
+    monkeypatch.setattr(rerun, "checkpointed", lambda *a, **k: calls.append(1) or checkpointed(*a, **k))
+    stock, x = kind().double(), given()
+    model = copy.deepcopy(stock)
+    swap(model, ops=["attention", "gelu"], lean="call")
+    found = []
+    for each in (stock, model):
+        torch.manual_seed(3)
+        loss = each(x).square().sum()
+        found.append(
+            [loss.detach(), torch.rand(3), *torch.autograd.grad(loss, [each.q.weight, each.v.weight])]
+        )
+    assert calls
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+class Remembered(Attention):
+    def __new__(cls, unused):
+        return super().__new__(cls)
+
+    def __init__(self, unused):
+        super().__init__()
+        self.map = None
+
+    def forward(self, x, mask=None):
+        q, k, v = self.projected(x)
+        weights = (q @ k.mT).softmax(-1)
+        self.map = weights
+        return self.merged(weights @ v)
+
+
+def test_maps_that_a_layer_remembers_are_let_go():
+    model, x = Remembered(None), given(torch.float32)
+    swap(model, ops=["attention"], lean="call")
+    maps = []
+    for _ in range(3):
+        model(x)
+        maps.append(weakref.ref(model.map))
+    assert [each() is None for each in maps] == [True, True, False]
+
+
+def test_masks_of_other_kinds():
+    x = given(torch.float32)
+    sparse = SparseBias()
+    swapped = copy.deepcopy(sparse)
+    swap(swapped, ops=["attention"], lean="call")
+    bias = torch.eye(TOKENS).to_sparse()
+    assert torch.equal(swapped(x, bias), sparse(x, bias))
+    with torch.inference_mode():
+        bias = torch.eye(TOKENS)
+    plain = PlainBias()
+    swapped = copy.deepcopy(plain)
+    swap(swapped, ops=["attention"], lean="call")
+    assert torch.equal(swapped(x, bias), plain(x, bias))
+
+
+class PlainBias(Attention):
+    def forward(self, x, bias):
+        q, k, v = self.projected(x)
+        return self.merged((q @ k.mT + bias).softmax(-1) @ v)
+
+
+class SparseBias(Attention):
+    def forward(self, x, bias):
+        q, k, v = self.projected(x)
+        return self.merged((q @ k.mT + bias.to_dense()).softmax(-1) @ v)
+
+
+def test_function_transforms():
+    stock, x = PlainBias(), given(torch.float32)
+    model = copy.deepcopy(stock)
+    swap(model, ops=["attention"], lean="call")
+    bias = torch.zeros(TOKENS, TOKENS)
+    with memkit.lean():
+        ours = torch.func.vmap(lambda each: model(each[None], bias))(x)
+    torch.testing.assert_close(ours[:, 0], stock(x, bias))
+
+
+def test_a_table_that_writes_to_its_weight():
+    class Table(Attention):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(TOKENS, HEADS, max_norm=1.0)
+
+        def forward(self, x, mask=None):
+            q, k, v = self.projected(x)
+            bias = self.table(torch.arange(TOKENS)).T[:, None]
+            return self.merged((q @ k.mT + bias).softmax(-1) @ v)
+
+    model = Table()
+    swap(model, ops=["attention"], lean="call")
+    model(given(torch.float32)).sum().backward()

@@ -103,7 +103,9 @@ class Lines:
         name, receiver = _name_of(call), getattr(call.func, "value", None)
         named = {each.arg: each.value for each in call.keywords}
         inplace = named.get("inplace")
-        if "out" in named or (inplace is not None and getattr(inplace, "value", True) is not False):
+        if {"out", "max_norm"} & named.keys() or (
+            inplace is not None and getattr(inplace, "value", True) is not False
+        ):
             return False
         if is_in_place(name):
             return receiver is not None and self._is_own(receiver)
@@ -149,7 +151,10 @@ class Lines:
                 return True
             of_torch = _root(receiver) in TORCH and not _is_view(value)
             return (of_torch or "drop" in _name_of(value)) and any(map(self._is_own, value.args[:1]))
-        return isinstance(value, ast.BinOp | ast.UnaryOp | ast.Compare | ast.Constant)
+        if isinstance(value, ast.BinOp):  # not of lists
+            return not any(isinstance(each, ast.List | ast.Tuple) for each in (value.left, value.right))
+        new = isinstance(value, ast.UnaryOp) and not isinstance(value.op, ast.UAdd)
+        return new or isinstance(value, ast.Compare | ast.Constant)
 
 
 def repeats(function: ast.FunctionDef) -> bool:

@@ -78,10 +78,18 @@ def with_regions(function: ast.FunctionDef, called: Call) -> bool:
             lines = (i for i, line in enumerate(block.lines) if any(map(is_end, ast.walk(line))))
             regions = (_region(block, i, function, arguments) for i in lines)
             if (region := next(filter(None, regions), None)) is not None:
-                owner: ast.expr = ast.Name("self", ast.Load()) if "self" in arguments else ast.Constant(None)
-                _make(region, block.lines, f"{NAME}{count}", owner, called)
+                _make(region, block.lines, f"{NAME}{count}", _first_argument(function), called)
                 count += 1
     return count > 0
+
+
+def _first_argument(function: ast.FunctionDef) -> ast.expr:
+    """The layer, of a method."""
+    names = [each.arg for each in [*function.args.posonlyargs, *function.args.args][:1]]
+    deleted = {
+        each.id for each in nodes([function]) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Del)
+    }
+    return ast.Name(names[0], ast.Load()) if names and names[0] not in deleted else ast.Constant(None)
 
 
 class _Block(NamedTuple):

@@ -32,23 +32,18 @@ BUILTINS = {
     *("divmod", "zip", "enumerate", "reversed", "sorted", "all", "any"),
     *("ValueError", "TypeError", "RuntimeError", "AssertionError", "NotImplementedError"),
 }
+OWN = ("torch.nn.modules.", "memkit.")
 CONSTANTS = (int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
 TORCH = ("torch.nn.functional", "torch.functional")
 LIBRARIES = ("einops",)
 """Whose functions are."""
-DRAWS = {
-    *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli"),
-    *("normal", "multinomial", "poisson", "uniform", "exponential", "gumbel_softmax"),
-}
 
 
 class Reach(NamedTuple):
-    """What code that may be run again comes across."""
+    """Of code that may be run again."""
 
     names: frozenset[str]
     """That it may ask its layer for."""
-    draws: bool
-    """Whether it may take random numbers."""
 
 
 _known: dict[Hashable, Reach | None] = {}
@@ -62,15 +57,23 @@ def reach(code: CodeType, names: dict[str, Any], cls: Any) -> Reach | None:
             _known.clear()
         found: set[str] = set()
         repeats = _collect(code, names, cls, found, set(), checked=True)
-        draws = any(name in DRAWS or "drop" in name for name in found)
-        _known[code, cls] = Reach(frozenset(found), draws) if repeats else None
+        _known[code, cls] = Reach(frozenset(found)) if repeats else None
     return _known[code, cls]
 
 
-def is_readable(module: nn.Module, names: frozenset[str]) -> bool:
-    """Whether what a layer holds under these names is layers that change nothing of their own, and values."""
+def reach_of(layer: nn.Module) -> Reach | None:
+    """Of a call of a layer that may be run again; None for PyTorch's and memkit's."""
+    forward: Any = type(layer).forward
+    is_known = type(layer).__module__.startswith(OWN) or type(forward) is not FunctionType
+    return None if is_known else reach(forward.__code__, forward.__globals__, type(layer))
+
+
+def is_readable(module: nn.Module, known: Reach) -> bool:
+    """Whether what it reads of a layer is layers that change nothing of their own, and values."""
+    if hasattr(type(module), "__del__"):  # of which there will be another object
+        return False
     held = vars(module)
-    for name in names:
+    for name in known.names:
         layer = module._modules.get(name)
         if layer is not None and not _is_layer(layer):
             return False
@@ -135,18 +138,16 @@ def _is_own(name: str, cls: Any, found: set[str], seen: set[Any]) -> bool:
 
 def _is_layer(layer: nn.Module) -> bool:
     """One that changes nothing of its own, nor what it is given."""
-    cls = type(layer)
     if has_hooks(layer) or "parametrizations" in layer._modules:
         return False
-    if cls.__module__.startswith(("torch.nn.modules.", "memkit.")):
+    if type(layer).__module__.startswith(OWN):
         parts = [part for part in layer._modules.values() if part is not None]
         if isinstance(layer, nn.Sequential):  # what a layer before it has made may be overwritten
             parts = [part for i, part in enumerate(parts) if not (i and _overwrites(part, parts[i - 1]))]
-        own = getattr(layer, "track_running_stats", False) or getattr(layer, "inplace", False)
+        own = any(getattr(layer, name, None) for name in ("track_running_stats", "inplace", "max_norm"))
         return not own and all(map(_is_layer, parts))
-    forward: Any = cls.forward
-    known = reach(forward.__code__, forward.__globals__, cls) if type(forward) is FunctionType else None
-    return known is not None and _repeats(forward.__code__) and is_readable(layer, known.names)
+    known = reach_of(layer)
+    return known is not None and _repeats(type(layer).forward.__code__) and is_readable(layer, known)
 
 
 def _overwrites(layer: nn.Module, before: nn.Module) -> bool:

@@ -12,32 +12,34 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..._hooks import has_global_hooks
 from ..._lean import is_lean
-from .repeatable import CONSTANTS, Reach, is_readable, reach
+from .repeatable import CONSTANTS, Reach, is_readable, reach, reach_of
 from .rotary import served
-from .twin import checkpointed, is_tracing, itself
+from .twin import checkpointed, in_forward_mode, is_tracing, itself
 
 LEAST = 2**20
 """Bytes that a call has to keep less, which takes some 0.5 ms."""
 
+INTERNAL = {*vars(nn.Module()), "_swap"}
+
 _worth: dict[Hashable, bool] = {}
 
 
-def again(function: Callable[..., Any], owner: nn.Module | None, *given: Any) -> Any:
-    """A call of a function that `regions` made of the code of this layer, if of one's."""
+def again(function: Callable[..., Any], first: Any, *given: Any) -> Any:
+    """A call of a function that `regions` made of the code of another, whose first argument may be the layer it is of."""
     tensors = [x for x in given if isinstance(x, Tensor)]
-    plain = is_lean() and torch.is_grad_enabled() and not is_tracing() and not has_global_hooks()
-    if not plain or not all(x is owner or _is_fixed(x) for x in given):
+    owner = first if isinstance(first, nn.Module) else None
+    if not _may_checkpoint() or not all(x is owner or _is_fixed(x) for x in given):
         return function(*given)
     made: Any = function
-    known = reach(made.__code__, made.__globals__, None if owner is None else type(owner))
-    if known is None or not (owner is None or is_readable(owner, known.names)):
+    names = getattr(made.__globals__, "_held", made.__globals__)  # the module's own, behind stand-ins
+    known = reach(made.__code__, names, None if owner is None else type(owner))
+    if known is None or not (owner is None or is_readable(owner, known)):
         return function(*given)
+    if any(x.is_cuda for x in tensors) and torch.cuda.is_current_stream_capturing():
+        return function(*given)  # random numbers could not be drawn again
     # Whether lengths are a little longer or shorter makes no difference.
     shapes = ((*(n.bit_length() for n in x.shape), x.dtype, x.requires_grad) for x in tensors)
     key = (made.__code__, *shapes)
-    on_cuda = any(x.is_cuda for x in tensors)
-    if on_cuda and (key not in _worth or known.draws) and torch.cuda.is_current_stream_capturing():
-        return function(*given)
     if key not in _worth:
         if len(_worth) > 1000:
             _worth.clear()
@@ -45,61 +47,60 @@ def again(function: Callable[..., Any], owner: nn.Module | None, *given: Any) ->
     if not _worth[key]:
         return function(*given)
     if owner is None:
-        return checkpointed(function, *given, rng=known.draws)
+        return checkpointed(function, *given)
+    read: list[Tensor] = []
+    as_now = _as_now(owner, known, read)
+    if not all(map(_is_fixed, read)):
+        return function(*given)
     served.add(owner)
-    as_now, read = _as_now(owner, known)
-    given = tuple(as_now if x is owner else x for x in given)
-    return checkpointed(function, *given, reads=read, rng=known.draws)
+    return checkpointed(function, *(as_now if x is owner else x for x in given), reads=read)
+
+
+def _may_checkpoint() -> bool:
+    functorch: Any = torch._C._functorch
+    return (
+        is_lean()
+        and torch.is_grad_enabled()
+        and not (is_tracing() or in_forward_mode() or has_global_hooks())
+        and functorch.peek_interpreter_stack() is None
+    )
 
 
 def _is_fixed(x: Any) -> bool:
     """What nobody can change but a tensor's numbers, whose version is kept."""
     if isinstance(x, tuple):
         return all(map(_is_fixed, x)) and not any(isinstance(each, Tensor) for each in x)
-    return type(x) in (Tensor, nn.Parameter) or isinstance(x, (*CONSTANTS, slice))
+    if isinstance(x, Tensor):
+        plain = x.layout == torch.strided and not x.is_nested and not x.is_inference()
+        return plain and type(x) in (Tensor, nn.Parameter)
+    return isinstance(x, (*CONSTANTS, slice))
 
 
-def _as_now(module: nn.Module, known: Reach) -> tuple[nn.Module, list[Tensor]]:
-    """What stands for a layer in its calls, with the attributes, parts and modes of now, and the tensors among them."""
-    cls = type(module)
-    copy = cls.__new__(cls)
+def _as_now(module: nn.Module, known: Reach | None, read: list[Tensor]) -> nn.Module:
+    """What stands for a layer in its calls, with the attributes, parts and modes of now that they read; notes the tensors
+    among that. Without a reach all of it: of PyTorch's layers, which hold little."""
+    copy: nn.Module = object.__new__(type(module))
     held = vars(copy)
-    held.update(vars(module))
-    read: list[Tensor] = []
-    for kind in ("_parameters", "_buffers"):
-        held[kind] = dict(held[kind])
-        read += [x for name in known.names if (x := held[kind].get(name)) is not None]
-    read += [x for name in known.names if isinstance(x := held.get(name), Tensor)]
-    held["_modules"] = dict(held["_modules"])
-    for name in known.names & held["_modules"].keys():
-        if (layer := held["_modules"][name]) is not None:
-            held["_modules"][name] = _part_as_now(layer, read)
-    return copy, read
-
-
-def _part_as_now(layer: nn.Module, read: list[Tensor]) -> nn.Module:
-    """All of a layer that is called."""
-    cls = type(layer)
-    copy = cls.__new__(cls)
-    held = vars(copy)
-    held.update(vars(layer))
-    for kind in ("_parameters", "_buffers"):
-        held[kind] = dict(held[kind])
-        read += [x for x in held[kind].values() if x is not None]
+    for name, value in vars(module).items():
+        if known is None or name in known.names or name in INTERNAL:
+            held[name] = value
+    for kind in ("_parameters", "_buffers", "_modules"):
+        held[kind] = {k: x for k, x in held[kind].items() if known is None or k in known.names}
+    read += [x for kind in ("_parameters", "_buffers") for x in held[kind].values() if x is not None]
     read += [x for x in held.values() if isinstance(x, Tensor)]
-    held["_modules"] = {
-        name: None if part is None else _part_as_now(part, read) for name, part in held["_modules"].items()
-    }
+    for name, part in held["_modules"].items():
+        if part is not None:
+            held["_modules"][name] = _as_now(part, reach_of(part), read)
     return copy
 
 
 def _keeps_less(function: Callable[..., Any], given: tuple[Any, ...], tensors: list[Tensor]) -> bool:
-    """Whether a checkpoint keeps at most seven tenths of what autograd keeps of a call. That call is made, once for each
-    size; a checkpoint around the model sees nothing of it."""
+    """Whether a checkpoint keeps three tenths less, and a MiB, than autograd keeps of a call. That call is made, once for
+    each size; a checkpoint around the model sees nothing of it."""
     kept: dict[int, Tensor] = {}
 
     def keep(x: Tensor) -> Tensor:
-        if not isinstance(x, nn.Parameter):
+        if not isinstance(x, nn.Parameter) and x.layout == torch.strided and not x.is_nested:
             kept[_memory(x)] = x
         return x
 

@@ -65,7 +65,7 @@ def _found(function: Any, module: nn.Module, seen: set[Any], is_own: bool = True
     if "scale_shift" in code.co_names:
         yield "modulate"
     regions = (reach(region, known, type(module)) for region in regions_of(code))
-    if any(each is not None and is_readable(module, each.names) for each in regions):
+    if any(each is not None and is_readable(module, each) for each in regions):
         yield "attend" if is_own else "attend elsewhere"
     for name in filter(_may_be_rewritten, code.co_names):
         if name in known:
