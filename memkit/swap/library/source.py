@@ -6,8 +6,9 @@ import ast
 import copy
 import dis
 import linecache
+import operator
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, lru_cache
 from types import CodeType
 from typing import Any
 
@@ -53,8 +54,9 @@ def changed(
     found = definition(code.co_filename, code)
     if found is None:
         return None
-    module, function = copy.deepcopy(found)
-    made = _compiled(module, code) if change(function) else None
+    module, function = found
+    own = copy.deepcopy(function)  # the rest of the tree is shared
+    made = _compiled(_with(own, function, module), code) if change(own) else None
     return made and _with_constant(made, constant, value)
 
 
@@ -65,6 +67,27 @@ def definition(_file: str, code: CodeType) -> tuple[ast.Module, ast.FunctionDef]
     if found is None or (original := _compiled(found[0], code)) is None or not _is_same(original, code):
         return None
     return found
+
+
+def _with(new: ast.FunctionDef, old: ast.FunctionDef, module: ast.Module) -> ast.Module:
+    """The module with one function for another."""
+
+    def replaced(node: Any) -> Any:
+        if node is old:
+            return new
+        if isinstance(node, list):
+            parts = [replaced(each) for each in node]
+            return node if all(map(operator.is_, parts, node)) else parts
+        if not isinstance(node, ast.stmt | ast.Module | ast.ExceptHandler):
+            return node
+        held = {name: replaced(value) for name, value in vars(node).items()}
+        if all(held[name] is value for name, value in vars(node).items()):
+            return node
+        made = copy.copy(node)
+        vars(made).update(held)
+        return made
+
+    return replaced(module)  # type: ignore[no-any-return]
 
 
 def _with_constant(code: CodeType, constant: str, value: Any) -> CodeType:
@@ -81,9 +104,8 @@ def _with_constant(code: CodeType, constant: str, value: Any) -> CodeType:
 
 def _definition(source: str, code: CodeType) -> tuple[ast.Module, ast.FunctionDef] | None:
     """Of its file what is compiled with it: imports, which decide how methods are called, and what it stands in."""
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError):
+    tree = _parsed(source)
+    if tree is None:
         return None
     imports: list[ast.stmt] = [
         each for each in _of_module(tree.body) if isinstance(each, ast.Import | ast.ImportFrom)
@@ -98,6 +120,14 @@ def _definition(source: str, code: CodeType) -> tuple[ast.Module, ast.FunctionDe
                 body = imports if any(top is each for each in imports) else [*imports, top]
                 return ast.Module(body, []), node
     return None
+
+
+@lru_cache(maxsize=4)  # of a file that several functions are asked of
+def _parsed(source: str) -> ast.Module | None:
+    try:
+        return ast.parse(source)
+    except (SyntaxError, ValueError):
+        return None
 
 
 def _of_module(statements: list[ast.stmt]) -> Iterator[ast.stmt]:
