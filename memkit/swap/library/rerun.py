@@ -31,20 +31,23 @@ def again(function: Callable[..., Any], first: Any, *given: Any) -> Any:
     if not _may_checkpoint() or not all(x is owner or _is_fixed(x) for x in given):
         return function(*given)
     made: Any = function
+    # Whether lengths are a little longer or shorter makes no difference.
+    shapes = ((*(n.bit_length() for n in x.shape), x.dtype, x.requires_grad) for x in tensors)
+    key = (made.__code__, *shapes)
+    worth = _worth.get(key)
+    if worth is False:
+        return function(*given)
     names = getattr(made.__globals__, "_held", made.__globals__)  # the module's own, behind stand-ins
     known = reach(made.__code__, names, None if owner is None else type(owner))
     if known is None or not (owner is None or is_readable(owner, known)):
         return function(*given)
     if any(x.is_cuda for x in tensors) and torch.cuda.is_current_stream_capturing():
         return function(*given)  # random numbers could not be drawn again
-    # Whether lengths are a little longer or shorter makes no difference.
-    shapes = ((*(n.bit_length() for n in x.shape), x.dtype, x.requires_grad) for x in tensors)
-    key = (made.__code__, *shapes)
-    if key not in _worth:
+    if worth is None:
         if len(_worth) > 1000:
             _worth.clear()
-        _worth[key] = _keeps_less(function, given, tensors)
-    if not _worth[key]:
+        _worth[key] = worth = _keeps_less(function, given, tensors)
+    if not worth:
         return function(*given)
     if owner is None:
         return checkpointed(function, *given)
