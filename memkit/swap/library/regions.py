@@ -76,7 +76,7 @@ def with_regions(function: ast.FunctionDef, called: Call) -> bool:
             if any(map(_is_region, nodes(block.lines))):
                 continue  # it was in a block of this one
             lines = (i for i, line in enumerate(block.lines) if any(map(is_end, ast.walk(line))))
-            regions = (_region(block, i, function, arguments) for i in lines)
+            regions = (_region(block, i, function) for i in lines)
             if (region := next(filter(None, regions), None)) is not None:
                 _make(region, block.lines, f"{NAME}{count}", _first_argument(function), called)
                 count += 1
@@ -123,7 +123,7 @@ def _blocks(lines: list[ast.stmt], bound: set[str], is_repeated: bool = False) -
         bound = bound | bound_by([line])
 
 
-def _region(block: _Block, at: int, function: ast.FunctionDef, arguments: set[str]) -> _Region | None:
+def _region(block: _Block, at: int, function: ast.FunctionDef) -> _Region | None:
     """Around the softmax or the kernel in that line."""
     lines = block.lines
     if fused := [each for each in ast.walk(lines[at]) if is_fused(each)]:
@@ -170,9 +170,7 @@ def _first(lines: list[ast.stmt], at: int) -> int | None:
         needed -= bound_by([line])
         if any(map(is_product, ast.walk(line))):
             first = i
-        elif any(
-            map(is_own_call, ast.walk(line))
-        ):  # of what its layers or methods are given, what comes back
+        elif any(map(is_own_call, ast.walk(line))):  # of what a layer is given, what comes back
             needed |= used(line) & found
         else:
             needed |= used(line)
