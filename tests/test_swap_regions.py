@@ -64,8 +64,8 @@ class ByMethods(Attention):
         return scores.view(shape)
 
 
-def attend(q, k, v, bias):
-    scores = q @ k.mT
+def attend(q, k, v, bias, sizes):
+    scores = q @ k.mT * sizes[0]
     hidden = scores.new_zeros(TOKENS, TOKENS)
     count = 0
     for rows in (slice(0, 3), slice(3, TOKENS)):
@@ -76,7 +76,10 @@ def attend(q, k, v, bias):
 
 class ByAFunction(Attention):
     def forward(self, x, mask=None):
-        return self.merged(attend(*self.projected(x), self.bias))
+        sizes = [2, 3]
+        y = attend(*self.projected(x), self.bias, sizes)
+        sizes[0] = 5  # after its copy was made
+        return self.merged(y)
 
 
 class GivesWeights(Attention):

@@ -49,6 +49,7 @@ def again(function: Callable[..., Any], first: Any, *given: Any) -> Any:
         _worth[key] = worth = _keeps_less(function, given, tensors)
     if not worth:
         return function(*given)
+    given = tuple(list(x) if isinstance(x, list) else x for x in given)
     if owner is None:
         return checkpointed(function, *given)
     read: list[Tensor] = []
@@ -71,8 +72,8 @@ def _may_checkpoint() -> bool:
 
 def _is_fixed(x: Any) -> bool:
     """What nobody can change but a tensor's numbers, whose version is kept."""
-    if isinstance(x, tuple):
-        return all(map(_is_fixed, x)) and not any(isinstance(each, Tensor) for each in x)
+    if isinstance(x, tuple | list):  # a list is copied
+        return all(map(_is_fixed, x)) and not any(isinstance(each, Tensor | list) for each in x)
     if isinstance(x, Tensor):
         plain = x.layout == torch.strided and not x.is_nested and not x.is_inference()
         return plain and type(x) in (Tensor, nn.Parameter)
