@@ -23,8 +23,8 @@ class lean:  # noqa: N801  a context, named as torch.no_grad is
     What is rebuilt: results of memkit's activations, of :func:`memkit.functional.act_dropout` and of the norms over rows,
     where they keep their input (``save="input"``, the default out of place of activations with a minimum); of gated units,
     group norm and ``batch_norm_act``; sums (``a + b``) of two such results and what is made of such a sum; what is padded of
-    such a result (``constant``, ``reflect``, ``replicate``); views of all these. At most three operators run one after the
-    other: what would take more is kept.
+    such a result (``constant``, ``reflect``, ``replicate``); views of all these. At most three operators, and a padding,
+    run one after the other: what would take more is kept.
 
     What is joined again: concatenations (``torch.cat``) of such results and of tensors that autograd keeps anyway, for
     others: each result of a DenseNet's layers is kept once, not once for each layer behind it. At most a fourth of one is

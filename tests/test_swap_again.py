@@ -127,6 +127,12 @@ def test_without_lean_or_by_other_names_it_is_stock(name):
         assert measure(lambda: model(x)).saved == saved
 
 
+def test_a_star_relu_without_values_is_left():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(D, D), StarReLU(), nn.Linear(D, D))
+    assert not any(row.path == "1" and row.changed for row in swap(model, lean="call"))
+
+
 def test_another_star_relu_is_left():
     class Other(StarReLU):
         def forward(self, x):

@@ -65,8 +65,7 @@ bool repeats(const Node& node, const Found& found) {
 }
 
 Tensor filled_up(const Tensor& source, const Paddings& pad, const Tensor& fill) {
-  if (!fill.defined() || fill.is_cpu())
-    return at::constant_pad_nd(source, pad, fill.defined() ? fill.item() : at::Scalar(0));
+  if (!fill.defined()) return at::constant_pad_nd(source, pad, 0);  // of no element
   std::vector<int64_t> sizes = source.sizes().vec();
   for (size_t i = 0; i < pad.size(); ++i) sizes[sizes.size() - 1 - i / 2] += pad[i];
   Tensor made = fill.expand(sizes).clone(at::MemoryFormat::Contiguous), inner = made;

@@ -18,6 +18,7 @@ from ... import _C
 from ... import functional as F
 from ..._hooks import has_hooks
 from ..._lean import is_lean
+from ..._sharding import is_dtensor
 from ..layers import serves
 from .activations import library_activation
 from .attention import is_attention
@@ -79,17 +80,15 @@ def _is_star_relu(module: Any) -> bool:
     """Yu et al., "MetaFormer baselines for vision", 2022."""
     held = module._parameters
     plain = held.keys() == {"scale", "bias"} and module._modules.keys() == {"relu"}
-    if (
-        not plain
-        or type(module.relu) is not nn.ReLU
-        or any(x is None or x.numel() != 1 for x in held.values())
-    ):
+    if not plain or type(module.relu) is not nn.ReLU:
+        return False
+    if any(x is None or x.numel() != 1 or x.is_meta or is_dtensor(x) for x in held.values()):
         return False
     x = torch.linspace(-2, 2, 9).to(module.scale)
     with torch.no_grad():
         given, theirs = x.clone(), type(module).forward
         ours = module.scale * x.relu().square() + module.bias
-        return bool(torch.equal(theirs(module, given), ours) or module.scale.is_meta)
+        return torch.equal(theirs(module, given), ours)
 
 
 def _again(

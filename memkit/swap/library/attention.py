@@ -36,7 +36,6 @@ from .twin import (
     Twin,
     checkpointed,
     in_forward_mode,
-    in_modes,
     is_tracing,
     itself,
     near,
@@ -146,12 +145,29 @@ def _attend(
         out, weights = attend(query, key, value, *how)
         return out.transpose(1, 2).contiguous(), None if _is_fused(function) else weights
     return checkpointed(
-        in_modes(function, module),
+        _in_modes(function, module),
         *(module, query, key, value, *args),
         reads=own_tensors(module, function),
         rng=dropout > 0 or module.training,  # a function may take dropout from its module
         **kwargs,
     )
+
+
+def _in_modes(function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+    """A function that runs with a module and its parts in the modes of now: `eval()` may come before backward."""
+    modes = [(part, part.training) for part in module.modules()]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        other = [(part, training) for part, training in modes if part.training != training]
+        try:
+            for part, training in other:
+                part.training = training
+            return function(*args, **kwargs)
+        finally:
+            for part, training in other:
+                part.training = not training
+
+    return call
 
 
 def _as_written(

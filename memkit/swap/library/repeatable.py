@@ -11,7 +11,7 @@ import math
 import operator
 from collections.abc import Hashable
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,41 +39,40 @@ LIBRARIES = ("einops",)
 """Whose functions are."""
 
 
-class Reach(NamedTuple):
-    """Of code that may be run again."""
+Names = frozenset[str]
+"""That code which may be run again may ask its layer for."""
 
-    names: frozenset[str]
-    """That it may ask its layer for."""
-
-
-_known: dict[Hashable, Reach | None] = {}
+_known: dict[Hashable, Names | None] = {}
 
 
-def reach(code: CodeType, names: dict[str, Any], cls: Any) -> Reach | None:
+def reach(code: CodeType, names: dict[str, Any], cls: Any) -> Names | None:
     """Of a function of this code over these names of its module, that is part of a method of that class, if of one; None
     where it may not be run again. Its own lines have been looked at by who made it."""
-    if (code, cls) not in _known:
-        if len(_known) > 1000:
-            _known.clear()
-        found: set[str] = set()
-        repeats = _collect(code, names, cls, found, set(), checked=True)
-        _known[code, cls] = Reach(frozenset(found)) if repeats else None
-    return _known[code, cls]
+    try:
+        return _known[code, cls]
+    except KeyError:
+        pass
+    if len(_known) > 1000:
+        _known.clear()
+    found: set[str] = set()
+    repeats = _collect(code, names, cls, found, set(), checked=True)
+    _known[code, cls] = known = frozenset(found) if repeats else None
+    return known
 
 
-def reach_of(layer: nn.Module) -> Reach | None:
+def reach_of(layer: nn.Module) -> Names | None:
     """Of a call of a layer that may be run again; None for PyTorch's and memkit's."""
     forward: Any = type(layer).forward
     is_known = type(layer).__module__.startswith(OWN) or type(forward) is not FunctionType
     return None if is_known else reach(forward.__code__, forward.__globals__, type(layer))
 
 
-def is_readable(module: nn.Module, known: Reach) -> bool:
+def is_readable(module: nn.Module, known: Names) -> bool:
     """Whether what it reads of a layer is layers that change nothing of their own, and values."""
     if hasattr(type(module), "__del__"):  # of which there will be another object
         return False
     held = vars(module)
-    for name in known.names:
+    for name in known:
         layer = module._modules.get(name)
         if layer is not None and not _is_layer(layer):
             return False

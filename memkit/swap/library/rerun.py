@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..._hooks import has_global_hooks
 from ..._lean import is_lean
-from .repeatable import CONSTANTS, Reach, is_readable, reach, reach_of
+from .repeatable import CONSTANTS, Names, is_readable, reach, reach_of
 from .rotary import served
 from .twin import checkpointed, in_forward_mode, is_tracing, itself
 
@@ -80,16 +80,16 @@ def _is_fixed(x: Any) -> bool:
     return isinstance(x, (*CONSTANTS, slice))
 
 
-def _as_now(module: nn.Module, known: Reach | None, read: list[Tensor]) -> nn.Module:
+def _as_now(module: nn.Module, known: Names | None, read: list[Tensor]) -> nn.Module:
     """What stands for a layer in its calls, with the attributes, parts and modes of now that they read; notes the tensors
-    among that. Without a reach all of it: of PyTorch's layers, which hold little."""
+    among that. Without names all of it: of PyTorch's layers, which hold little."""
     copy: nn.Module = object.__new__(type(module))
     held = vars(copy)
     for name, value in vars(module).items():
-        if known is None or name in known.names or name in INTERNAL:
-            held[name] = value
+        if known is None or name in known or name in INTERNAL:
+            held[name] = list(value) if isinstance(value, list) else value
     for kind in ("_parameters", "_buffers", "_modules"):
-        held[kind] = {k: x for k, x in held[kind].items() if known is None or k in known.names}
+        held[kind] = {k: x for k, x in held[kind].items() if known is None or k in known}
     read += [x for kind in ("_parameters", "_buffers") for x in held[kind].values() if x is not None]
     read += [x for x in held.values() if isinstance(x, Tensor)]
     for name, part in held["_modules"].items():

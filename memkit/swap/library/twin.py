@@ -251,23 +251,6 @@ def checkpointed(
     return checkpoint(call, *given, *tensors.values(), *reads, **how, **others)
 
 
-def in_modes(function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
-    """A function that runs with a module and its parts in the modes of now: `eval()` may come before backward."""
-    modes = [(part, part.training) for part in module.modules()]
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        other = [(part, training) for part, training in modes if part.training != training]
-        try:
-            for part, training in other:
-                part.training = training
-            return function(*args, **kwargs)
-        finally:
-            for part, training in other:
-                part.training = not training
-
-    return call
-
-
 def own_tensors(module: nn.Module, function: Any) -> list[Tensor]:
     """Those of the module that the function's code names."""
     code = getattr(inspect.unwrap(function), "__code__", None)
