@@ -1,6 +1,7 @@
 """What `lean()` makes again, on every device: gradients as stock's, fewer bytes, and the draws of a device are repeated."""
 
 import copy
+from functools import partial
 
 import pytest
 import test_swap_modulated as modulated
@@ -40,17 +41,22 @@ class Attends(nn.MultiheadAttention):
         return super().forward(x, x, x, need_weights=False)[0]
 
 
+FORMS = (*projections.GATED, *projections.PLAIN)
 CASES = {
     **{f"attention {kind.__name__}": (kind, (2, TOKENS, WIDTH)) for kind in regions.KINDS},
     **{f"modulated {kind.__name__}": (kind, (2, 24, 32), (2, 32)) for kind in modulated.KINDS},
-    **{f"{kind.__name__}": (lambda kind=kind: projections.network(kind), (3, 5, projections.D)) for kind in projections.GATED},
-    **{f"{kind.__name__}": (lambda kind=kind: projections.network(kind), (3, 5, projections.D)) for kind in projections.PLAIN},
-    "sequence": (lambda: sequences.network(p=0.0), (64, 32)),
+    **{form.__name__: (partial(projections.network, form), (3, 5, projections.D)) for form in FORMS},
+    **{
+        f"padded {mode}": (partial(Padded, mode), (4, 8, 50)) for mode in ("constant", "reflect", "replicate")
+    },
+    "sequence": (partial(sequences.network, p=0.0), (64, 32)),
     "multihead": (Attends, (2, TOKENS, WIDTH)),
-    "transformer": (lambda: nn.TransformerEncoderLayer(32, 4, 64, 0.0, "gelu", batch_first=True), (2, 9, 32)),
+    "transformer": (
+        partial(nn.TransformerEncoderLayer, 32, 4, 64, 0.0, "gelu", batch_first=True),
+        (2, 9, 32),
+    ),
     "dense": (Dense, (64, DENSE_WIDTH)),
     "branches": (Branches, (64, DENSE_WIDTH)),
-    **{f"padded {mode}": (lambda mode=mode: Padded(mode), (4, 8, 50)) for mode in ("constant", "reflect", "replicate")},
 }
 
 
@@ -61,7 +67,10 @@ def gradients(model: nn.Module, given: list[Tensor], seed: int = 1) -> list[Tens
     out = torch.cat(out) if isinstance(out, tuple) else out
     leaves = [*given, *model.parameters()]
     grads = torch.autograd.grad(out.sin().sum(), leaves, allow_unused=True)
-    return [out.detach(), *(torch.zeros_like(x) if g is None else g for g, x in zip(grads, leaves, strict=True))]
+    return [
+        out.detach(),
+        *(torch.zeros_like(x) if g is None else g for g, x in zip(grads, leaves, strict=True)),
+    ]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -145,4 +154,6 @@ def test_captured_in_a_graph(case: str) -> None:
     want = gradients(stock, given)
     found = [out.detach(), *(x.grad for x in (*given, *model.parameters()))]
     for ours, theirs in zip(found, want, strict=True):
-        torch.testing.assert_close(torch.zeros_like(theirs) if ours is None else ours, theirs, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            torch.zeros_like(theirs) if ours is None else ours, theirs, rtol=1e-4, atol=1e-4
+        )
