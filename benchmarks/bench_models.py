@@ -3,6 +3,7 @@
     python benchmarks/bench_models.py                    # all, some nine minutes on two cores
     python benchmarks/bench_models.py --models llama,bert
     python benchmarks/bench_models.py --json --update --models llama    # renews one row of the results file
+    python benchmarks/bench_models.py --device cuda                     # batches 64 times as large
 
 Each model (memkit.bench.zoo: small, random weights, float32, no dropout) runs in a process of its own, swapped by
 `swap(model, sample=batch, lean="call")`. Memory is that of a training step above its start; gradients against those of the
@@ -17,12 +18,13 @@ from __future__ import annotations
 
 import argparse
 import copy
-import importlib
+import importlib.util
 import json
 import multiprocessing
 import statistics
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ from torch import Tensor
 import memkit
 from memkit.bench import machine
 from memkit.bench.report import origin, size, text_table, write_json
-from memkit.bench.timing import ratio
+from memkit.bench.timing import ratio, until_interrupted
 from memkit.bench.zoo import LIBRARY, ZOO, Subject, distance, exact_gradients, gradients
 from memkit.memory import measure
 
@@ -56,9 +58,28 @@ COLUMNS = (
 )
 
 
-def make(name: str, seed: int = 0) -> Subject:
-    torch.manual_seed(seed)
-    return ZOO[name]()
+@dataclass
+class Case:
+    """A model of the zoo, where it runs, and how many times the zoo's batch it is given."""
+
+    name: str
+    device: str = "cpu"
+    batch: int = 1
+    threads: int = 0
+
+    def make(self, seed: int = 0, batch: int | None = None) -> Subject:
+        torch.manual_seed(seed)
+        subject = ZOO[self.name]()
+        subject.model.to(self.device)
+        given = subject.sample.items() if isinstance(subject.sample, dict) else enumerate(subject.sample)
+        found = {key: self.repeated(x, batch or self.batch) for key, x in given}
+        subject.sample = found if isinstance(subject.sample, dict) else tuple(found.values())
+        return subject
+
+    def repeated(self, x: Tensor, batch: int) -> Tensor:
+        """What has no batch is as it is: positions, a row for each token."""
+        is_batch = x.dim() != 2 or not x.is_floating_point() or x.shape[-1] > 3
+        return x.repeat(batch, *[1] * (x.dim() - 1)).to(self.device) if is_batch else x.to(self.device)
 
 
 def step(subject: Subject) -> float:
@@ -68,8 +89,9 @@ def step(subject: Subject) -> float:
     return loss.item()
 
 
-def gradient_error(name: str, seed: int) -> float:
-    subject = make(name, seed)
+def gradient_error(case: Case, seed: int) -> float:
+    """On the zoo's own batch."""
+    subject = case.make(seed, batch=1)
     exact = exact_gradients(subject).values()
     stock = distance(gradients(copy.deepcopy(subject)).values(), exact)
     memkit.swap(subject.model, lean="call")
@@ -87,10 +109,10 @@ def outputs(subject: Subject) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor)]
 
 
-def memory(subject: Subject) -> dict[str, int]:
+def memory(subject: Subject, device: str) -> dict[str, int]:
     step(subject)
     subject.model.zero_grad(set_to_none=True)
-    measured = measure(lambda: subject.loss().backward(), device="cpu")
+    measured = measure(lambda: subject.loss().backward(), device=device)
     return {"saved": measured.saved, "peak": measured.peak}
 
 
@@ -104,6 +126,8 @@ def train(subjects: dict[str, Subject]) -> tuple[dict[str, list[float]], dict[st
             begin = time.perf_counter()
             losses[name].append(step(subjects[name]))
             optimizers[name].step()
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
             seconds[name].append(time.perf_counter() - begin)
     return losses, seconds
 
@@ -117,41 +141,41 @@ def rounded_otherwise(sample: Any) -> Any:
     return tuple(t * (1 + torch.finfo(t.dtype).eps * torch.rand_like(t).round()) for t in sample)
 
 
-def made(name: str, first: str) -> tuple[dict[str, Subject], memkit.SwapReport]:
+def made(case: Case, first: str) -> tuple[dict[str, Subject], memkit.SwapReport]:
     """The stock model and the swapped one, from one seed."""
     subjects: dict[str, Subject] = {}
     for each in ("stock", "memkit") if first == "stock" else ("memkit", "stock"):
-        subjects[each] = make(name)
+        subjects[each] = case.make()
         if each == "memkit":
             report = memkit.swap(subjects[each].model, sample=subjects[each].sample, lean="call")
     return subjects, report
 
 
-def pace(name: str, threads: int) -> dict[str, list[float]]:
+def pace(case: Case) -> dict[str, list[float]]:
     """Seconds of the steps where the swapped model was made first."""
-    torch.set_num_threads(threads)
-    subjects, _ = made(name, "memkit")
+    torch.set_num_threads(case.threads)
+    subjects, _ = made(case, "memkit")
     for subject in subjects.values():
         step(subject)
     return train(subjects)[1]
 
 
-def examine(name: str, threads: int) -> dict[str, Any]:
-    torch.set_num_threads(threads)
-    errors = [gradient_error(name, 0)]
+def examine(case: Case) -> dict[str, Any]:
+    torch.set_num_threads(case.threads)
+    errors = [gradient_error(case, 0)]
     if (
         not 1 / TYPICAL <= errors[0] <= TYPICAL
     ):  # a value on the other side of a kink, which others may not have
-        errors += [gradient_error(name, seed) for seed in range(1, SEEDS)]
-    subjects, report = made(name, "stock")
+        errors += [gradient_error(case, seed) for seed in range(1, SEEDS)]
+    subjects, report = made(case, "stock")
     stock, swapped = subjects["stock"], subjects["memkit"]
     forward = distance(outputs(swapped), outputs(stock))
-    before, after = memory(stock), memory(swapped)
+    before, after = memory(stock, case.device), memory(swapped, case.device)
     losses, seconds = train(subjects)
     apart = loss_difference(losses["memkit"], losses["stock"])
     rounded = None
     if apart > ROUNDING:
-        other = make(name)
+        other = case.make()
         other.sample = rounded_otherwise(other.sample)
         rounded = loss_difference(train({"stock": other})[0]["stock"], losses["stock"])
     left: dict[str, int] = {}
@@ -159,7 +183,7 @@ def examine(name: str, threads: int) -> dict[str, Any]:
         key = f"{row.before}: {row.reason}"
         left[key] = left.get(key, 0) + 1
     return {
-        "model": name,
+        "model": case.name,
         "parameters": sum(p.numel() for p in stock.model.parameters()),
         "changed": len(report.changed),
         "left": left,
@@ -175,25 +199,38 @@ def examine(name: str, threads: int) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    result: dict[str, Any] = {"kind": KIND, "format": FORMAT, **machine.stamp("cpu"), "models": []}
+    result: dict[str, Any] = {
+        "kind": KIND,
+        "format": FORMAT,
+        "batch": args.batch,
+        "models": [],
+        "versions": {},
+    }
     for library in sorted({LIBRARY[name] for name in args.models} - {None}, key=str):
-        result["versions"][library] = importlib.import_module(str(library)).__version__
+        if importlib.util.find_spec(str(library)) is None:
+            print(f"{library} is not installed: its models are left out", file=sys.stderr)
+            args.models = [name for name in args.models if LIBRARY[name] != library]
+        else:
+            result["versions"][library] = importlib.import_module(str(library)).__version__
     if any(LIBRARY[name] == "transformers" for name in args.models):
         importlib.import_module("transformers.models.llama.modeling_llama")
-    # Forked before any thread has started: so the imports are paid for once.
+    # Forked before any thread has started and any GPU is asked: so the imports are paid for once.
     context = multiprocessing.get_context("fork")
-    for name in args.models:
-        begin, threads = time.perf_counter(), torch.get_num_threads()
-        with context.Pool(1) as pool:
-            row = pool.apply(examine, (name, threads))
-        with context.Pool(1) as pool:
-            again = pool.apply(pace, (name, threads))
-        seconds = {key: taken + again[key] for key, taken in row["seconds"].items()}
-        row["ratio"] = ratio(seconds["memkit"], seconds["stock"])
-        row["seconds"] = {key: statistics.median(taken) for key, taken in seconds.items()}
-        result["models"].append(row)
-        print(f"{name}: {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
-    return result
+    with until_interrupted(result):
+        for name in args.models:
+            begin = time.perf_counter()
+            case = Case(name, args.device, args.batch, torch.get_num_threads())
+            with context.Pool(1) as pool:
+                row = pool.apply(examine, (case,))
+            with context.Pool(1) as pool:
+                again = pool.apply(pace, (case,))
+            seconds = {key: taken + again[key] for key, taken in row["seconds"].items()}
+            row["ratio"] = ratio(seconds["memkit"], seconds["stock"])
+            row["seconds"] = {key: statistics.median(taken) for key, taken in seconds.items()}
+            result["models"].append(row)
+            print(f"{name}: {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
+    found = machine.stamp(args.device)
+    return {**result, **found, "versions": {**found["versions"], **result["versions"]}}
 
 
 def rows(result: dict[str, Any]) -> list[list[str]]:
@@ -220,11 +257,16 @@ def rows(result: dict[str, Any]) -> list[list[str]]:
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", metavar="A,B", help=f"of {', '.join(ZOO)} (default: all)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
     parser.add_argument(
-        "--json", nargs="?", const="", metavar="FILE", help="default: results/models-cpu.json"
+        "--batch", type=int, metavar="N", help="times the zoo's batches (default: 1, on a GPU 64)"
+    )
+    parser.add_argument(
+        "--json", nargs="?", const="", metavar="FILE", help="default: results/models-DEVICE.json"
     )
     parser.add_argument("--update", action="store_true", help="keep the file's other models")
     args = parser.parse_args(argv)
+    args.batch = args.batch or (64 if args.device == "cuda" else 1)
     args.models = args.models.split(",") if args.models else list(ZOO)
     if unknown := set(args.models) - set(ZOO):
         parser.error(f"--models: expected some of {', '.join(ZOO)}, got {', '.join(sorted(unknown))}")
@@ -235,7 +277,7 @@ def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
     result = run(args)
     if args.json is not None:
-        file = Path(args.json) if args.json else RESULTS / "models-cpu.json"
+        file = Path(args.json) if args.json else RESULTS / f"models-{args.device}.json"
         if args.update and file.exists():
             before = json.loads(file.read_text())
             result["models"] += [row for row in before["models"] if row["model"] not in args.models]

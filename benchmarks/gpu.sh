@@ -7,6 +7,7 @@
 #   kernels.json steps.json large.json pool.json families.json (a list of results)
 #   peers.json batch.json   operators and steps beside Liger-Kernel, if its wheel lies in .whl/ or the machine has it; the
 #                           largest batches in 40 GiB
+#   models.json             models of libraries that the machine has, stock and swapped
 # A stage that fails does not stop the next; the exit status is 1 if any failed. BUDGET seconds in all.
 # STAGES="NAME..." leaves out the others but the build; QUICK=1 takes fewer steps, and no compiled ones.
 set -uo pipefail
@@ -68,7 +69,7 @@ stage() {
   return "$status"
 }
 
-rm -f "$OUT"/{summary,checks,kernels,steps,large,batch,pool,peers,families}.json "$OUT"/{build,tests,memcheck,racecheck}.log
+rm -f "$OUT"/{summary,checks,kernels,steps,large,batch,pool,peers,families,models}.json "$OUT"/{build,tests,memcheck,racecheck}.log
 
 "$PYTHON" - >"$SCRATCH/machine.json" 2>"$SCRATCH/machine.log" <<'PY'
 import json, platform, subprocess, torch
@@ -146,6 +147,7 @@ if stage build 240 "$OUT/build.log" "$PYTHON" setup.py -q build_ext --inplace; t
     --json "$OUT/peers.json"
   stage batch 120 "$SCRATCH/batch.log" "$PYTHON" benchmarks/bench_steps.py --device cuda --quick --no-compile \
     --json "$OUT/batch.json"
+  stage models 200 "$SCRATCH/models.log" "$PYTHON" benchmarks/bench_models.py --device cuda --json "$OUT/models.json"
   "$PYTHON" - "$OUT/families.json" "$SCRATCH"/{ops,loss,optim}.json <<'PY'
 import json, pathlib, sys
 out, *parts = map(pathlib.Path, sys.argv[1:])

@@ -401,7 +401,9 @@ def models_table(results: Results) -> str:
     parts = []
     for result in of_kind(results, bench_models.KIND):
         table = report.markdown_table(bench_models.COLUMNS, bench_models.rows(result))
-        parts += [table, f"{_libraries(result)}; {report.origin(result)}"]
+        batch = result.get("batch", 1)
+        said = f"batches of {batch} times as many; " if batch > 1 else ""
+        parts += [table, f"{said}{_libraries(result)}; {report.origin(result)}"]
     return "\n\n".join(parts)
 
 
