@@ -5,7 +5,7 @@
     python benchmarks/bench_models.py --json --update --models llama    # renews one row of the results file
     python benchmarks/bench_models.py --device cuda                     # batches 64 times as large
 
-Each model (memkit.bench.zoo: small, random weights, float32, no dropout) runs in a process of its own, swapped by
+Each model (memkit.bench.zoo: small, random weights, float32, no dropout) runs in a process of its own on the CPU, swapped by
 `swap(model, sample=batch, lean="call")`. Memory is that of a training step above its start; gradients against those of the
 stock model in float64, the error of all together over stock's own (the median of nine seeds, where the first is a
 factor of 1.5 from 1); losses over 20 steps of SGD from one start, and where they differ by more than 1e-4, by how much
@@ -18,12 +18,14 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import importlib.util
 import json
 import multiprocessing
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -198,6 +200,18 @@ def examine(case: Case) -> dict[str, Any]:
     }
 
 
+def by_itself(work: Callable[[Case], Any], case: Case) -> Any:
+    """In a process of its own, forked before any thread has started: so the imports are paid for once. What has asked for a
+    GPU cannot be forked."""
+    if case.device == "cuda":
+        found = work(case)
+        gc.collect()
+        torch.cuda.empty_cache()
+        return found
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        return pool.apply(work, (case,))
+
+
 def run(args: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {
         "kind": KIND,
@@ -214,16 +228,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             result["versions"][library] = importlib.import_module(str(library)).__version__
     if any(LIBRARY[name] == "transformers" for name in args.models):
         importlib.import_module("transformers.models.llama.modeling_llama")
-    # Forked before any thread has started and any GPU is asked: so the imports are paid for once.
-    context = multiprocessing.get_context("fork")
     with until_interrupted(result):
         for name in args.models:
             begin = time.perf_counter()
             case = Case(name, args.device, args.batch, torch.get_num_threads())
-            with context.Pool(1) as pool:
-                row = pool.apply(examine, (case,))
-            with context.Pool(1) as pool:
-                again = pool.apply(pace, (case,))
+            row, again = by_itself(examine, case), by_itself(pace, case)
             seconds = {key: taken + again[key] for key, taken in row["seconds"].items()}
             row["ratio"] = ratio(seconds["memkit"], seconds["stock"])
             row["seconds"] = {key: statistics.median(taken) for key, taken in seconds.items()}
