@@ -21,6 +21,7 @@ PYBIND11_MODULE(_C, m) {
   memkit::bind_dropout(m);
   memkit::bind_glu(m);
   memkit::bind_scale_shift(m);
+  memkit::bind_linear_scale(m);
   memkit::bind_pooling(m);
   memkit::bind_rotary(m);
   memkit::bind_softmax(m);

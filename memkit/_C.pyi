@@ -212,6 +212,12 @@ def batch_norm_act(
 def scale_shift(first: Tensor, second: Tensor, shift: Tensor | None) -> Tensor | None:
     """first * second + shift, where one factor and the shift have few elements."""
 
+# csrc/torch/linear_scale.cpp
+
+def linear_scale(first: Tensor, second: Tensor) -> Tensor | None:
+    """first * second, where one is what a linear layer made and the other has few elements, which the first is not kept for
+    in the graph; None where the caller does better with the product."""
+
 # csrc/torch/lean.cpp
 
 def recipe(tensor: Tensor) -> object | None:

@@ -77,6 +77,12 @@ def is_lean() -> bool:
     return hooks is not None and (hooks[0] is _C.pack or hasattr(hooks[0], "lean"))
 
 
+def may_ask_again() -> bool:
+    """Whether what is saved now, inside :class:`lean`, may be asked for more than once by one backward."""
+    hooks = _active_hooks()
+    return hooks is not None and (hooks[0] is _C.pack or getattr(hooks[0], "lean", False))
+
+
 class _Nonzeros(NamedTuple):
     """A tensor of many zeros, its parts as the hooks around keep them."""
 
@@ -115,7 +121,7 @@ def _hooks() -> saved_tensors_hooks:
         frame, values, bits = nonzeros
         return _Nonzeros(frame, keep(values), keep(bits))
 
-    vars(pack)["lean"] = True
+    vars(pack)["lean"] = asks_again
 
     def unpack(packed: Any) -> Tensor:
         if isinstance(packed, _Nonzeros):

@@ -74,15 +74,14 @@ Results forward(const OptionalTensors& inputs, Text op, Text act, Text packing, 
 }
 
 // Wanted: of the inputs, the weights, the biases. inputs: the only handles where `last`.
-Tensors gradients(const Tensors& grads, Tensors inputs, Tensors statistics, const ProducerSpec& spec, Tensors weights,
-                  at::IntArrayRef conv, const std::vector<bool>& wanted, bool last) {
+Tensors gradients(const Tensors& grads, Tensors inputs, Tensors statistics, const ProducerSpec& spec,
+                  const Consumers& layers, const std::vector<bool>& wanted, bool last) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  const size_t before = inputs.size(), n = weights.size();
+  const size_t before = inputs.size();
   const std::vector<bool> of_inputs(wanted.begin(), wanted.begin() + before);
   std::vector<bool> of_layers(wanted.begin() + before - 1, wanted.end());
   of_layers[0] = std::find(of_inputs.begin(), of_inputs.end(), true) != of_inputs.end();
   const auto producer = make_producer(spec, std::move(inputs));
-  const Consumers layers{std::move(weights), Tensors(n), conv};
   const auto h = [&] { return producer->forward(statistics); };
   Consumers::Gradients g =
       layers.backward(grads, h, like_result(producer->inputs[0], producer->inputs, spec.op), of_layers);
@@ -102,7 +101,8 @@ Tensors backward(const OptionalTensors& grads, const OptionalTensors& inputs, at
   std::vector<bool> asked;
   for (const bool each : wanted) asked.push_back(each);
   Tensors found = gradients(defined_or_not(grads), defined_or_not(inputs), statistics.vec(),
-                            {op, act, packing, numbers, weights[0].scalar_type()}, weights.vec(), conv, asked, false);
+                            {op, act, packing, numbers, weights[0].scalar_type()},
+                            {weights.vec(), Tensors(weights.size()), conv}, asked, false);
   for (Tensor& each : found)  // operators return tensors
     if (!each.defined()) each = at::empty({0}, weights[0].options());
   return found;
@@ -121,7 +121,7 @@ bool is_batched(const Tensor& grad) {
   return grad.defined() && (needs_stock(grad) || grad.key_set().has(c10::DispatchKey::Batched));
 }
 
-struct ConsumerBackward : SavedNode {
+struct ConsumerBackward : SavedNode, LinearNode {
   std::string op, act, packing;
   std::vector<double> numbers;
   std::vector<int64_t> conv;
@@ -133,40 +133,26 @@ struct ConsumerBackward : SavedNode {
   // Saved: the inputs, the statistics, weights, biases.
   std::string name() const override { return "memkit::" + op + (conv.empty() ? "_linear" : "_conv2d") + "_backward"; }
 
+  bool is_linear() const override { return conv.empty() && layers == 1 && next_edge(inputs).is_valid(); }
+  Tensor weight() override { return unpack(inputs + statistics); }
+  Tensor result_again() override {
+    autograd::variable_list found = with_saved([this] {
+      Tensors all;
+      return again(all);
+    });
+    return found[0];
+  }
+  autograd::variable_list scaled_backward(const Tensor& grad, LinearScale& scale, bool last) override {
+    return with_saved([&] { return plain_backward({grad}, last, &scale); });
+  }
+
  protected:
   autograd::variable_list backward(autograd::variable_list&& grads) override {
-    const size_t edges = inputs + 2 * layers;
     if (std::none_of(grads.begin(), grads.end(), [](const Tensor& g) { return g.defined(); }))
-      return autograd::variable_list(edges);
+      return autograd::variable_list(num_outputs());
     // create_graph: the gradient itself needs a derivative. Batches of gradients: operators that have rules for them.
     if (at::GradMode::is_enabled() || std::any_of(grads.begin(), grads.end(), is_batched)) return differentiable(grads);
-
-    std::vector<bool> wanted(edges);
-    for (size_t i = 0; i < edges; ++i) wanted[i] = task_should_compute_output(i);
-    for (size_t i = 0; i < layers; ++i) {
-      const bool arrived = grads[i].defined();
-      wanted[inputs + i] = wanted[inputs + i] && arrived;
-      wanted[inputs + layers + i] = wanted[inputs + layers + i] && arrived;
-    }
-    const Tensors made = unpacked(inputs, statistics), weights = unpacked(inputs + statistics, layers);
-    Tensors given;
-    for (size_t i = 0; i < inputs; ++i) given.push_back(take(i));
-    restore_order(given);
-    const at::AutoDispatchBelowADInplaceOrView below;
-    const auto ordinary = [](const Tensor& x) { return !x.defined() || is_plain(x); };
-    const bool plain = ordinary(given[0]) && std::all_of(weights.begin(), weights.end(), ordinary) &&
-                       std::all_of(grads.begin(), grads.end(), ordinary);
-    if (plain) return gradients(grads, std::move(given), made, spec(), weights, conv, wanted, /*last=*/true);
-
-    c10::List<bool> asked;
-    for (const bool each : wanted) asked.push_back(each);
-    Tensors found = MEMKIT_CALL("memkit::_consumer_backward",
-                                Tensors(const OptionalTensors&, const OptionalTensors&, at::TensorList, Text, Text,
-                                        Text, Params, at::TensorList, at::IntArrayRef, c10::List<bool>))(
-        optionals(grads), optionals(given), made, op, act, packing, numbers, weights, conv, asked);
-    for (size_t i = 0; i < edges; ++i)
-      if (!wanted[i]) found[i].reset();
-    return found;
+    return plain_backward(grads, /*last=*/true);
   }
 
  private:
@@ -179,17 +165,50 @@ struct ConsumerBackward : SavedNode {
     return tensors;
   }
 
+  // last: nobody asks again where the graph is not kept. scale: what the result was multiplied by, of which grads[0] is.
+  autograd::variable_list plain_backward(const autograd::variable_list& grads, bool last,
+                                         LinearScale* scale = nullptr) {
+    const size_t edges = inputs + 2 * layers;
+    std::vector<bool> wanted(edges);
+    for (size_t i = 0; i < edges; ++i) wanted[i] = task_should_compute_output(i);
+    for (size_t i = 0; i < layers; ++i) {
+      const bool arrived = grads[i].defined();
+      wanted[inputs + i] = wanted[inputs + i] && arrived;
+      wanted[inputs + layers + i] = wanted[inputs + layers + i] && arrived;
+    }
+    const Tensors made = unpacked(inputs, statistics), weights = unpacked(inputs + statistics, layers);
+    Tensors given;
+    for (size_t i = 0; i < inputs; ++i) given.push_back(last ? take(i) : unpack(i));
+    restore_order(given);
+    const at::AutoDispatchBelowADInplaceOrView below;
+    const auto ordinary = [](const Tensor& x) { return !x.defined() || is_plain(x); };
+    const bool plain = ordinary(given[0]) && std::all_of(weights.begin(), weights.end(), ordinary) &&
+                       std::all_of(grads.begin(), grads.end(), ordinary);
+    const Consumers layer{weights, scale ? unpacked(inputs + statistics + layers, layers) : Tensors(layers), conv,
+                          scale};
+    if (plain || scale) return gradients(grads, std::move(given), made, spec(), layer, wanted, last);
+
+    c10::List<bool> asked;
+    for (const bool each : wanted) asked.push_back(each);
+    Tensors found = MEMKIT_CALL("memkit::_consumer_backward",
+                                Tensors(const OptionalTensors&, const OptionalTensors&, at::TensorList, Text, Text,
+                                        Text, Params, at::TensorList, at::IntArrayRef, c10::List<bool>))(
+        optionals(grads), optionals(given), made, op, act, packing, numbers, weights, conv, asked);
+    for (size_t i = 0; i < edges; ++i)
+      if (!wanted[i]) found[i].reset();
+    return found;
+  }
+
   // Saved-tensor hooks may hand back another memory order than the one that dropout follows.
   void restore_order(Tensors& given) const {
     if (strides.empty() || given[0].sym_strides() == c10::SymIntArrayRef(strides)) return;
     given[0] = at::empty_strided_symint(given[0].sym_sizes(), strides, given[0].options()).copy_(given[0]);
   }
 
-  autograd::variable_list differentiable(const autograd::variable_list& grads) {
-    const bool create_graph = at::GradMode::is_enabled();
-    const at::AutoGradMode on(true);
-    // Aliases: the gradient of each apart from that of others which it was made from.
-    Tensors all = unpacked(0, saved());
+  // The results by operators that autograd knows, of aliases of what is saved: the gradient of each apart from that of
+  // others which it was made from.
+  Tensors again(Tensors& all) {
+    all = unpacked(0, saved());
     restore_order(all);
     ProducerSpec whole = spec();
     if (from_result) {
@@ -202,8 +221,15 @@ struct ConsumerBackward : SavedNode {
       if (each.defined() && each.requires_grad()) each = at::alias(each);
     const auto weights = all.begin() + inputs + statistics, biases = weights + layers;
     const Consumers consumers{{weights, biases}, {biases, all.end()}, conv};
-    const Tensors outs = std::get<0>(composed(whole, {all.begin(), all.begin() + inputs}, consumers));
-    all.erase(all.begin() + inputs, weights);
+    return std::get<0>(composed(whole, {all.begin(), all.begin() + inputs}, consumers));
+  }
+
+  autograd::variable_list differentiable(const autograd::variable_list& grads) {
+    const bool create_graph = at::GradMode::is_enabled();
+    const at::AutoGradMode on(true);
+    Tensors all;
+    const Tensors outs = again(all);
+    all.erase(all.begin() + inputs, all.begin() + inputs + statistics);
 
     autograd::variable_list from, arrived, to, found(all.size());
     for (size_t i = 0; i < layers; ++i) {

@@ -10,6 +10,7 @@
 #include <string_view>
 #include <vector>
 
+#include "linear_scale.h"
 #include "optional.h"
 
 namespace memkit {
@@ -55,6 +56,7 @@ int64_t conv_parts(int64_t input, int64_t weight);
 struct Consumers {
   Tensors weights, biases;
   at::IntArrayRef conv;
+  LinearScale* scale = nullptr;  // in backward: what the result of one linear layer was multiplied by
 
   void check(const at::Tensor& input, at::ScalarType dtype) const;
   Tensors forward(const at::Tensor& h) const;

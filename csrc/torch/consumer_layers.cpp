@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <tuple>
 
 #include "checks.h"
 #include "consumer.h"
@@ -170,23 +171,27 @@ Consumers::Gradients Consumers::backward(const Tensors& grads, const std::functi
   for (size_t i = 0; i < n; ++i) {
     if (!grads[i].defined()) continue;
     const Tensor g = as_rows(grads[i]);
-    if (wanted[1 + i]) {
+    if (wanted[1 + i] || (scale && scale->wanted)) {
       if (!rows.defined()) {
         const Tensor made = h();
         const bool is_sole = made.use_count() == 1 && made.storage().use_count() == 1;
         rows = as_rows(made);
         is_own = rows.is_contiguous() && (is_sole || !rows.is_alias_of(made));
       }
+      if (scale) {
+        std::tie(found.weights[i], found.biases[i]) = scale->of_layer(g, rows, weights[i], biases[i]);
+        continue;
+      }
       found.weights[i] = at::mm(g.t(), rows);
     }
-    if (wanted[1 + n + i]) found.biases[i] = g.sum(0);
+    if (wanted[1 + n + i]) found.biases[i] = (scale ? scale->times(g) : g).sum(0);
   }
   if (!wanted[0]) return found;
   Tensor into = is_own ? rows : Tensor();  // nobody needs the values any more
   rows.reset();
   for (size_t i = 0; i < n; ++i) {
     if (!grads[i].defined()) continue;
-    const Tensor g = as_rows(grads[i]);
+    const Tensor g = scale ? scale->times(as_rows(grads[i])) : as_rows(grads[i]);
     if (found.h.defined()) {
       at::addmm_out(found.h, found.h, g, weights[i]);
     } else {

@@ -22,6 +22,7 @@ void bind_consumer(pybind11::module_& m);
 void bind_dropout(pybind11::module_& m);
 void bind_glu(pybind11::module_& m);
 void bind_scale_shift(pybind11::module_& m);
+void bind_linear_scale(pybind11::module_& m);
 void bind_pooling(pybind11::module_& m);
 void bind_rotary(pybind11::module_& m);
 void bind_softmax(pybind11::module_& m);

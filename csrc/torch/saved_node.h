@@ -76,11 +76,7 @@ struct SavedNode : torch::autograd::Node {
   }
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    TORCH_CHECK(!released_, torch::autograd::ERR_BACKWARD_TWICE);
-    torch::autograd::variable_list result = backward(std::move(grads));
-    unpacked_.clear();
-    return result;
+    return with_saved([&] { return backward(std::move(grads)); });
   }
 
   void release_variables() override {
@@ -93,6 +89,16 @@ struct SavedNode : torch::autograd::Node {
  protected:
   // One gradient an input edge, undefined where none is asked for or none arrived.
   virtual torch::autograd::variable_list backward(torch::autograd::variable_list&& grads) = 0;
+
+  // What work finds, with what is saved to itself.
+  template <class Work>
+  torch::autograd::variable_list with_saved(const Work& work) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    TORCH_CHECK(!released_, torch::autograd::ERR_BACKWARD_TWICE);
+    torch::autograd::variable_list result = work();
+    unpacked_.clear();
+    return result;
+  }
 
   // Of the result when it was kept, where it was.
   int64_t kept_version() const { return kept_version_; }

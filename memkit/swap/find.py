@@ -63,7 +63,6 @@ OPS = (
 
 
 IDLE = "not called on the sample, or with tables that memkit does not take"
-SMALL = "not called on the sample, or without a MiB of weights to make again"
 
 
 @dataclass
@@ -173,8 +172,8 @@ class _Search:
         """What no recipe knows, and is cheap to make again. Returns the activations that it takes over."""
         if kind := made_again(module, self.names):
             self.found.in_lean.append((module, twin_of(kind, type(module))))
-            if may_be_idle(module, kind):
-                self.found.may_be_idle[module] = len(self.found.others), SMALL
+            if why := may_be_idle(module, kind):
+                self.found.may_be_idle[module] = len(self.found.others), why
             self.found.others.append(Row(where, type(module).__name__, "in lean()", "input", None, None, ""))
         return tuple(module.children()) if kind == "star_relu" else ()
 

@@ -22,7 +22,7 @@ from ..._sharding import is_dtensor
 from ..layers import serves
 from .activations import library_activation
 from .attention import is_attention
-from .functions import Functions, calls_functions, only_attends
+from .functions import Functions, calls_functions, why_idle
 from .scans import Scan, calls_scan
 from .standardized import StandardizedConv, is_standardized
 from .twin import Twin, checkpointed, own_tensors
@@ -31,9 +31,9 @@ ACTIVATIONS = "XIELUActivation", "Snake1d", "SnakeBeta"
 """How names end of classes that call no other modules, which might work in place."""
 
 
-def may_be_idle(module: nn.Module, kind: str) -> bool:
-    """Whether a run says if its twin did anything (`served`)."""
-    return kind == Functions.kind and only_attends(module)
+def may_be_idle(module: nn.Module, kind: str) -> str:
+    """Why its twin did nothing, where a run says that (`served`)."""
+    return why_idle(module) if kind == Functions.kind else ""
 
 
 class ActivationAgain(Twin, kind="activation_again"):

@@ -42,6 +42,18 @@ WRITTEN_OUT = {
 }
 """Names of libraries' own functions, and which activation each is where values and slopes agree."""
 
+NEEDS = {
+    "modulate": {"layer_norm", "rms_norm"},
+    "scale": {"act_linear"},
+    "attend": {"attention"},
+    "attend elsewhere": {"attention"},
+}
+"""Which names what is rewritten belongs to."""
+WHY_IDLE = {
+    "attend": "not called on the sample, or without a MiB of weights to make again",
+    "scale": "not called on the sample, or not with the result of a linear layer for many rows",
+}
+
 _checked: dict[tuple[FunctionType, Any], bool] = {}
 """By the function and the numbers of its module that it reads."""
 
@@ -55,19 +67,18 @@ class Functions(Twin, kind="functions"):
 
 
 def calls_functions(module: nn.Module, names: frozenset[str]) -> bool:
-    """Whether its forward calls such functions, all of these names, scales and shifts what a norm gave, or attends."""
-    cls, others = type(module), rewrites(module)
-    if ("modulate" in others and {"layer_norm", "rms_norm"} <= names) or (
-        others - {"modulate"} and "attention" in names
-    ):
+    """Whether its forward calls such functions, all of these names, or does what is rewritten for them."""
+    cls = type(module)
+    if any(NEEDS[what] <= names for what in rewrites(module)):
         return True
     called = {} if cls.__module__.startswith(("torch.", "memkit.")) else _activations(cls.forward)
     return bool(called) and {"gelu" if op == "gelu_tanh" else op for op in called.values()} <= names
 
 
-def only_attends(module: nn.Module) -> bool:
-    """Whether all that the twin does is to keep no weights of the attention that the class writes out."""
-    return rewrites(module) == {"attend"} and not _activations(type(module).forward)
+def why_idle(module: nn.Module) -> str:
+    """What to say where the twin did nothing on the sample; nothing where that is not known of all that it does."""
+    whys = {WHY_IDLE.get(what, "") for what in rewrites(module)}
+    return min(whys) if whys and not _activations(type(module).forward) else ""
 
 
 def _ours(forward: Any) -> dict[str, Any]:

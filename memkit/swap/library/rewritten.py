@@ -1,7 +1,7 @@
 """Forwards of libraries with memkit's calls in the place of some of their lines.
 
-The twin runs the same code, but for what :mod:`modulated` and :mod:`regions` have found in its source. Functions and methods
-that it calls are run so too, where their names say that they may modulate or attend.
+The twin runs the same code, but for what :mod:`modulated`, :mod:`scaled` and :mod:`regions` have found in its source.
+Functions and methods that it calls are run so too, where their names say that they may modulate or attend.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from .modulated import Modulation, may_modulate, scale_shift
 from .regions import may_attend, regions_of, with_regions
 from .repeatable import is_readable, reach
 from .rerun import again
+from .scaled import Scaling, linear_scale, may_scale
 from .source import changed, global_names
 from .twin import undecorated, with_names
 
@@ -28,7 +29,7 @@ CALLED = ("modulate", "attn", "attention", "attend")
 
 
 def rewrites(module: nn.Module) -> frozenset[str]:
-    """What its class's forward does that memkit does in another way: "modulate", "attend", "attend elsewhere"."""
+    """What its class's forward does that memkit does in another way: "modulate", "scale", "attend", "attend elsewhere"."""
     return frozenset(_found(type(module).forward, module, set()))
 
 
@@ -42,6 +43,7 @@ class Ours:
     """What rewritten code calls."""
 
     again = staticmethod(again)
+    linear_scale = staticmethod(linear_scale)
     scale_shift = staticmethod(scale_shift)
 
     @staticmethod
@@ -64,6 +66,8 @@ def _found(function: Any, module: nn.Module, seen: set[Any], is_own: bool = True
     known = undecorated(function).__globals__
     if "scale_shift" in code.co_names:
         yield "modulate"
+    if "linear_scale" in code.co_names:
+        yield "scale"
     regions = (reach(region, known, type(module)) for region in regions_of(code))
     if any(each is not None and is_readable(module, each) for each in regions):
         yield "attend" if is_own else "attend elsewhere"
@@ -85,8 +89,8 @@ def _code(function: Any) -> CodeType | None:
 @cache
 def _changed(_file: str, code: CodeType) -> CodeType | None:
     calls, modulates = any(map(_may_be_rewritten, code.co_names)), may_modulate(code)
-    attends = may_attend(code) and global_names(code) is not None
-    if not (calls or modulates or attends):
+    scales, attends = may_scale(code), may_attend(code) and global_names(code) is not None
+    if not (calls or modulates or scales or attends):
         return None
 
     def change(function: ast.FunctionDef) -> bool:
@@ -94,6 +98,8 @@ def _changed(_file: str, code: CodeType) -> CodeType | None:
         visitors: list[Any] = [_Calls()] if calls else []
         if modulates:
             visitors.append(Modulation(_called))
+        if scales:
+            visitors.append(Scaling(function, _called))
         function.body = [_visited(line, visitors) for line in function.body]
         return found or any(visitor.found for visitor in visitors)
 

@@ -1,0 +1,99 @@
+"""What a linear layer makes, times numbers for its features: `self.gamma * self.mlp(x)`, `gate.unsqueeze(1) * out`.
+
+Touvron et al., "Going deeper with image transformers", 2021 (layer scale); Peebles & Xie, "Scalable diffusion models with
+transformers", 2022 (gates for each sample). Stock keeps the layer's result for the gradient of these numbers, which follows
+from what the layer keeps as well. Inside :class:`memkit.lean` the same code runs with one operator in the place of the
+product; where that is not for what it is given, the product is stock's.
+"""
+
+from __future__ import annotations
+
+import ast
+import dis
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+from torch import Tensor, nn
+
+from ... import _C
+from ..._lean import may_ask_again
+from .rotary import served
+
+NAMES = ("gamma", "lambda", "layer_scale", "gate")
+"""Parts of the names of such numbers."""
+
+
+def linear_scale(owner: Any, first: Any, second: Any) -> Any:
+    """first * second."""
+    if isinstance(first, Tensor) and isinstance(second, Tensor) and may_ask_again():
+        out = _C.linear_scale(first, second)
+        if out is not None:
+            if isinstance(owner, nn.Module):
+                served.add(owner)
+            return out
+    return first * second
+
+
+def may_scale(code: CodeType) -> bool:
+    """Whether it has such a name, and multiplies: cheaper than its source."""
+    if not any(map(_is_name, (*code.co_names, *code.co_varnames))):
+        return False
+    return "mul" in code.co_names or any(
+        each.opname == "BINARY_MULTIPLY" or (each.opname == "BINARY_OP" and each.argrepr == "*")
+        for each in dis.get_instructions(code)
+    )
+
+
+class Scaling(ast.NodeTransformer):
+    """`self.gamma * x`, `x * gate[:, None]`, `x.mul(self.gamma.reshape(1, -1, 1, 1))` as calls, with the function's self."""
+
+    def __init__(
+        self, function: ast.FunctionDef, called: Callable[[str, list[ast.expr], ast.AST], ast.expr]
+    ) -> None:
+        self.found = False
+        first = [each.arg for each in (*function.args.posonlyargs, *function.args.args)][:1]
+        self._owner = first[0] if first == ["self"] else None
+        self._called = called
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
+        self.generic_visit(node)
+        return self._product(node, node.left, node.right) if isinstance(node.op, ast.Mult) else node
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        self.generic_visit(node)
+        function = node.func
+        is_mul = isinstance(function, ast.Attribute) and function.attr == "mul" and not node.keywords
+        if not is_mul or len(node.args) != 1 or isinstance(node.args[0], ast.Starred):
+            return node
+        return self._product(node, function.value, node.args[0])  # type: ignore[attr-defined]
+
+    def _product(self, node: ast.expr, first: ast.expr, second: ast.expr) -> ast.expr:
+        if not (_is_scale(first) or _is_scale(second)):
+            return node
+        self.found = True
+        owner = ast.Name(self._owner, ast.Load()) if self._owner else ast.Constant(None)
+        return self._called("linear_scale", [ast.copy_location(owner, node), first, second], node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
+        return node
+
+    def visit_Lambda(self, node: ast.Lambda) -> ast.Lambda:
+        return node
+
+
+def _is_name(name: str) -> bool:
+    return any(part in name for part in NAMES)
+
+
+def _is_scale(node: ast.expr) -> bool:
+    """A variable or an attribute of such a name, or a view of one."""
+    while True:
+        if isinstance(node, ast.Subscript):
+            node = node.value
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            node = node.func.value
+        elif isinstance(node, ast.Attribute):
+            return _is_name(node.attr)
+        else:
+            return isinstance(node, ast.Name) and _is_name(node.id)

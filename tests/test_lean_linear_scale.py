@@ -1,0 +1,324 @@
+"""What a linear layer made, times few numbers: `lean()` keeps nothing for their gradient that the layer does not keep."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import memkit
+import memkit.functional as M
+from memkit import _C
+from memkit.memory import measure
+from memkit.swap.library.scaled import linear_scale
+
+pytestmark = pytest.mark.usefixtures("repeatable")
+
+BATCH, TOKENS, INNER, FEATURES = 4, 64, 96, 128
+VIEWS = {
+    "for features": ((FEATURES,), lambda y: y),
+    "for samples": ((BATCH, 1, FEATURES), lambda y: y),
+    "one a sample": ((BATCH, 1, 1), lambda y: y),
+    "one": ((), lambda y: y),
+    "rows": ((FEATURES,), lambda y: y.flatten(0, 1)),
+    "channels first": ((FEATURES, 1, 1), lambda y: y.view(BATCH, 8, 8, FEATURES).permute(0, 3, 1, 2)),
+    "turned": ((BATCH, FEATURES, 1), lambda y: y.mT),
+    "with dimensions of one": ((1, BATCH, 1, 1, FEATURES), lambda y: y.unsqueeze(0).unsqueeze(2)),
+}
+LAYERS = ["linear", "without bias", "act_linear", "glu_linear"]
+views = pytest.mark.parametrize("view", VIEWS)
+layers = pytest.mark.parametrize("layer", LAYERS)
+
+
+class Case:
+    def __init__(self, view: str = "for features", layer: str = "linear", dtype=torch.float64, device="cpu"):
+        def made(*shape: int) -> Tensor:
+            return torch.randn(shape, dtype=dtype, device=device, requires_grad=True)
+
+        shape, self.view = VIEWS[view]
+        self.x = made(BATCH, TOKENS, 2 * INNER if layer == "glu_linear" else INNER)
+        self.weight, self.scale, self.layer = made(FEATURES, INNER), made(*shape), layer
+        self.bias = None if layer == "without bias" else made(FEATURES)
+        self.leaves = [t for t in (self.x, self.weight, self.bias, self.scale) if t is not None]
+
+    def result(self) -> Tensor:
+        if self.layer == "act_linear":
+            return M.act_linear(self.x, self.weight, self.bias, act="gelu")
+        if self.layer == "glu_linear":
+            return M.glu_linear(self.x, None, self.weight, self.bias)
+        return F.linear(self.x.sin(), self.weight, self.bias)
+
+    def scaled(self, ours: bool) -> Tensor:
+        y = self.view(self.result())
+        if not ours:
+            return self.scale * y
+        out = _C.linear_scale(self.scale, y)
+        assert out is not None
+        return out
+
+    def results(self, ours: bool) -> list[Tensor]:
+        out = self.scaled(ours)
+        return [out.detach(), *torch.autograd.grad(out.sin().sum(), self.leaves)]
+
+
+def close(ours, theirs, **how) -> None:
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, **how)
+
+
+@views
+@layers
+def test_as_stock(view: str, layer: str, device: torch.device) -> None:
+    case = Case(view, layer, device=device)
+    close(case.results(True), case.results(False))
+
+
+@views
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_as_exact_as_stock(view: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Over several draws: where one number is all that there is, its error is a matter of luck."""
+    mine, others = torch.zeros(5), torch.zeros(5)
+    for seed in range(16):
+        torch.manual_seed(seed)
+        case = Case(view, dtype=dtype, device=device)
+        ours, theirs = case.results(True), case.results(False)
+        for leaf in case.leaves:
+            leaf.data = leaf.data.double()
+        for i, exact in enumerate(case.results(False)):
+            mine[i] += ((ours[i] - exact).norm() / exact.norm()).square().cpu()
+            others[i] += ((theirs[i] - exact).norm() / exact.norm()).square().cpu()
+    assert (mine <= 2**2 * others).all()
+
+
+@layers
+def test_derivatives_of_derivatives(layer: str) -> None:
+    case = Case("for samples", layer)
+    found = []
+    for ours in (True, False):
+        grads = torch.autograd.grad(case.scaled(ours).sin().sum(), case.leaves, create_graph=True)
+        found.append([*grads, *torch.autograd.grad(sum(g.square().sum() for g in grads), case.leaves)])
+    close(*found)
+
+
+def test_what_is_kept() -> None:
+    case = Case()
+
+    def step(ours: bool):
+        with memkit.lean():
+            return case.scaled(ours)
+
+    stock, ours = (measure(lambda ours=ours: step(ours)).saved for ours in (False, True))
+    assert stock - ours == 8 * BATCH * TOKENS * FEATURES
+
+
+@pytest.mark.parametrize(
+    "wanted", [["scale"], ["x"], ["weight"], ["bias"], ["x", "scale"], ["bias", "scale"]]
+)
+@pytest.mark.parametrize("layer", ["linear", "act_linear"])
+def test_some_gradients(wanted: list[str], layer: str) -> None:
+    case = Case(layer=layer)
+    leaves = [getattr(case, name) for name in wanted]
+    close(*(torch.autograd.grad(case.scaled(ours).sin().sum(), leaves) for ours in (True, False)))
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("when", ["before", "after", "alive"])
+@pytest.mark.parametrize("layer", ["linear", "without bias", "act_linear"])
+def test_others_use_the_result(layer: str, when: str, keep: bool) -> None:
+    """Which may ask for its gradient before the product does, or after."""
+    case = Case(layer=layer)
+
+    def gradients(ours: bool) -> list[Tensor]:
+        y = case.result()
+        scaled = _C.linear_scale(y, case.scale) if ours else y * case.scale
+        loss = scaled.sin().sum()
+        if when != "alive":
+            deep = loss if when == "before" else y.cos().sum()
+            for _ in range(5):
+                deep = deep * 1.5
+            loss = deep + (y.cos().sum() if when == "before" else loss)
+        found = list(torch.autograd.grad(loss, case.leaves, retain_graph=keep))
+        return found + (list(torch.autograd.grad(loss, case.leaves)) if keep else [])
+
+    close(gradients(True), gradients(False))
+
+
+@pytest.mark.parametrize("layer", ["linear", "act_linear"])
+@pytest.mark.parametrize("how", ["hook", "retain", "asked", "asked with others", "view asked", "node"])
+def test_its_own_gradient(layer: str, how: str) -> None:
+    case = Case("channels first", layer)
+
+    def seen(ours: bool) -> list[Tensor]:
+        y = case.result()
+        turned = case.view(y)
+        scaled = _C.linear_scale(turned, case.scale) if ours else turned * case.scale
+        found: list[Tensor] = []
+        if how == "hook":
+            y.register_hook(lambda grad: found.append(grad) or 2 * grad)
+        elif how == "node":
+            y.grad_fn.register_prehook(lambda grads: found.extend(grads))
+        elif how == "retain":
+            y.retain_grad()
+        loss = scaled.sin().sum()
+        if "asked" in how:
+            asked = [turned if "view" in how else y, *(case.leaves if "others" in how else [])]
+            return list(torch.autograd.grad(loss, asked))
+        found += torch.autograd.grad(loss, case.leaves) if how != "retain" else []
+        if how == "retain":
+            loss.backward(inputs=[y, case.scale])
+            found += [y.grad, case.scale.grad]
+            case.scale.grad = None
+        return found
+
+    ours, theirs = seen(True), seen(False)
+    assert len(ours) == len(theirs) > 0
+    close(ours, theirs)
+
+
+def test_backward_twice_raises() -> None:
+    for layer in LAYERS:
+        loss = Case(layer=layer).scaled(True).sum()
+        loss.backward()
+        with pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
+
+
+@layers
+def test_backward_frees_what_the_layer_kept(layer: str) -> None:
+    case = Case(layer=layer)
+    grads = sum(leaf.nbytes for leaf in case.leaves)
+    given = case.x.nbytes  # which the graph alone holds, and so does what is made of it
+    case.x = case.x * 1.0
+    loss = case.scaled(True).sin().sum()
+    case.x = None
+    assert measure(lambda: loss.backward()).live <= grads - given
+
+
+def test_what_it_is_not_for() -> None:
+    case = Case()
+    y = case.result()
+    frozen = case.scale.detach()
+    small = F.linear(case.x[:1, :4], case.weight, case.bias)
+    written = case.result()
+    with torch.no_grad():
+        written.mul_(2)
+    refused = {
+        "a scale without gradient": (y, frozen),
+        "a result without": (y.detach(), case.scale),
+        "another operator's": (y.sin(), case.scale),
+        "part of it": (y[:, 1:], case.scale),
+        "every second row": (y[:, ::2], case.scale),
+        "a sum": (y + 1, case.scale),
+        "few bytes": (small, case.scale),
+        "one for each token": (y, torch.ones_like(y).requires_grad_()),
+        "written to": (written, case.scale),
+        "numbers of another device": (y, torch.ones(FEATURES, device="meta", requires_grad=True)),
+        "of another size": (y, torch.ones(2, BATCH, TOKENS, FEATURES, requires_grad=True)),
+        "complex ones": (y, torch.ones(FEATURES, dtype=torch.complex128, requires_grad=True)),
+        "frozen weights": (F.linear(case.x, case.weight.detach(), case.bias), case.scale),
+        "a frozen bias": (F.linear(case.x, case.weight, case.bias.detach()), case.scale),
+        "a bias that is computed": (F.linear(case.x, case.weight, case.bias * 2), case.scale),
+        "an input without gradient": (F.linear(case.x.detach(), case.weight, case.bias), case.scale),
+        "a sum with another factor": (
+            torch.addmm(case.bias, case.x.flatten(0, 1), case.weight.T, beta=2),
+            case.scale,
+        ),
+        "few rows a group": (
+            F.linear(torch.randn(512, 512, requires_grad=True), torch.randn(64, 512, requires_grad=True)),
+            torch.randn(512, 1, requires_grad=True),
+        ),
+        "float16": (
+            F.linear(
+                torch.randn(512, 64, dtype=torch.float16, requires_grad=True),
+                torch.randn(128, 64, dtype=torch.float16, requires_grad=True),
+            ),
+            torch.ones(128, dtype=torch.float16, requires_grad=True),
+        ),
+    }
+    for name, (first, second) in refused.items():
+        assert _C.linear_scale(first, second) is None, name
+    with torch.no_grad():
+        assert _C.linear_scale(y, case.scale) is None
+    with torch.inference_mode():
+        assert _C.linear_scale(y, case.scale) is None
+
+
+@pytest.mark.parametrize("around", ["save_on_cpu", "checkpoint", "other hooks", "hooks inside"])
+def test_hooks_and_checkpoints(around: str) -> None:
+    case, calls = Case(), []
+
+    def scaled(x: Tensor) -> Tensor:
+        y = F.linear(x.sin(), case.weight, case.bias)
+        before = _C.linear_scale
+        out = linear_scale(None, case.scale, y)
+        calls.append(out.grad_fn is not None and "linear_scale" in out.grad_fn.name())
+        assert before is _C.linear_scale
+        return out
+
+    def run(x: Tensor) -> Tensor:
+        with memkit.lean():
+            return scaled(x)
+
+    def inside(x: Tensor) -> Tensor:
+        with memkit.lean(), torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            return scaled(x)
+
+    if around == "save_on_cpu":
+        with torch.autograd.graph.save_on_cpu():
+            out = run(case.x)
+    elif around == "checkpoint":
+        out = checkpoint(run, case.x, use_reentrant=False)
+    elif around == "other hooks":
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            out = run(case.x)
+    else:
+        out = inside(case.x)
+    found = torch.autograd.grad(out.sin().sum(), case.leaves)
+    close(found, case.results(False)[1:])
+    assert set(calls) == {around == "save_on_cpu"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast(dtype: torch.dtype) -> None:
+    """The numbers stay float32, and so does the product."""
+    case = Case("for samples", dtype=torch.float32)
+    found = []
+    for ours in (True, False):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = F.linear(case.x.sin(), case.weight, case.bias)
+            out = _C.linear_scale(y, case.scale) if ours else y * case.scale
+        assert out.dtype == torch.float32
+        found.append([out.detach(), *torch.autograd.grad(out.sin().sum(), case.leaves)])
+    for mine, other in zip(*found, strict=True):
+        assert mine.dtype == other.dtype
+        assert (mine - other).norm() <= 0.02 * other.norm()
+
+
+def test_a_bias_that_changes_before_backward_raises() -> None:
+    case = Case()
+    out = case.scaled(True)
+    with torch.no_grad():
+        case.bias.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_nan_and_zero() -> None:
+    """A gate of zero, as adaptive ones begin with, lets no gradient through and gets its own."""
+    case = Case()
+    with torch.no_grad():
+        case.scale[:5], case.scale[5] = 0, torch.nan
+    close(case.results(True), case.results(False), equal_nan=True)
+
+
+def test_gradcheck() -> None:
+    case = Case("for samples")
+    x, weight = case.x[:, :, :8].detach().requires_grad_(), torch.randn(FEATURES, 8, dtype=torch.float64)
+
+    def call(x, weight, bias, scale):
+        out = _C.linear_scale(F.linear(x, weight, bias), scale)
+        assert out is not None
+        return out.flatten()[::997]
+
+    leaves = (x[:, :, :].clone(), weight, case.bias, case.scale)
+    assert torch.autograd.gradcheck(call, [t.detach().requires_grad_() for t in leaves], fast_mode=True)
