@@ -7,6 +7,7 @@ import pytest
 import test_swap_modulated as modulated
 import test_swap_projections as projections
 import test_swap_regions as regions
+import test_swap_scaled as scaled
 import test_swap_sequences as sequences
 import torch
 import torch.nn.functional as F
@@ -45,6 +46,10 @@ FORMS = (*projections.GATED, *projections.PLAIN)
 CASES = {
     **{f"attention {kind.__name__}": (kind, (2, TOKENS, WIDTH)) for kind in regions.KINDS},
     **{f"modulated {kind.__name__}": (kind, (2, 24, 32), (2, 32)) for kind in modulated.KINDS},
+    **{
+        f"scaled {kind.__name__}": (kind, (scaled.BATCH, scaled.TOKENS, scaled.WIDTH), (scaled.BATCH, scaled.WIDTH))
+        for kind in scaled.KINDS
+    },
     **{form.__name__: (partial(projections.network, form), (3, 5, projections.D)) for form in FORMS},
     **{
         f"padded {mode}": (partial(Padded, mode), (4, 8, 50)) for mode in ("constant", "reflect", "replicate")

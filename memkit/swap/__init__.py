@@ -86,7 +86,8 @@ def swap(
         lean: for a model that runs inside :class:`memkit.lean`: activations keep their input and their output is
             dropped, exact in every dtype, so that only those that work in place by themselves have to be proven.
             Outside `memkit.lean()` they are stock's. Attention of torch.nn and of transformers' models, and what layers
-            write out in their own code, keeps no weights inside it, and recurrences (Mamba, linear attention) no states.
+            write out in their own code, keeps no weights inside it, recurrences (Mamba, linear attention) no states, and
+            layer scales and gates (`gamma * linear(x)`, with "act_linear") no result of the layer.
             What that attention reads, masks too, may not be changed in place before backward, which says so.
             The sample then is run inside it, too.
             "call": each call of the model runs inside it, so that nothing else has to be written; a part of the model
