@@ -126,7 +126,8 @@ def test_it_belongs_to_act_linear() -> None:
     def taken(*ops: str) -> list[str]:
         return [row.path for row in swap(Block(), ops=list(ops), lean="call").changed]
 
-    assert taken("act_linear") == [""] and taken("layer_norm", "attention") == ["norm"]
+    assert taken("act_linear") == [""]
+    assert taken("layer_norm", "attention") == ["norm"]
 
 
 def test_outside_lean_it_is_stock() -> None:
