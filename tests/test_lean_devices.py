@@ -47,7 +47,11 @@ CASES = {
     **{f"attention {kind.__name__}": (kind, (2, TOKENS, WIDTH)) for kind in regions.KINDS},
     **{f"modulated {kind.__name__}": (kind, (2, 24, 32), (2, 32)) for kind in modulated.KINDS},
     **{
-        f"scaled {kind.__name__}": (kind, (scaled.BATCH, scaled.TOKENS, scaled.WIDTH), (scaled.BATCH, scaled.WIDTH))
+        f"scaled {kind.__name__}": (
+            kind,
+            (scaled.BATCH, scaled.TOKENS, scaled.WIDTH),
+            (scaled.BATCH, scaled.WIDTH),
+        )
         for kind in scaled.KINDS
     },
     **{form.__name__: (partial(projections.network, form), (3, 5, projections.D)) for form in FORMS},

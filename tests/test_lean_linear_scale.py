@@ -26,6 +26,7 @@ VIEWS = {
     "with dimensions of one": ((1, BATCH, 1, 1, FEATURES), lambda y: y.unsqueeze(0).unsqueeze(2)),
 }
 LAYERS = ["linear", "without bias", "act_linear", "glu_linear"]
+CONVS = ["conv2d", "conv2d without bias", "in groups", "channels last", "conv1d", "act_conv2d"]
 views = pytest.mark.parametrize("view", VIEWS)
 layers = pytest.mark.parametrize("layer", LAYERS)
 
@@ -61,6 +62,32 @@ class Case:
         return [out.detach(), *torch.autograd.grad(out.sin().sum(), self.leaves)]
 
 
+class Images(Case):
+    def __init__(self, layer: str = "conv2d", dtype=torch.float64, device="cpu"):
+        def made(*shape: int) -> Tensor:
+            return torch.randn(shape, dtype=dtype, device=device, requires_grad=True)
+
+        self.layer, self.view, self.groups = layer, lambda y: y, 4 if layer == "in groups" else 1
+        sizes, kernel = ((300,), (3,)) if layer == "conv1d" else ((20, 18), (3, 3))
+        self.x, self.weight = made(BATCH, 8, *sizes), made(24, 8 // self.groups, *kernel)
+        if layer == "channels last":
+            self.x = self.x.detach().to(memory_format=torch.channels_last).requires_grad_()
+        self.bias = None if "without" in layer else made(24)
+        self.scale = made(1, 24, *[1] * len(sizes)) if layer == "conv2d" else made(24, *[1] * len(sizes))
+        self.leaves = [t for t in (self.x, self.weight, self.bias, self.scale) if t is not None]
+
+    def result(self) -> Tensor:
+        if self.layer == "act_conv2d":
+            return M.act_conv2d(self.x, self.weight, self.bias, padding=1)
+        if self.layer == "conv1d":
+            return F.conv1d(self.x.sin(), self.weight, self.bias)
+        return F.conv2d(self.x.sin(), self.weight, self.bias, 1, 1, 1, self.groups)
+
+
+def case_of(layer: str, view: str = "for features") -> Case:
+    return Images(layer) if layer in CONVS else Case(view, layer)
+
+
 def close(ours, theirs, **how) -> None:
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, **how)
@@ -71,6 +98,14 @@ def close(ours, theirs, **how) -> None:
 def test_as_stock(view: str, layer: str, device: torch.device) -> None:
     case = Case(view, layer, device=device)
     close(case.results(True), case.results(False))
+
+
+@pytest.mark.parametrize("layer", CONVS)
+def test_convolutions(layer: str, device: torch.device) -> None:
+    case = Images(layer, device=device)
+    ours = case.results(True)
+    close(ours, case.results(False))
+    assert ours[0].stride() == case.results(False)[0].stride()
 
 
 @views
@@ -90,9 +125,9 @@ def test_as_exact_as_stock(view: str, dtype: torch.dtype, device: torch.device) 
     assert (mine <= 2**2 * others).all()
 
 
-@layers
+@pytest.mark.parametrize("layer", LAYERS + CONVS)
 def test_derivatives_of_derivatives(layer: str) -> None:
-    case = Case("for samples", layer)
+    case = case_of(layer, "for samples")
     found = []
     for ours in (True, False):
         grads = torch.autograd.grad(case.scaled(ours).sin().sum(), case.leaves, create_graph=True)
@@ -114,19 +149,19 @@ def test_what_is_kept() -> None:
 @pytest.mark.parametrize(
     "wanted", [["scale"], ["x"], ["weight"], ["bias"], ["x", "scale"], ["bias", "scale"]]
 )
-@pytest.mark.parametrize("layer", ["linear", "act_linear"])
+@pytest.mark.parametrize("layer", ["linear", "act_linear", "conv2d", "act_conv2d"])
 def test_some_gradients(wanted: list[str], layer: str) -> None:
-    case = Case(layer=layer)
+    case = case_of(layer)
     leaves = [getattr(case, name) for name in wanted]
     close(*(torch.autograd.grad(case.scaled(ours).sin().sum(), leaves) for ours in (True, False)))
 
 
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("when", ["before", "after", "alive"])
-@pytest.mark.parametrize("layer", ["linear", "without bias", "act_linear"])
+@pytest.mark.parametrize("layer", ["linear", "without bias", "act_linear", "conv2d", "act_conv2d"])
 def test_others_use_the_result(layer: str, when: str, keep: bool) -> None:
     """Which may ask for its gradient before the product does, or after."""
-    case = Case(layer=layer)
+    case = case_of(layer)
 
     def gradients(ours: bool) -> list[Tensor]:
         y = case.result()
@@ -143,10 +178,10 @@ def test_others_use_the_result(layer: str, when: str, keep: bool) -> None:
     close(gradients(True), gradients(False))
 
 
-@pytest.mark.parametrize("layer", ["linear", "act_linear"])
+@pytest.mark.parametrize("layer", ["linear", "act_linear", "conv2d", "act_conv2d"])
 @pytest.mark.parametrize("how", ["hook", "retain", "asked", "asked with others", "view asked", "node"])
 def test_its_own_gradient(layer: str, how: str) -> None:
-    case = Case("channels first", layer)
+    case = case_of(layer, "channels first")
 
     def seen(ours: bool) -> list[Tensor]:
         y = case.result()
@@ -176,16 +211,16 @@ def test_its_own_gradient(layer: str, how: str) -> None:
 
 
 def test_backward_twice_raises() -> None:
-    for layer in LAYERS:
-        loss = Case(layer=layer).scaled(True).sum()
+    for layer in LAYERS + CONVS:
+        loss = case_of(layer).scaled(True).sum()
         loss.backward()
         with pytest.raises(RuntimeError, match="second time"):
             loss.backward()
 
 
-@layers
+@pytest.mark.parametrize("layer", LAYERS + CONVS)
 def test_backward_frees_what_the_layer_kept(layer: str) -> None:
-    case = Case(layer=layer)
+    case = case_of(layer)
     grads = sum(leaf.nbytes for leaf in case.leaves)
     given = case.x.nbytes  # which the graph alone holds, and so does what is made of it
     case.x = case.x * 1.0
@@ -222,6 +257,13 @@ def test_what_it_is_not_for() -> None:
         "a sum with another factor": (
             torch.addmm(case.bias, case.x.flatten(0, 1), case.weight.T, beta=2),
             case.scale,
+        ),
+        "a view of images": (Images().result().flatten(2), torch.ones(24, 1, requires_grad=True)),
+        "numbers for a sample's images": (Images().result(), torch.ones(BATCH, 24, 1, 1, requires_grad=True)),
+        "numbers for pixels": (Images().result(), torch.ones(20, 18, requires_grad=True)),
+        "a transposed convolution": (
+            F.conv_transpose2d(Images().x, torch.randn(8, 24, 3, 3, requires_grad=True, dtype=torch.float64)),
+            Images().scale,
         ),
         "few rows a group": (
             F.linear(torch.randn(512, 512, requires_grad=True), torch.randn(64, 512, requires_grad=True)),

@@ -121,7 +121,7 @@ bool is_batched(const Tensor& grad) {
   return grad.defined() && (needs_stock(grad) || grad.key_set().has(c10::DispatchKey::Batched));
 }
 
-struct ConsumerBackward : SavedNode, LinearNode {
+struct ConsumerBackward : SavedNode, ScalableLayer {
   std::string op, act, packing;
   std::vector<double> numbers;
   std::vector<int64_t> conv;
@@ -133,8 +133,11 @@ struct ConsumerBackward : SavedNode, LinearNode {
   // Saved: the inputs, the statistics, weights, biases.
   std::string name() const override { return "memkit::" + op + (conv.empty() ? "_linear" : "_conv2d") + "_backward"; }
 
-  bool is_linear() const override { return conv.empty() && layers == 1 && next_edge(inputs).is_valid(); }
-  Tensor weight() override { return unpack(inputs + statistics); }
+  bool is_conv() const override { return !conv.empty(); }
+  // Of one layer alone, and one that learns.
+  Tensor weight() override {
+    return layers == 1 && next_edge(inputs).is_valid() ? unpack(inputs + statistics) : Tensor();
+  }
   Tensor result_again() override {
     autograd::variable_list found = with_saved([this] {
       Tensors all;

@@ -56,7 +56,7 @@ int64_t conv_parts(int64_t input, int64_t weight);
 struct Consumers {
   Tensors weights, biases;
   at::IntArrayRef conv;
-  LinearScale* scale = nullptr;  // in backward: what the result of one linear layer was multiplied by
+  LinearScale* scale = nullptr;  // in backward: what the result of one layer was multiplied by
 
   void check(const at::Tensor& input, at::ScalarType dtype) const;
   Tensors forward(const at::Tensor& h) const;

@@ -145,6 +145,7 @@ Consumers::Gradients Consumers::backward(const Tensors& grads, const std::functi
   const size_t n = weights.size();
   Gradients found{{}, Tensors(n), Tensors(n)};
   const auto shape = like.sym_sizes();
+  const auto scaled = [&](const Tensor& grad) { return scale ? scale->times(grad) : grad; };
   if (like.is_meta()) {
     for (size_t i = 0; i < n; ++i) {
       if (wanted[1 + i]) found.weights[i] = at::empty_like(weights[i], at::MemoryFormat::Contiguous);
@@ -157,13 +158,18 @@ Consumers::Gradients Consumers::backward(const Tensors& grads, const std::functi
   if (!conv.empty()) {
     const Tensor& w = weights[0];
     // One after the other: their input is gone before its gradient is made.
-    if (wanted[1] || wanted[2]) {
+    if (scale && (wanted[1] || scale->wanted)) {
+      const auto product = [&](const Tensor& g, const Tensor& x) {
+        return std::get<1>(conv_gradients(g, x, w, conv, {false, true, false})).contiguous();
+      };
+      std::tie(found.weights[0], found.biases[0]) = scale->of_layer(grads[0], h(), w, biases[0], product);
+    } else if (wanted[1] || wanted[2]) {
       const Tensor input = wanted[1] ? h() : as_input(like, w);
-      auto [unused, weight, bias] = conv_gradients(grads[0], input, w, conv, {false, wanted[1], wanted[2]});
+      auto [unused, weight, bias] = conv_gradients(scaled(grads[0]), input, w, conv, {false, wanted[1], wanted[2]});
       if (wanted[1]) found.weights[0] = weight.contiguous();
       if (wanted[2]) found.biases[0] = bias;
     }
-    if (wanted[0]) found.h = conv_input_gradient(grads[0], like, w, conv);
+    if (wanted[0]) found.h = conv_input_gradient(scaled(grads[0]), like, w, conv);
     return found;
   }
   Tensor rows;
@@ -184,14 +190,14 @@ Consumers::Gradients Consumers::backward(const Tensors& grads, const std::functi
       }
       found.weights[i] = at::mm(g.t(), rows);
     }
-    if (wanted[1 + n + i]) found.biases[i] = (scale ? scale->times(g) : g).sum(0);
+    if (wanted[1 + n + i]) found.biases[i] = scaled(g).sum(0);
   }
   if (!wanted[0]) return found;
   Tensor into = is_own ? rows : Tensor();  // nobody needs the values any more
   rows.reset();
   for (size_t i = 0; i < n; ++i) {
     if (!grads[i].defined()) continue;
-    const Tensor g = scale ? scale->times(as_rows(grads[i])) : as_rows(grads[i]);
+    const Tensor g = scaled(as_rows(grads[i]));
     if (found.h.defined()) {
       at::addmm_out(found.h, found.h, g, weights[i]);
     } else {

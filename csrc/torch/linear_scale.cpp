@@ -1,14 +1,12 @@
-// What a linear layer made, times few numbers: its result is not kept for their gradient.
+// What a layer made, times few numbers: its result is not kept for their gradient.
 #include "linear_scale.h"
 
 #include <ATen/ATen.h>
 #include <ATen/ExpandUtils.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
-#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/generated/Functions.h>
 
 #include <algorithm>
-#include <functional>
 #include <numeric>
 #include <optional>
 
@@ -29,31 +27,47 @@ namespace {
 // In which many of a dtype are added.
 at::ScalarType wider(at::ScalarType dtype) { return dtype == at::kBFloat16 ? at::kFloat : dtype; }
 
+// One for each slice of x along a dimension.
+Tensor along(const Tensor& numbers, const Tensor& x, int64_t dim) {
+  c10::DimVector sizes(x.dim(), 1);
+  sizes[dim] = numbers.numel();
+  return numbers.reshape(sizes);
+}
+
 }  // namespace
 
 std::pair<Tensor, Tensor> LinearScale::of_layer(const Tensor& grad, const Tensor& input, const Tensor& weight,
-                                                const Tensor& bias) {
+                                                const Tensor& bias, const Product& product) {
   const int64_t groups = scale.size(0), rows = grad.size(0) / groups;
   const at::ScalarType wide = wider(grad.scalar_type());
+  std::vector<int64_t> others(grad.dim());
+  std::iota(others.begin(), others.end(), 0);
+  others.erase(others.begin() + 1);
   Tensor of_weight, of_bias;
   std::vector<Tensor> of_scale;
   for (int64_t i = 0; i < groups; ++i) {
-    const Tensor g = grad.narrow(0, i * rows, rows), by = scale[i];
-    Tensor product = at::mm(g.t(), input.narrow(0, i * rows, rows));
-    Tensor sum = g.sum(0, false, wide);
+    const Tensor g = groups == 1 ? grad : grad.narrow(0, i * rows, rows), by = scale[i];
+    Tensor made = product(g, groups == 1 ? input : input.narrow(0, i * rows, rows));
+    Tensor sum = g.sum(others, false, wide);
     if (wanted) {
-      Tensor found = (product * weight).sum(1, false, wide);
+      Tensor found = (made * weight).flatten(1).sum(1, false, wide);
       of_scale.push_back(bias.defined() ? found.add_(sum * bias) : found);
     }
-    product.mul_(by.unsqueeze(1)), sum.mul_(by);
-    of_weight = of_weight.defined() ? of_weight.add_(product) : product;
+    made.mul_(along(by, made, 0)), sum.mul_(by);
+    of_weight = of_weight.defined() ? of_weight.add_(made) : made;
     of_bias = of_bias.defined() ? of_bias.add_(sum) : sum;
   }
   if (wanted) gradient = at::stack(of_scale).to(scale.scalar_type());
   return {of_weight, of_bias.to(grad.scalar_type())};
 }
 
+std::pair<Tensor, Tensor> LinearScale::of_layer(const Tensor& grad, const Tensor& input, const Tensor& weight,
+                                                const Tensor& bias) {
+  return of_layer(grad, input, weight, bias, [](const Tensor& g, const Tensor& x) { return at::mm(g.t(), x); });
+}
+
 Tensor LinearScale::times(const Tensor& grad) const {
+  if (scale.size(0) == 1) return (grad * along(scale, grad, 1)).to(grad.scalar_type());
   return (grad.view({scale.size(0), -1, grad.size(1)}) * scale.unsqueeze(1)).to(grad.scalar_type()).view(grad.sizes());
 }
 
@@ -77,89 +91,37 @@ bool is_view(const Node& node) {
                    TBackward0, UnsqueezeBackward0, SqueezeBackward0, SqueezeBackward1, AliasBackward0>(node);
 }
 
-// What torch.nn.functional.linear leaves in the graph.
-class StockLinear {
+// How the features that a layer made lie in a view of its result: for each, its row or its channel.
+class Features {
  public:
-  explicit StockLinear(Node& node)
-      : node_(&node), addmm_(dynamic_cast<AddmmBackward0*>(&node)), mm_(dynamic_cast<MmBackward0*>(&node)) {}
-
-  // With all that backward needs of it.
-  bool is_linear() const {
-    if (!addmm_ && !mm_) return false;
-    const auto& edges = node_->next_edges();
-    if (!std::all_of(edges.begin(), edges.end(), [](const Edge& e) { return e.is_valid(); })) return false;
-    return mm_ || (addmm_->alpha.equal(1) && addmm_->beta.equal(1) && bias().defined());
-  }
-
-  Tensor input() const { return (addmm_ ? addmm_->mat1_ : mm_->self_).unpack(); }
-  Tensor weight() const { return (addmm_ ? addmm_->mat2_ : mm_->mat2_).unpack().t(); }
-
-  // The parameter, or undefined: of the dtype that it has, and where another is computed in, before the cast.
-  Tensor bias() const {
-    if (!addmm_) return {};
-    const Node* node = node_->next_edge(0).function.get();
-    if (is_one_of<ToCopyBackward0>(*node)) node = node->next_edge(0).function.get();
-    const auto* leaf = dynamic_cast<const autograd::AccumulateGrad*>(node);
-    return leaf && leaf->variable.dim() == 1 ? leaf->variable : Tensor();
-  }
-
-  Tensor result_again(const Tensor& bias) const {
-    return bias.defined() ? at::addmm(bias, input(), weight().t()) : at::mm(input(), weight().t());
-  }
-
-  autograd::variable_list scaled_backward(const Tensor& grad, const Tensor& bias, LinearScale& scale,
-                                          const std::function<bool(size_t)>& is_wanted) const {
-    const size_t first = addmm_ ? 1 : 0;
-    autograd::variable_list found(first + 2);
-    const Tensor w = weight();
-    if (scale.wanted || is_wanted(first + 1)) {
-      auto [of_weight, of_bias] = scale.of_layer(grad, input(), w, bias);
-      found[first + 1] = of_weight.t();
-      if (addmm_) found[0] = of_bias;
-    } else if (addmm_ && is_wanted(0)) {
-      found[0] = scale.times(grad).sum(0);
-    }
-    if (is_wanted(first)) found[first] = at::mm(scale.times(grad), w);
-    return found;
-  }
-
-  // Nobody asks it again.
-  void let_go() const {
-    (addmm_ ? addmm_->mat1_ : mm_->self_) = autograd::SavedVariable();
-    (addmm_ ? addmm_->mat2_ : mm_->mat2_) = autograd::SavedVariable();
-  }
-
- private:
-  Node* node_;
-  AddmmBackward0* addmm_;
-  MmBackward0* mm_;
-};
-
-// How the rows of features that the layer made lie in a view of them.
-class Rows {
- public:
-  // Nothing where it is not all of them.
-  static std::optional<Rows> of(const Tensor& y) {
+  // Nothing where the view is not of all that it made.
+  static std::optional<Features> of(const Tensor& y, bool is_conv) {
     const Tensor base = y.is_view() ? Tensor(y._base()) : y;
-    const int64_t features = base.size(-1);
-    Rows found;
+    Features found;
     found.sizes_ = y.sizes(), found.order_.resize(y.dim());
     std::iota(found.order_.begin(), found.order_.end(), 0);
+    if (is_conv) {
+      found.is_conv_ = true;
+      std::rotate(found.order_.begin() + 1, found.order_.begin() + 2, found.order_.end());
+      return base.is_same(y) && y.dim() > 2 ? std::optional(found) : std::nullopt;
+    }
     const auto step = [&](int64_t d) { return y.size(d) == 1 ? INT64_MAX : y.stride(d); };
     std::stable_sort(found.order_.begin(), found.order_.end(), [&](int64_t a, int64_t b) { return step(a) > step(b); });
     const Tensor ordered = y.permute(found.order_);
     const bool is_all = base.is_contiguous() && base.numel() == y.numel() && ordered.is_contiguous();
-    if (!is_all || features < 2 || ordered.size(-1) != features) return std::nullopt;
+    if (!is_all || base.size(-1) < 2 || ordered.size(-1) != base.size(-1)) return std::nullopt;
     return found;
   }
 
-  Tensor rows(const Tensor& x) const { return x.permute(order_).reshape({-1, x.size(order_.back())}); }
+  // As the layer made it: rows, or images.
+  Tensor made(const Tensor& x) const { return is_conv_ ? x : x.permute(order_).reshape({-1, x.size(order_.back())}); }
 
   // As y was.
-  Tensor back(const Tensor& rows) const {
+  Tensor back(const Tensor& made) const {
+    if (is_conv_) return made;
     c10::DimVector sizes;
     for (const int64_t d : order_) sizes.push_back(sizes_[d]);
-    return in_place_of_order(rows.reshape(sizes));
+    return in_place_of_order(made.reshape(sizes));
   }
 
   // For how many of the dimensions, in order, few numbers have values of their own.
@@ -192,7 +154,8 @@ class Rows {
     return ordered.permute(inverse);
   }
 
-  c10::DimVector sizes_, order_;
+  bool is_conv_ = false;
+  c10::DimVector sizes_, order_;  // the features last
 };
 
 bool has_hooks(Node& node) {
@@ -207,10 +170,24 @@ bool is_captured(Node& node) {
   return found != asked->end() && found->second.captures_;
 }
 
+// The layer that a node ends in: memkit's own, or PyTorch's, which is described anew for each use.
+struct Layer {
+  Layer(Node& node, Tensor bias) : bias(std::move(bias)), own(dynamic_cast<ScalableLayer*>(&node)) {
+    if (!own) stock = stock_layer(node, this->bias);
+  }
+
+  ScalableLayer* get() const { return own ? own : stock.get(); }
+  ScalableLayer* operator->() const { return get(); }
+
+  Tensor bias;  // of PyTorch's
+  ScalableLayer* own;
+  std::unique_ptr<ScalableLayer> stock;
+};
+
 // Its first edges are y, which waits for it although it is given nothing mostly, and the numbers; then those of the layer,
 // whose work it does. Where somebody wants to see y's gradient, y is made again, and the layer does its own work.
 struct LinearScaleBackward : SavedNode {
-  std::optional<Rows> place;
+  std::optional<Features> place;
   c10::DimVector scale_sizes;
 
   // Saved: the numbers, the bias where the layer is PyTorch's.
@@ -220,34 +197,25 @@ struct LinearScaleBackward : SavedNode {
   autograd::variable_list backward(autograd::variable_list&& grads) override {
     autograd::variable_list found(num_outputs());
     if (!grads[0].defined()) return found;
-    const Tensor grad = std::move(grads[0]), scale = unpack(0), bias = unpack(1);
-    auto* own = dynamic_cast<LinearNode*>(&layer());
-    const StockLinear stock(layer());
+    const Tensor grad = std::move(grads[0]), scale = unpack(0);
+    const Layer layer(made_by(), unpack(1));
     if (at::GradMode::is_enabled() || !is_unseen(grad) || needs_stock(grad) || is_asked_for()) {
-      if (task_should_compute_output(1)) {
-        const Tensor y = place->back(own ? own->result_again() : stock.result_again(cast(bias)));
-        found[1] = at::sum_to(grad * y, scale_sizes);
-      }
+      if (task_should_compute_output(1)) found[1] = at::sum_to(grad * place->back(layer->result_again()), scale_sizes);
       found[0] = grad * scale;
       return found;
     }
     const at::AutoDispatchBelowADInplaceOrView below;
-    LinearScale rows{place->groups(scale), task_should_compute_output(1), {}};
-    const Tensor of_rows = place->rows(grad).to(dtype());
-    auto of_layer = own ? own->scaled_backward(of_rows, rows, is_alone())
-                        : stock.scaled_backward(of_rows, cast(bias), rows,
-                                                [&](size_t i) { return task_should_compute_output(2 + i); });
-    if (rows.wanted) found[1] = place->few(rows.gradient, scale_sizes, place->depth(scale));
+    LinearScale numbers{place->groups(scale), task_should_compute_output(1), {}};
+    auto of_layer = layer->scaled_backward(place->made(grad).to(dtype()), numbers, is_alone());
+    if (numbers.wanted) found[1] = place->few(numbers.gradient, scale_sizes, place->depth(scale));
     std::move(of_layer.begin(), of_layer.end(), found.begin() + 2);
-    if (!own && is_alone() && !autograd::get_current_graph_task_keep_graph()) stock.let_go();
     return found;
   }
 
  private:
   at::ScalarType dtype() const { return c10::typeMetaToScalarType(next_edge(0).function->input_metadata(0).dtype()); }
-  Tensor cast(const Tensor& bias) const { return bias.defined() ? bias.to(dtype()) : bias; }
 
-  Node& layer() const {
+  Node& made_by() const {
     Node* node = next_edge(0).function.get();
     while (is_view(*node)) node = node->next_edge(0).function.get();
     return *node;
@@ -269,31 +237,35 @@ struct LinearScaleBackward : SavedNode {
   }
 };
 
+// Whether both are such that the graph may have one operator for the product.
+bool may_fit(const Tensor& y, const Tensor& scale) {
+  if (!at::GradMode::is_enabled() || !y.requires_grad() || !scale.requires_grad() || y.is_leaf() || y.dim() < 1 ||
+      int64_t(bytes_of(y)) < kLeastScaled || y._version() != 0)
+    return false;
+  const auto is_ordinary = [](const Tensor& x) {
+    return x.layout() == at::kStrided && x.is_floating_point() && is_unseen(x) && !needs_stock(x) && !x.is_neg();
+  };
+  // In half precision, products without the scale might overflow.
+  return y.scalar_type() != at::kHalf && (y.is_cpu() || y.is_cuda()) && scale.device() == y.device() &&
+         is_ordinary(y) && is_ordinary(scale) && at::is_expandable_to(scale.sizes(), y.sizes());
+}
+
 OptionalTensor linear_scale(const Tensor& first, const Tensor& second) {
   const bool swapped = first.numel() < second.numel();
   const Tensor &y = swapped ? second : first, &scale = swapped ? first : second;
-  const bool is_device = y.is_cpu() || y.is_cuda();
-  const bool is_dtype =
-      y.scalar_type() != at::kHalf && y.is_floating_point();  // products without the scale would overflow
-  if (!is_device || !is_dtype || y.layout() != at::kStrided || int64_t(bytes_of(y)) < kLeastScaled ||
-      !at::GradMode::is_enabled() || !y.requires_grad() || !scale.requires_grad() || y.is_leaf() || y._version() != 0)
-    return std::nullopt;
-  const bool fits = scale.device() == y.device() && scale.layout() == at::kStrided && scale.is_floating_point() &&
-                    at::is_expandable_to(scale.sizes(), y.sizes()) && is_unseen(y) && is_unseen(scale) &&
-                    !needs_stock(y, scale) && !y.is_neg() && !y.is_conj();
-  if (!fits) return std::nullopt;
+  if (!may_fit(y, scale)) return std::nullopt;
   Node* node = y.grad_fn().get();
-  while (is_view(*node) && node->num_outputs() == 1 && node->next_edge(0).is_valid())
-    node = node->next_edge(0).function.get();
-  auto* own = dynamic_cast<LinearNode*>(node);
-  const StockLinear stock(*node);
-  if (own ? !own->is_linear() : !stock.is_linear()) return std::nullopt;
-  const auto place = Rows::of(y);
+  while (is_view(*node) && node->next_edge(0).is_valid()) node = node->next_edge(0).function.get();
+  const Layer layer(*node, {});
+  if (!layer.get()) return std::nullopt;
+  const Tensor weight = layer->weight();
+  if (!weight.defined()) return std::nullopt;
+  const auto place = Features::of(y, layer->is_conv());
   if (!place) return std::nullopt;
   const Tensor groups = place->groups(scale.detach());
-  const int64_t features = groups.size(1), inner = (own ? own->weight() : stock.weight()).size(1);
-  // A group's product with the input takes as long to read as so many rows.
-  if (4 * y.numel() < groups.size(0) * inner * features) return std::nullopt;
+  // A group's gradient of the weight takes as long to read as so many rows. Of images there is one group.
+  const bool is_small = 4 * y.numel() < groups.size(0) * weight.numel();
+  if (is_small || (layer->is_conv() && groups.size(0) != 1)) return std::nullopt;
   Tensor out;
   {
     const at::AutoDispatchBelowADInplaceOrView below;
@@ -306,7 +278,7 @@ OptionalTensor linear_scale(const Tensor& first, const Tensor& second) {
   made->place = place;
   made->scale_sizes = scale.sizes();
   autograd::set_history(out, made);
-  made->save(scale), made->save(own ? Tensor() : stock.bias());
+  made->save(scale), made->save(layer.bias);
   return out;
 }
 
