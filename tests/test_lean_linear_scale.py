@@ -26,9 +26,21 @@ VIEWS = {
     "with dimensions of one": ((1, BATCH, 1, 1, FEATURES), lambda y: y.unsqueeze(0).unsqueeze(2)),
 }
 LAYERS = ["linear", "without bias", "act_linear", "glu_linear"]
-CONVS = ["conv2d", "conv2d without bias", "in groups", "channels last", "conv1d", "act_conv2d"]
+CONVS = ["conv2d", "conv2d without bias", "channels last", "conv1d", "act_conv2d"]
 views = pytest.mark.parametrize("view", VIEWS)
 layers = pytest.mark.parametrize("layer", LAYERS)
+
+
+def lean_if(ours: bool):
+    return memkit.lean() if ours else torch.enable_grad()
+
+
+def product(ours: bool, first: Tensor, second: Tensor) -> Tensor:
+    if not ours:
+        return first * second
+    out = _C.linear_scale(first, second)
+    assert out is not None
+    return out
 
 
 class Case:
@@ -50,12 +62,8 @@ class Case:
         return F.linear(self.x.sin(), self.weight, self.bias)
 
     def scaled(self, ours: bool) -> Tensor:
-        y = self.view(self.result())
-        if not ours:
-            return self.scale * y
-        out = _C.linear_scale(self.scale, y)
-        assert out is not None
-        return out
+        with lean_if(ours):
+            return product(ours, self.scale, self.view(self.result()))
 
     def results(self, ours: bool) -> list[Tensor]:
         out = self.scaled(ours)
@@ -67,9 +75,9 @@ class Images(Case):
         def made(*shape: int) -> Tensor:
             return torch.randn(shape, dtype=dtype, device=device, requires_grad=True)
 
-        self.layer, self.view, self.groups = layer, lambda y: y, 4 if layer == "in groups" else 1
-        sizes, kernel = ((300,), (3,)) if layer == "conv1d" else ((20, 18), (3, 3))
-        self.x, self.weight = made(BATCH, 8, *sizes), made(24, 8 // self.groups, *kernel)
+        self.layer, self.view = layer, lambda y: y
+        sizes = (300,) if layer == "conv1d" else (20, 18)
+        self.x, self.weight = made(BATCH, 8, *sizes), made(24, 8, *[1] * len(sizes))
         if layer == "channels last":
             self.x = self.x.detach().to(memory_format=torch.channels_last).requires_grad_()
         self.bias = None if "without" in layer else made(24)
@@ -78,10 +86,10 @@ class Images(Case):
 
     def result(self) -> Tensor:
         if self.layer == "act_conv2d":
-            return M.act_conv2d(self.x, self.weight, self.bias, padding=1)
+            return M.act_conv2d(self.x, self.weight, self.bias)
         if self.layer == "conv1d":
             return F.conv1d(self.x.sin(), self.weight, self.bias)
-        return F.conv2d(self.x.sin(), self.weight, self.bias, 1, 1, 1, self.groups)
+        return F.conv2d(self.x.sin(), self.weight, self.bias)
 
 
 def case_of(layer: str, view: str = "for features") -> Case:
@@ -91,6 +99,28 @@ def case_of(layer: str, view: str = "for features") -> Case:
 def close(ours, theirs, **how) -> None:
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, **how)
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        lambda s: s[:, None].expand(-1, TOKENS, -1),
+        lambda s: s[:1].expand(BATCH, -1)[:, None],
+        lambda s: s.mT.contiguous().mT[:, None],
+        lambda s: s[:1, None].expand(BATCH, 1, -1),
+    ],
+)
+def test_numbers_of_other_layouts(turn) -> None:
+    case = Case()
+    numbers = torch.randn(BATCH, FEATURES, dtype=torch.float64, requires_grad=True)
+    found = []
+    for ours in (True, False):
+        with lean_if(ours):
+            y = case.result()
+            scaled = _C.linear_scale(turn(numbers), y) if ours else None
+            scaled = turn(numbers) * y if scaled is None else scaled
+        found.append(torch.autograd.grad(scaled.sum(), [*case.leaves[:3], numbers]))
+    close(*found)
 
 
 @views
@@ -123,6 +153,44 @@ def test_as_exact_as_stock(view: str, dtype: torch.dtype, device: torch.device) 
             mine[i] += ((ours[i] - exact).norm() / exact.norm()).square().cpu()
             others[i] += ((theirs[i] - exact).norm() / exact.norm()).square().cpu()
     assert (mine <= 2**2 * others).all()
+
+
+HARD = {  # groups, rows, the mean of the gradient, the mean of the input, whether the bias takes it away, dtypes
+    "a bias that centres": (1, 4096, 0.5, 1.0, True, torch.float32, torch.float32),
+    "in many rows": (1, 32768, 0.5, 0.5, True, torch.float32, torch.float32),
+    "in half precision": (1, 4096, 0.5, 0.5, True, torch.bfloat16, torch.bfloat16),
+    "of float32 under autocast": (1, 4096, 0.5, 0.5, True, torch.bfloat16, torch.float32),
+    "without means": (1, 4096, 0.0, 0.0, False, torch.bfloat16, torch.float32),
+    "many groups": (128, 64, 0.2, 0.5, False, torch.float32, torch.float32),
+    "many groups in half precision": (128, 64, 0.2, 0.5, False, torch.bfloat16, torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("hard", HARD)
+def test_as_exact_where_sums_cancel(hard: str, device: torch.device) -> None:
+    groups, rows, mean, offset, centres, dtype, of_scale = HARD[hard]
+    mine, others = torch.zeros(4), torch.zeros(4)
+    for seed in range(6):
+        torch.manual_seed(seed)
+        x, weight = torch.randn(groups, rows, 32) + offset, torch.randn(48, 32) / 6
+        bias = -weight @ x.mean((0, 1)) if centres else torch.randn(48) / 10
+        scale = 1 + torch.randn(groups, 1, 48) / 10
+        upstream = (torch.randn(groups, rows, 48) + mean).to(of_scale)
+
+        def gradients(
+            ours: bool, wide: bool, leaves=(x, weight, bias, scale), upstream=upstream
+        ) -> list[Tensor]:
+            leaves = [t.to(device, of_scale if t is leaves[3] else dtype) for t in leaves]
+            leaves = [(t.double() if wide else t).detach().requires_grad_() for t in leaves]
+            with lean_if(ours):
+                z = product(ours, F.linear(*leaves[:3]), leaves[3])
+            return [g.double().cpu() for g in torch.autograd.grad(z, leaves, upstream.to(z))]
+
+        found = (gradients(True, False), gradients(False, False), gradients(False, True))
+        for i, (ours, theirs, exact) in enumerate(zip(*found, strict=True)):
+            mine[i] += ((ours - exact).norm() / exact.norm()).square()
+            others[i] += ((theirs - exact).norm() / exact.norm()).square()
+    assert (mine <= 2**2 * others).all(), (mine / others).sqrt()
 
 
 @pytest.mark.parametrize("layer", LAYERS + CONVS)
@@ -164,8 +232,9 @@ def test_others_use_the_result(layer: str, when: str, keep: bool) -> None:
     case = case_of(layer)
 
     def gradients(ours: bool) -> list[Tensor]:
-        y = case.result()
-        scaled = _C.linear_scale(y, case.scale) if ours else y * case.scale
+        with lean_if(ours):
+            y = case.result()
+            scaled = product(ours, y, case.scale)
         loss = scaled.sin().sum()
         if when != "alive":
             deep = loss if when == "before" else y.cos().sum()
@@ -184,9 +253,10 @@ def test_its_own_gradient(layer: str, how: str) -> None:
     case = case_of(layer, "channels first")
 
     def seen(ours: bool) -> list[Tensor]:
-        y = case.result()
-        turned = case.view(y)
-        scaled = _C.linear_scale(turned, case.scale) if ours else turned * case.scale
+        with lean_if(ours):
+            y = case.result()
+            turned = case.view(y)
+            scaled = product(ours, turned, case.scale)
         found: list[Tensor] = []
         if how == "hook":
             y.register_hook(lambda grad: found.append(grad) or 2 * grad)
@@ -230,14 +300,25 @@ def test_backward_frees_what_the_layer_kept(layer: str) -> None:
 
 
 def test_what_it_is_not_for() -> None:
+    outside = Case().result()
+    with memkit.lean():
+        _check_what_it_is_not_for(outside)
+
+
+def _check_what_it_is_not_for(outside: Tensor) -> None:
     case = Case()
+    assert _C.linear_scale(case.result(), case.scale) is not None
     y = case.result()
     frozen = case.scale.detach()
     small = F.linear(case.x[:1, :4], case.weight, case.bias)
     written = case.result()
     with torch.no_grad():
         written.mul_(2)
+    hooked = case.result()
+    hooked.register_hook(lambda grad: None)
     refused = {
+        "made outside lean()": (outside, case.scale),
+        "with hooks": (hooked, case.scale),
         "a scale without gradient": (y, frozen),
         "a result without": (y.detach(), case.scale),
         "another operator's": (y.sin(), case.scale),
@@ -249,6 +330,15 @@ def test_what_it_is_not_for() -> None:
         "written to": (written, case.scale),
         "numbers of another device": (y, torch.ones(FEATURES, device="meta", requires_grad=True)),
         "of another size": (y, torch.ones(2, BATCH, TOKENS, FEATURES, requires_grad=True)),
+        "wider numbers": (case.result().float(), case.scale),
+        "wide ones of float32": (
+            F.linear(torch.randn(512, 64, requires_grad=True), torch.randn(64, 64, requires_grad=True)),
+            torch.ones(64, dtype=torch.float64, requires_grad=True),
+        ),
+        "many groups": (
+            F.linear(torch.randn(256, 64, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)),
+            torch.ones(256, 1, 8, requires_grad=True),
+        ),
         "complex ones": (y, torch.ones(FEATURES, dtype=torch.complex128, requires_grad=True)),
         "frozen weights": (F.linear(case.x, case.weight.detach(), case.bias), case.scale),
         "a frozen bias": (F.linear(case.x, case.weight, case.bias.detach()), case.scale),
@@ -261,6 +351,15 @@ def test_what_it_is_not_for() -> None:
         "a view of images": (Images().result().flatten(2), torch.ones(24, 1, requires_grad=True)),
         "numbers for a sample's images": (Images().result(), torch.ones(BATCH, 24, 1, 1, requires_grad=True)),
         "numbers for pixels": (Images().result(), torch.ones(20, 18, requires_grad=True)),
+        "a kernel of more pixels": (
+            F.conv2d(Images().x, torch.randn(24, 8, 3, 3, requires_grad=True, dtype=torch.float64)),
+            Images().scale,
+        ),
+        "a stride": (F.conv2d(Images().x, Images().weight, stride=2), Images().scale),
+        "groups": (
+            F.conv2d(Images().x, torch.randn(24, 4, 1, 1, requires_grad=True, dtype=torch.float64), groups=2),
+            Images().scale,
+        ),
         "a transposed convolution": (
             F.conv_transpose2d(Images().x, torch.randn(8, 24, 3, 3, requires_grad=True, dtype=torch.float64)),
             Images().scale,
@@ -291,10 +390,8 @@ def test_hooks_and_checkpoints(around: str) -> None:
 
     def scaled(x: Tensor) -> Tensor:
         y = F.linear(x.sin(), case.weight, case.bias)
-        before = _C.linear_scale
-        out = linear_scale(None, case.scale, y)
+        out = linear_scale(case.scale, y)
         calls.append(out.grad_fn is not None and "linear_scale" in out.grad_fn.name())
-        assert before is _C.linear_scale
         return out
 
     def run(x: Tensor) -> Tensor:
@@ -326,9 +423,9 @@ def test_autocast(dtype: torch.dtype) -> None:
     case = Case("for samples", dtype=torch.float32)
     found = []
     for ours in (True, False):
-        with torch.autocast("cpu", torch.bfloat16):
+        with lean_if(ours), torch.autocast("cpu", torch.bfloat16):
             y = F.linear(case.x.sin(), case.weight, case.bias)
-            out = _C.linear_scale(y, case.scale) if ours else y * case.scale
+            out = product(ours, y, case.scale)
         assert out.dtype == torch.float32
         found.append([out.detach(), *torch.autograd.grad(out.sin().sum(), case.leaves)])
     for mine, other in zip(*found, strict=True):
@@ -358,9 +455,8 @@ def test_gradcheck() -> None:
     x, weight = case.x[:, :, :8].detach().requires_grad_(), torch.randn(FEATURES, 8, dtype=torch.float64)
 
     def call(x, weight, bias, scale):
-        out = _C.linear_scale(F.linear(x, weight, bias), scale)
-        assert out is not None
-        return out.flatten()[::997]
+        with memkit.lean():
+            return product(True, F.linear(x, weight, bias), scale).flatten()[::997]
 
     leaves = (x[:, :, :].clone(), weight, case.bias, case.scale)
     assert torch.autograd.gradcheck(call, [t.detach().requires_grad_() for t in leaves], fast_mode=True)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from swap_cases import assert_as_stock
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import memkit
 from memkit import swap, unswap
@@ -14,7 +15,7 @@ from memkit.memory import measure
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
-WIDTH, TOKENS, BATCH = 64, 32, 16
+WIDTH, TOKENS, BATCH = 64, 64, 16
 
 
 class LayerScale(nn.Module):
@@ -66,6 +67,15 @@ class Sliced(Block):
         return x + out * gate[:, None]
 
 
+def modulate(x: Tensor, gate: Tensor, y: Tensor) -> Tensor:
+    return x + gate[:, None] * y
+
+
+class ByAFunction(Block):
+    def forward(this, x: Tensor, c: Tensor) -> Tensor:  # noqa: N805
+        return modulate(x, this.to_gate(c), this.layer(this.norm(x)))
+
+
 class Turned(Block):
     def forward(self, x: Tensor, c: Tensor) -> Tensor:
         out = self.layer(self.norm(x)).transpose(1, 2)
@@ -87,7 +97,7 @@ class ByHelper(Block):
         return self.layer(self.norm(x)) * self.gamma
 
 
-KINDS = [Block, ByAModule, ByAMethod, Gated, Sliced, Turned, Modulated, ByHelper]
+KINDS = [Block, ByAModule, ByAMethod, Gated, Sliced, Turned, Modulated, ByHelper, ByAFunction]
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -183,7 +193,29 @@ class Frozen(Block):
         self.gamma.requires_grad_(False)
 
 
-@pytest.mark.parametrize("kind", [Numbers, Inner, Part, InPlace, Frozen])
+class Checkpointed(Block):
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+        return x + self.gamma * checkpoint(self.layer, self.norm(x), use_reentrant=False)
+
+
+class OtherMul(Block):
+    """What is called mul is a method."""
+
+    def mul(self, gate: Tensor) -> Tensor:
+        return self.layer(gate)
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+        gate = self.to_gate(x)
+        return self.mul(gate) + self.to_gate(x).mul(gate)
+
+
+class Expanded(Block):
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+        gate = self.to_gate(c)[:, None].expand(-1, TOKENS, -1)
+        return x + gate * self.layer(self.norm(x))
+
+
+@pytest.mark.parametrize("kind", [Numbers, Inner, Part, InPlace, Frozen, Checkpointed, OtherMul, Expanded])
 def test_code_that_it_is_not_for(kind: type[Block]) -> None:
     model, (x, c) = kind().double(), samples()
     swap(model, lean="call")

@@ -134,9 +134,9 @@ struct ConsumerBackward : SavedNode, ScalableLayer {
   std::string name() const override { return "memkit::" + op + (conv.empty() ? "_linear" : "_conv2d") + "_backward"; }
 
   bool is_conv() const override { return !conv.empty(); }
-  // Of one layer alone, and one that learns.
-  Tensor weight() override {
-    return layers == 1 && next_edge(inputs).is_valid() ? unpack(inputs + statistics) : Tensor();
+  std::optional<size_t> weight_edge() const override {
+    const bool is_one = layers == 1 && next_edge(inputs).is_valid();
+    return is_one && (conv.empty() || is_pointwise()) ? std::optional(inputs) : std::nullopt;
   }
   Tensor result_again() override {
     autograd::variable_list found = with_saved([this] {
@@ -166,6 +166,14 @@ struct ConsumerBackward : SavedNode, ScalableLayer {
     Tensors tensors;
     for (size_t i = first; i < first + count; ++i) tensors.push_back(unpack(i));
     return tensors;
+  }
+
+  // A convolution with a kernel of one pixel, each for itself.
+  bool is_pointwise() const {
+    const autograd::Edge& weight = next_edge(inputs);
+    const auto sizes = weight.function->input_metadata(weight.input_nr).shape_as_dim_vector();
+    return sizes.size() == 4 && sizes[2] * sizes[3] == 1 &&
+           c10::ArrayRef(conv) == c10::ArrayRef<int64_t>({1, 1, 0, 0, conv[4], conv[5], 1});
   }
 
   // last: nobody asks again where the graph is not kept. scale: what the result was multiplied by, of which grads[0] is.

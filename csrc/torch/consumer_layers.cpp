@@ -145,7 +145,9 @@ Consumers::Gradients Consumers::backward(const Tensors& grads, const std::functi
   const size_t n = weights.size();
   Gradients found{{}, Tensors(n), Tensors(n)};
   const auto shape = like.sym_sizes();
-  const auto scaled = [&](const Tensor& grad) { return scale ? scale->times(grad) : grad; };
+  const auto scaled = [&](const Tensor& grad) {
+    return scale ? scale->times(grad).to(weights[0].scalar_type()) : grad;
+  };
   if (like.is_meta()) {
     for (size_t i = 0; i < n; ++i) {
       if (wanted[1 + i]) found.weights[i] = at::empty_like(weights[i], at::MemoryFormat::Contiguous);

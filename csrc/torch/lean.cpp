@@ -1,8 +1,10 @@
 #include "lean.h"
 
+#include <ATen/SequenceNumber.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/record_function.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/functions/tensor.h>
@@ -155,6 +157,16 @@ Tensor made_again(const Sparse& sparse) {
 
 constexpr const char* kCapsule = "memkit.packed";
 
+// Numbers of the last nodes, and the place of another in it: a node is made before it keeps anything.
+uint64_t& packed_for(uint64_t sequence_nr) {
+  constexpr size_t many = 1024;
+  static thread_local std::unique_ptr<uint64_t[]>
+      numbers;  // on the heap: libraries have little room for what threads own
+  if (!numbers) numbers = std::make_unique<uint64_t[]>(many);
+  return numbers[sequence_nr % many];
+}
+void note_packing() { note_lean_packed(at::sequence_number::peek() - 1); }
+
 void drop(PyObject* capsule) { delete static_cast<Packed*>(PyCapsule_GetPointer(capsule, kCapsule)); }
 
 PyObject* in_capsule(Packed&& packed) {
@@ -208,6 +220,7 @@ PyObject* kept(const Tensor& x, std::shared_ptr<const Original> as) {
 PyObject* pack(PyObject*, PyObject* tensor) {
   HANDLE_TH_ERRORS
   const Tensor& x = tensor_of(tensor, "pack");
+  note_packing();
   if (auto found = recipe_of(x)) return in_capsule(std::move(*found));
   const auto keep = [](const Tensor& part) { return std::make_shared<const Original>(original(part, part)); };
   if (auto found = concatenation_of(x, {keep, {}})) return in_capsule(std::move(*found));
@@ -240,6 +253,7 @@ PyObject* keep(PyObject*, PyObject* const* args, Py_ssize_t count) {
 PyObject* concatenation(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(count == 3, "concatenation: expected a tensor and the hooks around, got ", count, " arguments");
+  note_packing();
   const auto keep = [&](const Tensor& part) { return kept_around(pybind11::cast(part).ptr(), args[1], args[2]); };
   if (auto found = concatenation_of(tensor_of(args[0], "concatenation"), {keep, args[2]}))
     return in_capsule(std::move(*found));
@@ -291,6 +305,13 @@ PyMethodDef kMethods[] = {{"recipe", recipe, METH_O, nullptr},
                           {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
+
+bool lean_packed(const Node& node) {
+  return node.thread_id() == at::RecordFunction::currentThreadId() &&
+         packed_for(node.sequence_nr()) == node.sequence_nr();
+}
+
+void note_lean_packed(uint64_t sequence_nr) { packed_for(sequence_nr) = sequence_nr; }
 
 bool lean_keeps(const Tensor& x) {
   if (!x.defined() || (x.requires_grad() && !x.is_leaf())) return false;

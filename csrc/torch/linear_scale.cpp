@@ -25,7 +25,7 @@ using at::Tensor;
 namespace {
 
 // In which many of a dtype are added.
-at::ScalarType wider(at::ScalarType dtype) { return dtype == at::kBFloat16 ? at::kFloat : dtype; }
+at::ScalarType wider(at::ScalarType dtype) { return dtype == at::kBFloat16 ? at::kFloat : at::kDouble; }
 
 // One for each slice of x along a dimension.
 Tensor along(const Tensor& numbers, const Tensor& x, int64_t dim) {
@@ -39,26 +39,34 @@ Tensor along(const Tensor& numbers, const Tensor& x, int64_t dim) {
 std::pair<Tensor, Tensor> LinearScale::of_layer(const Tensor& grad, const Tensor& input, const Tensor& weight,
                                                 const Tensor& bias, const Product& product) {
   const int64_t groups = scale.size(0), rows = grad.size(0) / groups;
-  const at::ScalarType wide = wider(grad.scalar_type());
-  std::vector<int64_t> others(grad.dim());
+  const at::ScalarType dtype = weight.scalar_type(), wide = wider(dtype);
+  const at::ScalarType exact =
+      at::promote_types(dtype, at::kFloat);  // in which the parts of a gradient are put together
+  std::vector<int64_t> others(grad.dim());   // all but the features
   std::iota(others.begin(), others.end(), 0);
   others.erase(others.begin() + 1);
+  const auto part = [&](const Tensor& x, int64_t i) { return groups == 1 ? x : x.narrow(0, i * rows, rows); };
+  const Tensor w = weight.flatten(1);
   Tensor of_weight, of_bias;
   std::vector<Tensor> of_scale;
   for (int64_t i = 0; i < groups; ++i) {
-    const Tensor g = groups == 1 ? grad : grad.narrow(0, i * rows, rows), by = scale[i];
-    Tensor made = product(g, groups == 1 ? input : input.narrow(0, i * rows, rows));
-    Tensor sum = g.sum(others, false, wide);
+    const Tensor g = part(grad, i), x = part(input, i), by = scale[i];
+    const int64_t count = g.numel() / g.size(1);
+    const Tensor sum = g.sum(others, false, wide), mean = sum / count, inputs = x.sum(others, false, wide);
+    const Tensor apart = (g - along(mean, g, 1).to(exact)).to(dtype);
+    Tensor made = product(apart, x).flatten(1);
     if (wanted) {
-      Tensor found = (made * weight).flatten(1).sum(1, false, wide);
-      of_scale.push_back(bias.defined() ? found.add_(sum * bias) : found);
+      Tensor results = at::mv(w.to(wide), inputs), found = (made * w).sum(1, false, wide);
+      // What is left of the mean by rounding is in the product.
+      if (bias.defined()) results.add_(bias, count), found.add_(apart.sum(others, false, wide).mul_(bias));
+      of_scale.push_back(found.add_(results.mul_(mean)));
     }
-    made.mul_(along(by, made, 0)), sum.mul_(by);
+    made = made.to(exact).addr_(mean.to(exact), inputs.to(exact)).mul_(along(by, made, 0));
     of_weight = of_weight.defined() ? of_weight.add_(made) : made;
-    of_bias = of_bias.defined() ? of_bias.add_(sum) : sum;
+    of_bias = of_bias.defined() ? of_bias.add_(sum * by) : sum * by;
   }
   if (wanted) gradient = at::stack(of_scale).to(scale.scalar_type());
-  return {of_weight, of_bias.to(grad.scalar_type())};
+  return {of_weight.to(dtype).view(weight.sizes()), of_bias.to(dtype)};
 }
 
 std::pair<Tensor, Tensor> LinearScale::of_layer(const Tensor& grad, const Tensor& input, const Tensor& weight,
@@ -67,8 +75,9 @@ std::pair<Tensor, Tensor> LinearScale::of_layer(const Tensor& grad, const Tensor
 }
 
 Tensor LinearScale::times(const Tensor& grad) const {
-  if (scale.size(0) == 1) return (grad * along(scale, grad, 1)).to(grad.scalar_type());
-  return (grad.view({scale.size(0), -1, grad.size(1)}) * scale.unsqueeze(1)).to(grad.scalar_type()).view(grad.sizes());
+  const Tensor made = scale.size(0) == 1 ? grad * along(scale, grad, 1)
+                                         : grad.reshape({scale.size(0), -1, grad.size(1)}) * scale.unsqueeze(1);
+  return made.reshape(grad.sizes());
 }
 
 namespace {
@@ -78,7 +87,9 @@ using autograd::Node;
 using namespace autograd::generated;
 
 // Smaller ones are not worth the time.
-constexpr int64_t kLeastScaled = 1 << 16;
+constexpr int64_t kLeastScaled = 1 << 16, kLeastRows = 64;
+// The weight's gradient is added up of those of so many groups at most.
+constexpr int64_t kMostGroups = 128;
 
 template <class... N>
 bool is_one_of(const Node& node) {
@@ -113,6 +124,8 @@ class Features {
     return found;
   }
 
+  int64_t width() const { return sizes_[order_.back()]; }
+
   // As the layer made it: rows, or images.
   Tensor made(const Tensor& x) const { return is_conv_ ? x : x.permute(order_).reshape({-1, x.size(order_.back())}); }
 
@@ -126,10 +139,10 @@ class Features {
 
   // For how many of the dimensions, in order, few numbers have values of their own.
   int64_t depth(const Tensor& few) const {
-    const Tensor ordered = few.expand(sizes_).permute(order_);
+    const int64_t fewer = int64_t(sizes_.size()) - few.dim();
     int64_t found = 0;
-    for (int64_t d = 0; d + 1 < ordered.dim(); ++d)
-      if (ordered.size(d) > 1 && ordered.stride(d) != 0) found = d + 1;
+    for (int64_t d = 0; d + 1 < int64_t(order_.size()); ++d)
+      if (order_[d] >= fewer && few.size(order_[d] - fewer) != 1) found = d + 1;
     return found;
   }
 
@@ -172,7 +185,7 @@ bool is_captured(Node& node) {
 
 // The layer that a node ends in: memkit's own, or PyTorch's, which is described anew for each use.
 struct Layer {
-  Layer(Node& node, Tensor bias) : bias(std::move(bias)), own(dynamic_cast<ScalableLayer*>(&node)) {
+  explicit Layer(Node& node, Tensor bias = {}) : bias(std::move(bias)), own(dynamic_cast<ScalableLayer*>(&node)) {
     if (!own) stock = stock_layer(node, this->bias);
   }
 
@@ -198,23 +211,21 @@ struct LinearScaleBackward : SavedNode {
     autograd::variable_list found(num_outputs());
     if (!grads[0].defined()) return found;
     const Tensor grad = std::move(grads[0]), scale = unpack(0);
-    const Layer layer(made_by(), unpack(1));
+    const bool is_wanted = task_should_compute_output(1);
+    const Layer layer(made_by(), is_wanted ? unpack(1) : Tensor());  // else it may have changed
     if (at::GradMode::is_enabled() || !is_unseen(grad) || needs_stock(grad) || is_asked_for()) {
-      if (task_should_compute_output(1)) found[1] = at::sum_to(grad * place->back(layer->result_again()), scale_sizes);
+      if (is_wanted) found[1] = at::sum_to(grad * place->back(layer->result_again()), scale_sizes);
       found[0] = grad * scale;
       return found;
     }
-    const at::AutoDispatchBelowADInplaceOrView below;
-    LinearScale numbers{place->groups(scale), task_should_compute_output(1), {}};
-    auto of_layer = layer->scaled_backward(place->made(grad).to(dtype()), numbers, is_alone());
+    LinearScale numbers{place->groups(scale), is_wanted, {}};
+    auto of_layer = layer->scaled_backward(place->made(grad), numbers, is_alone());
     if (numbers.wanted) found[1] = place->few(numbers.gradient, scale_sizes, place->depth(scale));
     std::move(of_layer.begin(), of_layer.end(), found.begin() + 2);
     return found;
   }
 
  private:
-  at::ScalarType dtype() const { return c10::typeMetaToScalarType(next_edge(0).function->input_metadata(0).dtype()); }
-
   Node& made_by() const {
     Node* node = next_edge(0).function.get();
     while (is_view(*node)) node = node->next_edge(0).function.get();
@@ -237,7 +248,7 @@ struct LinearScaleBackward : SavedNode {
   }
 };
 
-// Whether both are such that the graph may have one operator for the product.
+// Whether both are such that one node may stand for the product.
 bool may_fit(const Tensor& y, const Tensor& scale) {
   if (!at::GradMode::is_enabled() || !y.requires_grad() || !scale.requires_grad() || y.is_leaf() || y.dim() < 1 ||
       int64_t(bytes_of(y)) < kLeastScaled || y._version() != 0)
@@ -245,8 +256,10 @@ bool may_fit(const Tensor& y, const Tensor& scale) {
   const auto is_ordinary = [](const Tensor& x) {
     return x.layout() == at::kStrided && x.is_floating_point() && is_unseen(x) && !needs_stock(x) && !x.is_neg();
   };
-  // In half precision, products without the scale might overflow.
-  return y.scalar_type() != at::kHalf && (y.is_cpu() || y.is_cuda()) && scale.device() == y.device() &&
+  // In float16, products without the scale might overflow. Of wider numbers stock's gradient is more exact.
+  const bool same = y.scalar_type() == scale.scalar_type();
+  const bool fits = y.scalar_type() == at::kBFloat16 ? same || scale.scalar_type() == at::kFloat : same;
+  return fits && y.scalar_type() != at::kHalf && (y.is_cpu() || y.is_cuda()) && scale.device() == y.device() &&
          is_ordinary(y) && is_ordinary(scale) && at::is_expandable_to(scale.sizes(), y.sizes());
 }
 
@@ -254,18 +267,21 @@ OptionalTensor linear_scale(const Tensor& first, const Tensor& second) {
   const bool swapped = first.numel() < second.numel();
   const Tensor &y = swapped ? second : first, &scale = swapped ? first : second;
   if (!may_fit(y, scale)) return std::nullopt;
+  // Who has hooks may need to see the gradient before the layer has its weight.
   Node* node = y.grad_fn().get();
-  while (is_view(*node) && node->next_edge(0).is_valid()) node = node->next_edge(0).function.get();
-  const Layer layer(*node, {});
-  if (!layer.get()) return std::nullopt;
-  const Tensor weight = layer->weight();
-  if (!weight.defined()) return std::nullopt;
-  const auto place = Features::of(y, layer->is_conv());
+  while (is_view(*node) && !has_hooks(*node) && node->next_edge(0).is_valid()) node = node->next_edge(0).function.get();
+  if (has_hooks(*node) || !lean_packed(*node)) return std::nullopt;
+  const Layer layer(*node);
+  const auto edge = layer.get() ? layer->weight_edge() : std::nullopt;
+  const auto place = edge ? Features::of(y, layer->is_conv()) : std::nullopt;
   if (!place) return std::nullopt;
-  const Tensor groups = place->groups(scale.detach());
+  const Edge& weight = node->next_edge(*edge);
+  const auto sizes = weight.function->input_metadata(weight.input_nr).shape_as_dim_vector();
+  const int64_t groups = place->groups(scale.detach()).size(0);
   // A group's gradient of the weight takes as long to read as so many rows. Of images there is one group.
-  const bool is_small = 4 * y.numel() < groups.size(0) * weight.numel();
-  if (is_small || (layer->is_conv() && groups.size(0) != 1)) return std::nullopt;
+  const bool is_small =
+      4 * y.numel() < groups * c10::multiply_integers(sizes) || y.numel() < groups * place->width() * kLeastRows;
+  if (is_small || groups > (layer->is_conv() ? 1 : kMostGroups)) return std::nullopt;
   Tensor out;
   {
     const at::AutoDispatchBelowADInplaceOrView below;

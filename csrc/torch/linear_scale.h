@@ -1,6 +1,7 @@
-// What a linear layer or a convolution makes, times few numbers, as layer scale and gates have it. The numbers' gradient needs
-// no result. With y = h Wᵀ + b, z = s ∘ y, g = ∂L/∂z and P = gᵀ h, which is the gradient of W for g:
-//   ∂L/∂s = Σₖ P ∘ W + b ∘ Σ g,   ∂L/∂W = s ∘ P,   ∂L/∂b = s ∘ Σ g,   ∂L/∂h = (s ∘ g) W
+// What a layer makes, times few numbers, as layer scale and gates have it. The numbers' gradient needs no result. With
+// y = h Wᵀ + b of n rows, z = s ∘ y, g = ∂L/∂z, its mean row m and P = (g - m)ᵀ h:
+//   ∂L/∂s = Σₖ P ∘ W + m ∘ (W Σ h + n b),   ∂L/∂W = s ∘ (P + m ⊗ Σ h),   ∂L/∂b = n s ∘ m,   ∂L/∂h = (s ∘ g) W
+// Without the mean, the sums would be large where y's are not: a bias mostly takes away what the mean of h brings.
 //
 // Touvron et al., "Going deeper with image transformers", 2021 (layer scale).
 #pragma once
@@ -10,18 +11,19 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <utility>
 
 namespace memkit {
 
-// The numbers: for rows of features, a row of them for each group of as many rows; for images one for each channel.
+// Of a layer's input and the gradient of its result, as the layer has them: rows of features, or images.
 struct LinearScale {
-  at::Tensor scale;     // [groups, features]; of images [1, channels]
+  at::Tensor scale;     // [groups, features]: for as many rows each; one group of images
   bool wanted;          // its gradient
   at::Tensor gradient;  // set by of_layer, as scale
 
-  // Gradients of the layer's weight and bias, from that of the product and the layer's input. bias: undefined where there is
-  // none. product: the weight's gradient, of a gradient and an input.
+  // Gradients of the layer's weight and bias, from that of the product. bias: undefined where there is none. product: the
+  // weight's gradient, of a gradient and an input.
   using Product = std::function<at::Tensor(const at::Tensor&, const at::Tensor&)>;
   std::pair<at::Tensor, at::Tensor> of_layer(const at::Tensor& grad, const at::Tensor& input, const at::Tensor& weight,
                                              const at::Tensor& bias, const Product& product);
@@ -31,13 +33,14 @@ struct LinearScale {
   at::Tensor times(const at::Tensor& grad) const;
 };
 
-// The end of a node: a layer with a gradient of its own.
+// The end of a node: a layer that learns.
 class ScalableLayer {
  public:
   virtual ~ScalableLayer() = default;
   // Whether it is a convolution, whose features are the second dimension; else they are the last.
   virtual bool is_conv() const = 0;
-  virtual at::Tensor weight() = 0;
+  // Of its weight; none where it is several layers, or does not learn.
+  virtual std::optional<size_t> weight_edge() const = 0;
   // Its result, by operators that autograd knows.
   virtual at::Tensor result_again() = 0;
   // What the node's backward finds for scale times grad, for each of its edges. last: nobody asks it again.

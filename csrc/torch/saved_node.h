@@ -25,6 +25,10 @@ inline thread_local bool packed_recipe = false;
 
 // Whether lean(), with nothing around it, is to pack the tensor, and would keep it as it is: to ask it takes Python 1.4 µs.
 bool lean_keeps(const at::Tensor& x);
+// Whether what the node keeps was packed by lean() alone or with hooks around it that may be asked again, in this thread and
+// not long ago.
+bool lean_packed(const torch::autograd::Node& node);
+void note_lean_packed(uint64_t sequence_nr);
 
 // The result that a node of this thread is saving, which hooks are given detached.
 inline thread_local const at::Tensor* saved_result = nullptr;
@@ -41,6 +45,7 @@ struct SavedNode : torch::autograd::Node {
     if (!is_output && lean_keeps(x)) {
       const WithoutHooks unasked;
       saved_.emplace_back(x, false);
+      note_lean_packed(sequence_nr());
       return;
     }
     const bool outer = std::exchange(packed_recipe, false);

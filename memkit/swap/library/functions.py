@@ -26,6 +26,7 @@ from ..layers import serves
 from ..recipes import FUNCTIONS
 from .activations import computes
 from .rewritten import rewrites, rewritten
+from .scaled import running
 from .source import global_names
 from .twin import Instead, Twin, is_tracing, undecorated
 
@@ -61,9 +62,10 @@ _checked: dict[tuple[FunctionType, Any], bool] = {}
 class Functions(Twin, kind="functions"):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         forward: Any = type(self)._stock_forward
-        if is_lean() and torch.is_grad_enabled() and not is_tracing():
-            forward = rewritten(forward, **_ours(forward))
-        return forward(self, *args, **kwargs)
+        if not (is_lean() and torch.is_grad_enabled()) or is_tracing():
+            return forward(self, *args, **kwargs)
+        with running(self):
+            return rewritten(forward, **_ours(forward))(self, *args, **kwargs)
 
 
 def calls_functions(module: nn.Module, names: frozenset[str]) -> bool:

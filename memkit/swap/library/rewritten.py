@@ -18,7 +18,7 @@ from .modulated import Modulation, may_modulate, scale_shift
 from .regions import may_attend, regions_of, with_regions
 from .repeatable import is_readable, reach
 from .rerun import again
-from .scaled import Scaling, linear_scale, may_scale
+from .scaled import Scaling, linear_scale, linear_scale_by_mul, may_scale
 from .source import changed, global_names
 from .twin import undecorated, with_names
 
@@ -44,6 +44,7 @@ class Ours:
 
     again = staticmethod(again)
     linear_scale = staticmethod(linear_scale)
+    linear_scale_by_mul = staticmethod(linear_scale_by_mul)
     scale_shift = staticmethod(scale_shift)
 
     @staticmethod
@@ -66,7 +67,7 @@ def _found(function: Any, module: nn.Module, seen: set[Any], is_own: bool = True
     known = undecorated(function).__globals__
     if "scale_shift" in code.co_names:
         yield "modulate"
-    if "linear_scale" in code.co_names:
+    if {"linear_scale", "linear_scale_by_mul"} & {*code.co_names}:
         yield "scale"
     regions = (reach(region, known, type(module)) for region in regions_of(code))
     if any(each is not None and is_readable(module, each) for each in regions):
@@ -99,7 +100,7 @@ def _changed(_file: str, code: CodeType) -> CodeType | None:
         if modulates:
             visitors.append(Modulation(_called))
         if scales:
-            visitors.append(Scaling(function, _called))
+            visitors.append(Scaling(_called))
         function.body = [_visited(line, visitors) for line in function.body]
         return found or any(visitor.found for visitor in visitors)
 

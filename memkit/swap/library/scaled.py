@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import ast
 import dis
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import CodeType
 from typing import Any
 
@@ -24,15 +26,38 @@ NAMES = ("gamma", "lambda", "layer_scale", "gate")
 """Parts of the names of such numbers."""
 
 
-def linear_scale(owner: Any, first: Any, second: Any) -> Any:
+_running = threading.local()
+
+
+@contextmanager
+def running(module: nn.Module) -> Iterator[None]:
+    """Whose code runs inside."""
+    outer, _running.module = getattr(_running, "module", None), module
+    try:
+        yield
+    finally:
+        _running.module = outer
+
+
+def linear_scale(first: Any, second: Any) -> Any:
     """first * second."""
-    if isinstance(first, Tensor) and isinstance(second, Tensor) and may_ask_again():
-        out = _C.linear_scale(first, second)
-        if out is not None:
-            if isinstance(owner, nn.Module):
-                served.add(owner)
-            return out
-    return first * second
+    out = _in_lean(first, second)
+    return first * second if out is None else out
+
+
+def linear_scale_by_mul(first: Any, second: Any) -> Any:
+    """first.mul(second)."""
+    out = _in_lean(first, second)
+    return first.mul(second) if out is None else out
+
+
+def _in_lean(first: Any, second: Any) -> Tensor | None:
+    if not (isinstance(first, Tensor) and isinstance(second, Tensor) and may_ask_again()):
+        return None
+    out = _C.linear_scale(first, second)
+    if out is not None and (module := getattr(_running, "module", None)) is not None:
+        served.add(module)
+    return out
 
 
 def may_scale(code: CodeType) -> bool:
@@ -46,19 +71,19 @@ def may_scale(code: CodeType) -> bool:
 
 
 class Scaling(ast.NodeTransformer):
-    """`self.gamma * x`, `x * gate[:, None]`, `x.mul(self.gamma.reshape(1, -1, 1, 1))` as calls, with the function's self."""
+    """`self.gamma * x`, `x * gate[:, None]`, `x.mul(self.gamma.reshape(1, -1, 1, 1))` as calls."""
 
-    def __init__(
-        self, function: ast.FunctionDef, called: Callable[[str, list[ast.expr], ast.AST], ast.expr]
-    ) -> None:
+    def __init__(self, called: Callable[[str, list[ast.expr], ast.AST], ast.expr]) -> None:
         self.found = False
-        first = [each.arg for each in (*function.args.posonlyargs, *function.args.args)][:1]
-        self._owner = first[0] if first == ["self"] else None
         self._called = called
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
         self.generic_visit(node)
-        return self._product(node, node.left, node.right) if isinstance(node.op, ast.Mult) else node
+        return (
+            self._product("linear_scale", node, node.left, node.right)
+            if isinstance(node.op, ast.Mult)
+            else node
+        )
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         self.generic_visit(node)
@@ -66,14 +91,13 @@ class Scaling(ast.NodeTransformer):
         is_mul = isinstance(function, ast.Attribute) and function.attr == "mul" and not node.keywords
         if not is_mul or len(node.args) != 1 or isinstance(node.args[0], ast.Starred):
             return node
-        return self._product(node, function.value, node.args[0])  # type: ignore[attr-defined]
+        return self._product("linear_scale_by_mul", node, function.value, node.args[0])  # type: ignore[attr-defined]
 
-    def _product(self, node: ast.expr, first: ast.expr, second: ast.expr) -> ast.expr:
+    def _product(self, name: str, node: ast.expr, first: ast.expr, second: ast.expr) -> ast.expr:
         if not (_is_scale(first) or _is_scale(second)):
             return node
         self.found = True
-        owner = ast.Name(self._owner, ast.Load()) if self._owner else ast.Constant(None)
-        return self._called("linear_scale", [ast.copy_location(owner, node), first, second], node)
+        return self._called(name, [first, second], node)
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
         return node
