@@ -219,6 +219,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "batch": args.batch,
         "models": [],
         "versions": {},
+        "failed": {},
     }
     for library in sorted({LIBRARY[name] for name in args.models} - {None}, key=str):
         if importlib.util.find_spec(str(library)) is None:
@@ -232,7 +233,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         for name in args.models:
             begin = time.perf_counter()
             case = Case(name, args.device, args.batch, torch.get_num_threads())
-            row, again = by_itself(examine, case), by_itself(pace, case)
+            try:
+                row, again = by_itself(examine, case), by_itself(pace, case)
+            except Exception as error:  # a library's other version, say: the others are measured all the same
+                result["failed"][name] = f"{type(error).__name__}: {error}"
+                print(f"{name}: {result['failed'][name]}", file=sys.stderr, flush=True)
+                continue
             seconds = {key: taken + again[key] for key, taken in row["seconds"].items()}
             row["ratio"] = ratio(seconds["memkit"], seconds["stock"])
             row["seconds"] = {key: statistics.median(taken) for key, taken in seconds.items()}
@@ -295,7 +301,7 @@ def main(argv: list[str] | None = None) -> int:
         write_json(result, file)
         print(f"wrote {file.name}")
     print(text_table(COLUMNS, rows(result)), origin(result), sep="\n\n")
-    return 0
+    return 1 if result["failed"] else 0
 
 
 if __name__ == "__main__":

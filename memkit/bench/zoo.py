@@ -50,6 +50,9 @@ Maker = Callable[..., Subject]
 """Takes `layers`: how many blocks, where a model's depth is no part of its name."""
 
 
+_PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm}  # of one dtype
+
+
 class _Wide(TorchFunctionMode):
     """Libraries round to float32 in places, whatever they are given; here they do not."""
 
@@ -60,6 +63,8 @@ class _Wide(TorchFunctionMode):
                 return args[0]
             args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
             kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in kwargs.items()}
+        if func in _PRODUCTS and {x.dtype for x in args if isinstance(x, Tensor)} > {torch.float64}:
+            args = tuple(x.double() if isinstance(x, Tensor) else x for x in args)
         return func(*args, **kwargs)
 
 
