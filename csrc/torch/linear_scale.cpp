@@ -3,6 +3,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/ExpandUtils.h>
+#include <ATen/Parallel.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/autograd/generated/Functions.h>
 
@@ -24,8 +25,8 @@ using at::Tensor;
 
 namespace {
 
-// In which many of a dtype are added.
-at::ScalarType wider(at::ScalarType dtype) { return dtype == at::kBFloat16 ? at::kFloat : at::kDouble; }
+// In which the parts of a gradient are put together.
+at::ScalarType exact(at::ScalarType dtype) { return at::promote_types(dtype, at::kFloat); }
 
 // One for each slice of x along a dimension.
 Tensor along(const Tensor& numbers, const Tensor& x, int64_t dim) {
@@ -34,34 +35,84 @@ Tensor along(const Tensor& numbers, const Tensor& x, int64_t dim) {
   return numbers.reshape(sizes);
 }
 
+// Of each feature: of blocks of rows or of an image, and then of these in float64.
+Tensor sums(const Tensor& x) {
+  constexpr int64_t block = 64;
+  const at::ScalarType dtype = exact(x.scalar_type());
+  if (x.dim() > 2) return x.flatten(2).sum(2, false, dtype).sum(0, false, at::kDouble);
+  const int64_t whole = x.size(0) / block * block;
+  Tensor found = x.narrow(0, whole, x.size(0) - whole).sum(0, false, dtype).to(at::kDouble);
+  return found.add_(x.narrow(0, 0, whole).unflatten(0, {-1, block}).sum(1, false, dtype).sum(0, false, at::kDouble));
+}
+
+template <class T>
+void finish_rows(const Tensor& made, const Tensor& w, const Tensor& mean, const Tensor& inputs, const Tensor& by,
+                 const Tensor& found) {
+  constexpr int64_t lanes = 16;
+  const int64_t count = made.size(1);
+  T* const products = made.data_ptr<T>();
+  const T *weights = w.const_data_ptr<T>(), *means = mean.const_data_ptr<T>(), *sums = inputs.const_data_ptr<T>(),
+          *scales = by.const_data_ptr<T>();
+  double* const results = found.data_ptr<double>();
+  at::parallel_for(0, made.size(0), std::max<int64_t>(1, 8192 / count), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      T* const p = products + row * count;
+      const T *const each = weights + row * count, m = means[row], s = scales[row];
+      double total = 0;
+      for (int64_t first = 0; first < count; first += lanes * lanes) {
+        const int64_t last = std::min(count, first + lanes * lanes);
+        T part[lanes] = {};
+        int64_t k = first;
+        for (; k + lanes <= last; k += lanes)
+          for (int64_t lane = 0; lane < lanes; ++lane) {
+            part[lane] += p[k + lane] * each[k + lane];
+            p[k + lane] = s * (p[k + lane] + m * sums[k + lane]);
+          }
+        for (; k < last; ++k) {
+          part[0] += p[k] * each[k];
+          p[k] = s * (p[k] + m * sums[k]);
+        }
+        for (const T lane : part) total += lane;
+      }
+      results[row] = total;
+    }
+  });
+}
+
+// Σ made ∘ w of each row, and by ∘ (made + mean ⊗ inputs) in the place of made.
+Tensor finish(Tensor& made, const Tensor& w, const Tensor& mean, const Tensor& inputs, const Tensor& by) {
+  const auto fits = [&](const Tensor& x) { return x.is_contiguous() && x.scalar_type() == made.scalar_type(); };
+  if (made.is_cpu() && made.numel() && fits(made) && fits(w) && fits(mean) && fits(inputs) && fits(by)) {
+    Tensor found = at::empty({made.size(0)}, made.options().dtype(at::kDouble));
+    if (made.scalar_type() == at::kFloat) finish_rows<float>(made, w, mean, inputs, by, found);
+    if (made.scalar_type() == at::kDouble) finish_rows<double>(made, w, mean, inputs, by, found);
+    return found;
+  }
+  const Tensor found = (made * w).sum(1).to(at::kDouble);
+  made.addr_(mean, inputs).mul_(along(by, made, 0));
+  return found;
+}
+
 }  // namespace
 
 std::pair<Tensor, Tensor> LinearScale::of_layer(const Tensor& grad, const Tensor& input, const Tensor& weight,
                                                 const Tensor& bias, const Product& product) {
-  const int64_t groups = scale.size(0), rows = grad.size(0) / groups;
-  const at::ScalarType dtype = weight.scalar_type(), wide = wider(dtype);
-  const at::ScalarType exact =
-      at::promote_types(dtype, at::kFloat);  // in which the parts of a gradient are put together
-  std::vector<int64_t> others(grad.dim());   // all but the features
-  std::iota(others.begin(), others.end(), 0);
-  others.erase(others.begin() + 1);
+  const int64_t groups = scale.size(0), rows = grad.size(0) / groups, count = grad.numel() / grad.size(1) / groups;
+  const at::ScalarType dtype = weight.scalar_type(), wide = exact(dtype);
   const auto part = [&](const Tensor& x, int64_t i) { return groups == 1 ? x : x.narrow(0, i * rows, rows); };
   const Tensor w = weight.flatten(1);
   Tensor of_weight, of_bias;
   std::vector<Tensor> of_scale;
   for (int64_t i = 0; i < groups; ++i) {
-    const Tensor g = part(grad, i), x = part(input, i), by = scale[i];
-    const int64_t count = g.numel() / g.size(1);
-    const Tensor sum = g.sum(others, false, wide), mean = sum / count, inputs = x.sum(others, false, wide);
-    const Tensor apart = (g - along(mean, g, 1).to(exact)).to(dtype);
-    Tensor made = product(apart, x).flatten(1);
+    const Tensor g = part(grad, i), x = part(input, i), by = scale[i], sum = sums(g), mean = (sum / count).to(wide);
+    const Tensor apart = (g - along(mean, g, 1)).to(dtype), inputs = x.dim() > 2 ? sums(x) : x.sum(0, false, wide);
+    Tensor made = product(apart, x).flatten(1).to(wide);
+    Tensor found = finish(made, w, mean, inputs.to(wide), by.to(wide));
     if (wanted) {
-      Tensor results = at::mv(w.to(wide), inputs), found = (made * w).sum(1, false, wide);
-      // What is left of the mean by rounding is in the product.
-      if (bias.defined()) results.add_(bias, count), found.add_(apart.sum(others, false, wide).mul_(bias));
-      of_scale.push_back(found.add_(results.mul_(mean)));
+      // What rounding leaves of the mean is in the product, but for the bias.
+      if (bias.defined()) found.add_(sums(apart).mul_(bias));
+      of_scale.push_back(found.add_(mean * results[i]));
     }
-    made = made.to(exact).addr_(mean.to(exact), inputs.to(exact)).mul_(along(by, made, 0));
     of_weight = of_weight.defined() ? of_weight.add_(made) : made;
     of_bias = of_bias.defined() ? of_bias.add_(sum * by) : sum * by;
   }
@@ -128,6 +179,15 @@ class Features {
 
   // As the layer made it: rows, or images.
   Tensor made(const Tensor& x) const { return is_conv_ ? x : x.permute(order_).reshape({-1, x.size(order_.back())}); }
+
+  // [groups, features]
+  Tensor sums_of(const Tensor& y, int64_t groups) const {
+    std::vector<Tensor> found;
+    const Tensor all = made(y);
+    if (groups == 1) return sums(all).unsqueeze(0);
+    for (const Tensor& each : all.unflatten(0, {groups, -1}).unbind()) found.push_back(sums(each));
+    return at::stack(found);
+  }
 
   // As y was.
   Tensor back(const Tensor& made) const {
@@ -203,7 +263,7 @@ struct LinearScaleBackward : SavedNode {
   std::optional<Features> place;
   c10::DimVector scale_sizes;
 
-  // Saved: the numbers, the bias where the layer is PyTorch's.
+  // Saved: the numbers, the bias where the layer is PyTorch's, the sums of y.
   std::string name() const override { return "memkit::linear_scale_backward"; }
 
  protected:
@@ -218,7 +278,7 @@ struct LinearScaleBackward : SavedNode {
       found[0] = grad * scale;
       return found;
     }
-    LinearScale numbers{place->groups(scale), is_wanted, {}};
+    LinearScale numbers{place->groups(scale), is_wanted, is_wanted ? unpack(2) : Tensor(), {}};
     auto of_layer = layer->scaled_backward(place->made(grad), numbers, is_alone());
     if (numbers.wanted) found[1] = place->few(numbers.gradient, scale_sizes, place->depth(scale));
     std::move(of_layer.begin(), of_layer.end(), found.begin() + 2);
@@ -294,7 +354,7 @@ OptionalTensor linear_scale(const Tensor& first, const Tensor& second) {
   made->place = place;
   made->scale_sizes = scale.sizes();
   autograd::set_history(out, made);
-  made->save(scale), made->save(layer.bias);
+  made->save(scale), made->save(layer.bias), made->save(place->sums_of(y.detach(), groups));
   return out;
 }
 

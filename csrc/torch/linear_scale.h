@@ -1,7 +1,7 @@
 // What a layer makes, times few numbers, as layer scale and gates have it. The numbers' gradient needs no result. With
-// y = h Wᵀ + b of n rows, z = s ∘ y, g = ∂L/∂z, its mean row m and P = (g - m)ᵀ h:
-//   ∂L/∂s = Σₖ P ∘ W + m ∘ (W Σ h + n b),   ∂L/∂W = s ∘ (P + m ⊗ Σ h),   ∂L/∂b = n s ∘ m,   ∂L/∂h = (s ∘ g) W
-// Without the mean, the sums would be large where y's are not: a bias mostly takes away what the mean of h brings.
+// y = h Wᵀ + b, z = s ∘ y, g = ∂L/∂z, its mean row m and P = (g - m)ᵀ h:
+//   ∂L/∂s = Σₖ P ∘ W + m ∘ Σ y,   ∂L/∂W = s ∘ (P + m ⊗ Σ h),   ∂L/∂b = s ∘ Σ g,   ∂L/∂h = (s ∘ g) W
+// Σ y is kept. Without the mean, what is added up would be large where y is not: a bias may take away what h's mean brings.
 //
 // Touvron et al., "Going deeper with image transformers", 2021 (layer scale).
 #pragma once
@@ -20,6 +20,7 @@ namespace memkit {
 struct LinearScale {
   at::Tensor scale;     // [groups, features]: for as many rows each; one group of images
   bool wanted;          // its gradient
+  at::Tensor results;   // of the layer, summed: as scale; where wanted
   at::Tensor gradient;  // set by of_layer, as scale
 
   // Gradients of the layer's weight and bias, from that of the product. bias: undefined where there is none. product: the
