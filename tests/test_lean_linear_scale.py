@@ -156,7 +156,8 @@ def test_as_exact_as_stock(view: str, dtype: torch.dtype, device: torch.device) 
 
 
 HARD = {  # groups, rows, the mean of the gradient, the mean of the input, whether the bias takes it away, dtypes
-    "a bias that centres": (1, 4096, 0.5, 1.0, True, torch.float32, torch.float32),
+    "a bias that centres": (1, 4096, 0.5, 0.5, True, torch.float32, torch.float32),
+    "a bias that centres much": (1, 4096, 0.5, 1.0, True, torch.float32, torch.float32),
     "in many rows": (1, 32768, 0.5, 0.5, True, torch.float32, torch.float32),
     "in half precision": (1, 4096, 0.5, 0.5, True, torch.bfloat16, torch.bfloat16),
     "of float32 under autocast": (1, 4096, 0.5, 0.5, True, torch.bfloat16, torch.float32),
@@ -190,7 +191,8 @@ def test_as_exact_where_sums_cancel(hard: str, device: torch.device) -> None:
         for i, (ours, theirs, exact) in enumerate(zip(*found, strict=True)):
             mine[i] += ((ours - exact).norm() / exact.norm()).square()
             others[i] += ((theirs - exact).norm() / exact.norm()).square()
-    assert (mine <= 2**2 * others).all(), (mine / others).sqrt()
+    factor = 2.5 if offset == 1 else 2  # as csrc/torch/linear_scale.h says
+    assert (mine <= factor**2 * others).all(), (mine / others).sqrt()
 
 
 @pytest.mark.parametrize("layer", LAYERS + CONVS)
