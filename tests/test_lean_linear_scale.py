@@ -77,11 +77,11 @@ class Images(Case):
 
         self.layer, self.view = layer, lambda y: y
         sizes = (300,) if layer == "conv1d" else (20, 18)
-        self.x, self.weight = made(BATCH, 8, *sizes), made(24, 8, *[1] * len(sizes))
+        self.x, self.weight = made(BATCH, 8, *sizes), made(96, 8, *[1] * len(sizes))
         if layer == "channels last":
             self.x = self.x.detach().to(memory_format=torch.channels_last).requires_grad_()
-        self.bias = None if "without" in layer else made(24)
-        self.scale = made(1, 24, *[1] * len(sizes)) if layer == "conv2d" else made(24, *[1] * len(sizes))
+        self.bias = None if "without" in layer else made(96)
+        self.scale = made(1, 96, *[1] * len(sizes)) if layer == "conv2d" else made(96, *[1] * len(sizes))
         self.leaves = [t for t in (self.x, self.weight, self.bias, self.scale) if t is not None]
 
     def result(self) -> Tensor:
@@ -173,10 +173,10 @@ def test_as_exact_where_sums_cancel(hard: str, device: torch.device) -> None:
     mine, others = torch.zeros(4), torch.zeros(4)
     for seed in range(6):
         torch.manual_seed(seed)
-        x, weight = torch.randn(groups, rows, 32) + offset, torch.randn(48, 32) / 6
-        bias = -weight @ x.mean((0, 1)) if centres else torch.randn(48) / 10
-        scale = 1 + torch.randn(groups, 1, 48) / 10
-        upstream = (torch.randn(groups, rows, 48) + mean).to(of_scale)
+        x, weight = torch.randn(groups, rows, 32) + offset, torch.randn(96, 32) / 6
+        bias = -weight @ x.mean((0, 1)) if centres else torch.randn(96) / 10
+        scale = 1 + torch.randn(groups, 1, 96) / 10
+        upstream = (torch.randn(groups, rows, 96) + mean).to(of_scale)
 
         def gradients(
             ours: bool, wide: bool, leaves=(x, weight, bias, scale), upstream=upstream
@@ -334,12 +334,16 @@ def _check_what_it_is_not_for(outside: Tensor) -> None:
         "of another size": (y, torch.ones(2, BATCH, TOKENS, FEATURES, requires_grad=True)),
         "wider numbers": (case.result().float(), case.scale),
         "wide ones of float32": (
-            F.linear(torch.randn(512, 64, requires_grad=True), torch.randn(64, 64, requires_grad=True)),
-            torch.ones(64, dtype=torch.float64, requires_grad=True),
+            F.linear(torch.randn(512, 64, requires_grad=True), torch.randn(96, 64, requires_grad=True)),
+            torch.ones(96, dtype=torch.float64, requires_grad=True),
+        ),
+        "few features": (
+            F.linear(torch.randn(2048, 96, requires_grad=True), torch.randn(64, 96, requires_grad=True)),
+            torch.ones(64, requires_grad=True),
         ),
         "many groups": (
-            F.linear(torch.randn(256, 64, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)),
-            torch.ones(256, 1, 8, requires_grad=True),
+            F.linear(torch.randn(256, 64, 8, requires_grad=True), torch.randn(96, 8, requires_grad=True)),
+            torch.ones(256, 1, 96, requires_grad=True),
         ),
         "complex ones": (y, torch.ones(FEATURES, dtype=torch.complex128, requires_grad=True)),
         "frozen weights": (F.linear(case.x, case.weight.detach(), case.bias), case.scale),
@@ -350,24 +354,24 @@ def _check_what_it_is_not_for(outside: Tensor) -> None:
             torch.addmm(case.bias, case.x.flatten(0, 1), case.weight.T, beta=2),
             case.scale,
         ),
-        "a view of images": (Images().result().flatten(2), torch.ones(24, 1, requires_grad=True)),
-        "numbers for a sample's images": (Images().result(), torch.ones(BATCH, 24, 1, 1, requires_grad=True)),
+        "a view of images": (Images().result().flatten(2), torch.ones(96, 1, requires_grad=True)),
+        "numbers for a sample's images": (Images().result(), torch.ones(BATCH, 96, 1, 1, requires_grad=True)),
         "numbers for pixels": (Images().result(), torch.ones(20, 18, requires_grad=True)),
         "a kernel of more pixels": (
-            F.conv2d(Images().x, torch.randn(24, 8, 3, 3, requires_grad=True, dtype=torch.float64)),
+            F.conv2d(Images().x, torch.randn(96, 8, 3, 3, requires_grad=True, dtype=torch.float64)),
             Images().scale,
         ),
         "a stride": (F.conv2d(Images().x, Images().weight, stride=2), Images().scale),
         "groups": (
-            F.conv2d(Images().x, torch.randn(24, 4, 1, 1, requires_grad=True, dtype=torch.float64), groups=2),
+            F.conv2d(Images().x, torch.randn(96, 4, 1, 1, requires_grad=True, dtype=torch.float64), groups=2),
             Images().scale,
         ),
         "a transposed convolution": (
-            F.conv_transpose2d(Images().x, torch.randn(8, 24, 3, 3, requires_grad=True, dtype=torch.float64)),
+            F.conv_transpose2d(Images().x, torch.randn(8, 96, 3, 3, requires_grad=True, dtype=torch.float64)),
             Images().scale,
         ),
         "few rows a group": (
-            F.linear(torch.randn(512, 512, requires_grad=True), torch.randn(64, 512, requires_grad=True)),
+            F.linear(torch.randn(512, 512, requires_grad=True), torch.randn(96, 512, requires_grad=True)),
             torch.randn(512, 1, requires_grad=True),
         ),
         "float16": (

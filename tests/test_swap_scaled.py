@@ -15,7 +15,7 @@ from memkit.memory import measure
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
-WIDTH, TOKENS, BATCH = 64, 64, 16
+WIDTH, TOKENS, BATCH = 96, 64, 16
 
 
 class LayerScale(nn.Module):
