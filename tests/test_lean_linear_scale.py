@@ -1,5 +1,8 @@
 """What a linear layer made, times few numbers: `lean()` keeps nothing for their gradient that the layer does not keep."""
 
+import threading
+from dataclasses import dataclass
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -155,33 +158,58 @@ def test_as_exact_as_stock(view: str, dtype: torch.dtype, device: torch.device) 
     assert (mine <= 2**2 * others).all()
 
 
-HARD = {  # groups, rows, the mean of the gradient, the mean of the input, whether the bias takes it away, dtypes
-    "a bias that centres": (1, 4096, 0.5, 0.5, True, torch.float32, torch.float32),
-    "a bias that centres much": (1, 4096, 0.5, 1.0, True, torch.float32, torch.float32),
-    "in many rows": (1, 32768, 0.5, 0.5, True, torch.float32, torch.float32),
-    "in half precision": (1, 4096, 0.5, 0.5, True, torch.bfloat16, torch.bfloat16),
-    "of float32 under autocast": (1, 4096, 0.5, 0.5, True, torch.bfloat16, torch.float32),
-    "without means": (1, 4096, 0.0, 0.0, False, torch.bfloat16, torch.float32),
-    "many groups": (128, 64, 0.2, 0.5, False, torch.float32, torch.float32),
-    "many groups in half precision": (128, 64, 0.2, 0.5, False, torch.bfloat16, torch.bfloat16),
+@dataclass
+class Hard:
+    """Rows of an input and of a gradient that have means; some may be large and have no gradient."""
+
+    groups: int = 1
+    rows: int = 4096
+    mean: float = 0.5
+    offset: float = 0.5
+    centres: bool = True
+    dtype: torch.dtype = torch.float32
+    of_scale: torch.dtype = torch.float32
+    large: float = 1.0
+    factor: float = 2.0
+
+
+HARD = {
+    "a bias that centres": Hard(),
+    "a bias that centres much": Hard(offset=1.0, factor=2.5),  # as csrc/torch/linear_scale.h says
+    "in many rows": Hard(rows=32768),
+    "in half precision": Hard(dtype=torch.bfloat16, of_scale=torch.bfloat16),
+    "of float32 under autocast": Hard(dtype=torch.bfloat16),
+    "without means": Hard(mean=0.0, offset=0.0, centres=False, dtype=torch.bfloat16),
+    "many groups": Hard(128, 64, 0.2, centres=False),
+    "many groups in half precision": Hard(
+        128, 64, 0.2, centres=False, dtype=torch.bfloat16, of_scale=torch.bfloat16
+    ),
+    "large rows without gradient": Hard(offset=0.0, centres=False, large=1e3),
+    "the same in half precision": Hard(
+        offset=0.0, centres=False, large=1e3, dtype=torch.bfloat16, of_scale=torch.bfloat16
+    ),
 }
 
 
 @pytest.mark.parametrize("hard", HARD)
 def test_as_exact_where_sums_cancel(hard: str, device: torch.device) -> None:
-    groups, rows, mean, offset, centres, dtype, of_scale = HARD[hard]
+    case = HARD[hard]
     mine, others = torch.zeros(4), torch.zeros(4)
     for seed in range(6):
         torch.manual_seed(seed)
-        x, weight = torch.randn(groups, rows, 32) + offset, torch.randn(96, 32) / 6
-        bias = -weight @ x.mean((0, 1)) if centres else torch.randn(96) / 10
-        scale = 1 + torch.randn(groups, 1, 96) / 10
-        upstream = (torch.randn(groups, rows, 96) + mean).to(of_scale)
+        x, weight = torch.randn(case.groups, case.rows, 32) + case.offset, torch.randn(96, 32) / 6
+        bias = -weight @ x.mean((0, 1)) if case.centres else torch.randn(96) / 10
+        scale = 1 + torch.randn(case.groups, 1, 96) / 10
+        upstream = (torch.randn(case.groups, case.rows, 96) + case.mean).to(case.of_scale)
+        if case.large > 1:
+            x[:, :4] *= case.large
+            upstream[:, :4] = 0
 
         def gradients(
             ours: bool, wide: bool, leaves=(x, weight, bias, scale), upstream=upstream
         ) -> list[Tensor]:
-            leaves = [t.to(device, of_scale if t is leaves[3] else dtype) for t in leaves]
+            dtypes = [case.dtype] * 3 + [case.of_scale]
+            leaves = [t.to(device, dtype) for t, dtype in zip(leaves, dtypes, strict=True)]
             leaves = [(t.double() if wide else t).detach().requires_grad_() for t in leaves]
             with lean_if(ours):
                 z = product(ours, F.linear(*leaves[:3]), leaves[3])
@@ -191,8 +219,52 @@ def test_as_exact_where_sums_cancel(hard: str, device: torch.device) -> None:
         for i, (ours, theirs, exact) in enumerate(zip(*found, strict=True)):
             mine[i] += ((ours - exact).norm() / exact.norm()).square()
             others[i] += ((theirs - exact).norm() / exact.norm()).square()
-    factor = 2.5 if offset == 1 else 2  # as csrc/torch/linear_scale.h says
-    assert (mine <= factor**2 * others).all(), (mine / others).sqrt()
+    assert (mine <= case.factor**2 * others).all(), (mine / others).sqrt()
+
+
+@pytest.mark.parametrize("layer", ["linear", "conv2d"])
+def test_numbers_that_are_not_finite_spread_no_further(layer: str) -> None:
+    case = case_of(layer)
+    for leaf in (case.x, case.weight, case.bias, case.scale):
+        for value in (torch.nan, torch.inf, 0.0):
+            with torch.no_grad():
+                before = leaf.clone()
+                leaf.flatten()[3] = value
+            for ours, theirs in zip(case.results(True), case.results(False), strict=True):
+                assert torch.equal(ours.isfinite(), theirs.isfinite())
+            with torch.no_grad():
+                leaf.copy_(before)
+    with torch.no_grad():
+        case.x.zero_()
+    close(case.results(True), case.results(False))
+
+
+def test_a_threads_first_node() -> None:
+    """Whose number is 0."""
+    x, weight = torch.randn(256, 96, requires_grad=True), torch.randn(96, 96, requires_grad=True)
+    found = []
+
+    def work() -> None:
+        y = torch.mm(x, weight)
+        with memkit.lean():
+            found.append(_C.linear_scale(y, torch.ones(96, requires_grad=True)))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [None]
+
+
+def test_to_ask_copies_nothing() -> None:
+    x, weight = torch.randn(64, 96, 96, requires_grad=True), torch.randn(96, 96, requires_grad=True)
+    numbers = torch.randn(1, 96, 96, requires_grad=True)
+
+    def ask() -> None:
+        assert _C.linear_scale(y, numbers) is None
+
+    with memkit.lean():
+        y = F.linear(x, weight)
+        assert measure(ask).peak == 0
 
 
 @pytest.mark.parametrize("layer", LAYERS + CONVS)

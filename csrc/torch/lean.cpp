@@ -12,6 +12,7 @@
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <memory>
 #include <variant>
 
@@ -162,7 +163,7 @@ uint64_t& packed_for(uint64_t sequence_nr) {
   constexpr size_t many = 1024;
   static thread_local std::unique_ptr<uint64_t[]>
       numbers;  // on the heap: libraries have little room for what threads own
-  if (!numbers) numbers = std::make_unique<uint64_t[]>(many);
+  if (!numbers) std::fill_n((numbers = std::make_unique<uint64_t[]>(many)).get(), many, UINT64_MAX);
   return numbers[sequence_nr % many];
 }
 void note_packing() { note_lean_packed(at::sequence_number::peek() - 1); }

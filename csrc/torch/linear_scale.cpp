@@ -45,6 +45,15 @@ Tensor sums(const Tensor& x) {
   return found.add_(x.narrow(0, 0, whole).unflatten(0, {-1, block}).sum(1, false, dtype).sum(0, false, at::kDouble));
 }
 
+// Of the gradient, weighted by the squares of the input's rows: so the products that are added up are the smallest.
+Tensor mean_of(const Tensor& g, const Tensor& x, at::ScalarType dtype) {
+  const Tensor squares = at::linalg_vector_norm(x, 2, 1, false, dtype).square_();
+  const Tensor sum = x.dim() > 2 ? (g * squares.unsqueeze(1)).transpose(0, 1).flatten(1).sum(1)
+                                 : at::mv(g.t(), squares.to(g.scalar_type()));
+  const Tensor mean = sum.to(dtype).div_(squares.sum());
+  return mean.masked_fill_(mean.isfinite().logical_not_(), 0);
+}
+
 template <class T>
 void finish_rows(const Tensor& made, const Tensor& w, const Tensor& mean, const Tensor& inputs, const Tensor& by,
                  const Tensor& found) {
@@ -97,24 +106,24 @@ Tensor finish(Tensor& made, const Tensor& w, const Tensor& mean, const Tensor& i
 
 std::pair<Tensor, Tensor> LinearScale::of_layer(const Tensor& grad, const Tensor& input, const Tensor& weight,
                                                 const Tensor& bias, const Product& product) {
-  const int64_t groups = scale.size(0), rows = grad.size(0) / groups, count = grad.numel() / grad.size(1) / groups;
+  const int64_t groups = scale.size(0), rows = grad.size(0) / groups;
   const at::ScalarType dtype = weight.scalar_type(), wide = exact(dtype);
   const auto part = [&](const Tensor& x, int64_t i) { return groups == 1 ? x : x.narrow(0, i * rows, rows); };
   const Tensor w = weight.flatten(1);
   Tensor of_weight, of_bias;
   std::vector<Tensor> of_scale;
   for (int64_t i = 0; i < groups; ++i) {
-    const Tensor g = part(grad, i), x = part(input, i), by = scale[i], sum = sums(g), mean = (sum / count).to(wide);
+    const Tensor g = part(grad, i), x = part(input, i), by = scale[i], mean = mean_of(g, x, wide);
     const Tensor apart = (g - along(mean, g, 1)).to(dtype), inputs = x.dim() > 2 ? sums(x) : x.sum(0, false, wide);
     Tensor made = product(apart, x).flatten(1).to(wide);
     Tensor found = finish(made, w, mean, inputs.to(wide), by.to(wide));
     if (wanted) {
-      // What rounding leaves of the mean is in the product, but for the bias.
       if (bias.defined()) found.add_(sums(apart).mul_(bias));
       of_scale.push_back(found.add_(mean * results[i]));
     }
     of_weight = of_weight.defined() ? of_weight.add_(made) : made;
-    of_bias = of_bias.defined() ? of_bias.add_(sum * by) : sum * by;
+    const Tensor sum = sums(g) * by;
+    of_bias = of_bias.defined() ? of_bias.add_(sum) : sum;
   }
   if (wanted) gradient = at::stack(of_scale).to(scale.scalar_type());
   return {of_weight.to(dtype).view(weight.sizes()), of_bias.to(dtype)};
@@ -205,6 +214,12 @@ class Features {
     int64_t found = 0;
     for (int64_t d = 0; d + 1 < int64_t(order_.size()); ++d)
       if (order_[d] >= fewer && few.size(order_[d] - fewer) != 1) found = d + 1;
+    return found;
+  }
+
+  int64_t count(int64_t depth) const {
+    int64_t found = 1;
+    for (int64_t d = 0; d < depth; ++d) found *= sizes_[order_[d]];
     return found;
   }
 
@@ -339,7 +354,7 @@ OptionalTensor linear_scale(const Tensor& first, const Tensor& second) {
   if (!place) return std::nullopt;
   const Edge& weight = node->next_edge(*edge);
   const auto sizes = weight.function->input_metadata(weight.input_nr).shape_as_dim_vector();
-  const int64_t groups = place->groups(scale.detach()).size(0);
+  const int64_t groups = place->count(place->depth(scale));
   // A group's gradient of the weight takes as long to read as so many rows. Of images there is one group.
   const bool is_small =
       4 * y.numel() < groups * c10::multiply_integers(sizes) || y.numel() < groups * place->width() * kLeastRows;

@@ -1,8 +1,9 @@
 // What a layer makes, times few numbers, as layer scale and gates have it. The numbers' gradient needs no result. With
-// y = h Wᵀ + b, z = s ∘ y, g = ∂L/∂z, its mean row m and P = (g - m)ᵀ h:
-//   ∂L/∂s = Σₖ P ∘ W + m ∘ Σ y,   ∂L/∂W = s ∘ (P + m ⊗ Σ h),   ∂L/∂b = s ∘ Σ g,   ∂L/∂h = (s ∘ g) W
-// Σ y is kept. Without the mean, what is added up would be large where y is not: a bias may take away what h's mean brings.
-// Where that mean is as large as h's deviation, ∂L/∂s may be off by 2.5 times as much as stock's; else by twice as much.
+// y = h Wᵀ + b, z = s ∘ y, g = ∂L/∂z, any row m and P = (g - m)ᵀ h:
+//   ∂L/∂s = Σₖ P ∘ W + b ∘ Σ (g - m) + m ∘ Σ y,   ∂L/∂W = s ∘ (P + m ⊗ Σ h),   ∂L/∂b = s ∘ Σ g,   ∂L/∂h = (s ∘ g) W
+// Σ y is kept. With m = 0, what is added up would be large where y is not: a bias may take away what h's mean brings. With
+// g's mean, rows of h that are large and have no gradient would count. m is g's mean weighted by the squares of h's rows.
+// Where h's mean is as large as its deviation, ∂L/∂s may be off by 2.5 times as much as stock's; else by twice as much.
 //
 // Touvron et al., "Going deeper with image transformers", 2021 (layer scale).
 #pragma once
