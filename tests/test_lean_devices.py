@@ -34,12 +34,13 @@ class Padded(nn.Module):
         return self.conv(F.pad(M.gelu(x, save="input"), (1, 3), mode=self.mode))
 
 
-class Attends(nn.MultiheadAttention):
+class Attends(nn.Module):
     def __init__(self) -> None:
-        super().__init__(WIDTH, HEADS, batch_first=True)
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
 
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(x, x, x, need_weights=False)[0]
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x, need_weights=False)[0]
 
 
 FORMS = (*projections.GATED, *projections.PLAIN)

@@ -194,13 +194,14 @@ HARD = {
 @pytest.mark.parametrize("hard", HARD)
 def test_as_exact_where_sums_cancel(hard: str, device: torch.device) -> None:
     case = HARD[hard]
+    groups = case.groups if device.type == "cpu" else min(case.groups, 4)  # as many as each takes
     mine, others = torch.zeros(4), torch.zeros(4)
     for seed in range(6):
         torch.manual_seed(seed)
-        x, weight = torch.randn(case.groups, case.rows, 32) + case.offset, torch.randn(96, 32) / 6
+        x, weight = torch.randn(groups, case.rows, 32) + case.offset, torch.randn(96, 32) / 6
         bias = -weight @ x.mean((0, 1)) if case.centres else torch.randn(96) / 10
-        scale = 1 + torch.randn(case.groups, 1, 96) / 10
-        upstream = (torch.randn(case.groups, case.rows, 96) + case.mean).to(case.of_scale)
+        scale = 1 + torch.randn(groups, 1, 96) / 10
+        upstream = (torch.randn(groups, case.rows, 96) + case.mean).to(case.of_scale)
         if case.large > 1:
             x[:, :4] *= case.large
             upstream[:, :4] = 0

@@ -72,8 +72,8 @@ def modulate(x: Tensor, gate: Tensor, y: Tensor) -> Tensor:
 
 
 class ByAFunction(Block):
-    def forward(this, x: Tensor, c: Tensor) -> Tensor:  # noqa: N805
-        return modulate(x, this.to_gate(c), this.layer(this.norm(x)))
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+        return modulate(x, self.to_gate(c), self.layer(self.norm(x)))
 
 
 class Turned(Block):

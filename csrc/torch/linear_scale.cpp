@@ -150,8 +150,8 @@ using namespace autograd::generated;
 constexpr int64_t kLeastScaled = 1 << 16, kLeastRows = 64;
 // To sum up the layer's input takes this share of a product with it.
 constexpr int64_t kLeastWidth = 96;
-// The weight's gradient is added up of those of so many groups at most.
-constexpr int64_t kMostGroups = 128;
+// The weight's gradient is added up of those of so many groups at most, each of which is some 15 operators: on a GPU, launches.
+int64_t most_groups(const Tensor& y) { return y.is_cpu() ? 128 : 4; }
 
 template <class... N>
 bool is_one_of(const Node& node) {
@@ -358,7 +358,7 @@ OptionalTensor linear_scale(const Tensor& first, const Tensor& second) {
   // A group's gradient of the weight takes as long to read as so many rows. Of images there is one group.
   const bool is_small =
       4 * y.numel() < groups * c10::multiply_integers(sizes) || y.numel() < groups * place->width() * kLeastRows;
-  if (is_small || place->width() < kLeastWidth || groups > (layer->is_conv() ? 1 : kMostGroups)) return std::nullopt;
+  if (is_small || place->width() < kLeastWidth || groups > (layer->is_conv() ? 1 : most_groups(y))) return std::nullopt;
   Tensor out;
   {
     const at::AutoDispatchBelowADInplaceOrView below;

@@ -88,10 +88,11 @@ class Scaling(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.expr:
         self.generic_visit(node)
         function = node.func
-        is_mul = isinstance(function, ast.Attribute) and function.attr == "mul" and not node.keywords
-        if not is_mul or len(node.args) != 1 or isinstance(node.args[0], ast.Starred):
+        if not isinstance(function, ast.Attribute) or function.attr != "mul" or node.keywords:
             return node
-        return self._product("linear_scale_by_mul", node, function.value, node.args[0])  # type: ignore[attr-defined]
+        if len(node.args) != 1 or isinstance(node.args[0], ast.Starred):
+            return node
+        return self._product("linear_scale_by_mul", node, function.value, node.args[0])
 
     def _product(self, name: str, node: ast.expr, first: ast.expr, second: ast.expr) -> ast.expr:
         if not (_is_scale(first) or _is_scale(second)):
