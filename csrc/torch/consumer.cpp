@@ -170,8 +170,7 @@ struct ConsumerBackward : SavedNode, ScalableLayer {
 
   // A convolution with a kernel of one pixel, each for itself.
   bool is_pointwise() const {
-    const autograd::Edge& weight = next_edge(inputs);
-    const auto sizes = weight.function->input_metadata(weight.input_nr).shape_as_dim_vector();
+    const auto sizes = shape_of(next_edge(inputs));
     return sizes.size() == 4 && sizes[2] * sizes[3] == 1 &&
            c10::ArrayRef(conv) == c10::ArrayRef<int64_t>({1, 1, 0, 0, conv[4], conv[5], 1});
   }

@@ -352,12 +352,10 @@ OptionalTensor linear_scale(const Tensor& first, const Tensor& second) {
   const auto edge = layer.get() ? layer->weight_edge() : std::nullopt;
   const auto place = edge ? Features::of(y, layer->is_conv()) : std::nullopt;
   if (!place) return std::nullopt;
-  const Edge& weight = node->next_edge(*edge);
-  const auto sizes = weight.function->input_metadata(weight.input_nr).shape_as_dim_vector();
   const int64_t groups = place->count(place->depth(scale));
   // A group's gradient of the weight takes as long to read as so many rows. Of images there is one group.
-  const bool is_small =
-      4 * y.numel() < groups * c10::multiply_integers(sizes) || y.numel() < groups * place->width() * kLeastRows;
+  const bool is_small = 4 * y.numel() < groups * c10::multiply_integers(shape_of(node->next_edge(*edge))) ||
+                        y.numel() < groups * place->width() * kLeastRows;
   if (is_small || place->width() < kLeastWidth || groups > (layer->is_conv() ? 1 : most_groups(y))) return std::nullopt;
   Tensor out;
   {

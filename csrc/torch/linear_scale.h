@@ -9,6 +9,9 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/SymInt.h>
+#include <c10/util/DimVector.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <functional>
@@ -49,6 +52,12 @@ class ScalableLayer {
   // What the node's backward finds for scale times grad, for each of its edges. last: nobody asks it again.
   virtual torch::autograd::variable_list scaled_backward(const at::Tensor& grad, LinearScale& scale, bool last) = 0;
 };
+
+// Of the tensor whose gradient goes along it.
+inline c10::SymDimVector shape_of(const torch::autograd::Edge& edge) {
+  const auto sizes = edge.function->input_metadata(edge.input_nr).shape_as_dim_vector();
+  return {sizes.begin(), sizes.end()};
+}
 
 // The layers of PyTorch's own nodes; nothing where it is none, or what backward needs of it cannot be had of the node. bias:
 // the parameter, where the layer has one, of the dtype that it has; where that is cast for the layer, before the cast.

@@ -120,13 +120,12 @@ struct Conv : ScalableLayer {
   }
 
   static bool is_pointwise(const ConvolutionBackward0& node) {
-    const Edge& weight = node.next_edge(1);
-    const auto sizes = weight.function->input_metadata(weight.input_nr).shape_as_dim_vector();
+    const auto sizes = shape_of(node.next_edge(1));
     const auto all = [](const auto& numbers, int64_t value) {
       return std::all_of(numbers.begin(), numbers.end(), [&](const auto& each) { return each == value; });
     };
     return !node.transposed && node.groups == 1 && all(node.stride, 1) && all(node.padding, 0) &&
-           all(sizes.size() > 2 ? c10::ArrayRef(sizes).slice(2) : c10::ArrayRef(sizes), 1);
+           all(c10::SymIntArrayRef(sizes).slice(2), 1);
   }
 
   ConvolutionBackward0& node;
