@@ -57,6 +57,13 @@ def seed() -> None:
 
 
 @pytest.fixture(autouse=True)
+def frozen() -> None:
+    """What is there before a test, modules for the most part, is passed over by each `gc.collect()` in it."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
 def current_stream() -> Iterator[None]:
     """On a GPU torch stays on its stream: torch.cuda.graph does not go back from a capture that ends invalid."""
     before = torch.cuda.current_stream() if torch.cuda.is_initialized() else None

@@ -62,7 +62,9 @@ def test_backward_peaks_lower(name: str) -> None:
         return memkit.memory.measure(torch.autograd.grad, out, (x, weight), grad).peak
 
     peak(F.conv2d), peak(M.conv2d)  # buffers that the library keeps
-    assert peak(M.conv2d) < 0.97 * peak(F.conv2d)
+    stock = peak(F.conv2d)
+    # By less where buffers that the library takes for some processors are most of it.
+    assert peak(M.conv2d) <= stock - min(0.03 * stock, 0.75 * x.nbytes)
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 8, 8), (1, 3, 8, 8)])
