@@ -7,6 +7,7 @@ import gc
 import math
 import random
 from collections import UserDict
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -389,6 +390,33 @@ def test_nothing_is_held_afterwards():
     swap(model, sample=batch())
     gc.collect()
     assert sum(isinstance(o, torch.Tensor) for o in gc.get_objects()) == before
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_garbage_is_collected_once_and_the_heap_is_left_as_it_was(raises):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2))
+
+        def forward(self, x):
+            frozen.append(gc.get_freeze_count())
+            if raises:
+                raise ArithmeticError
+            return self.body(x)
+
+    frozen = []
+    gc.unfreeze()
+    with pytest.raises(ArithmeticError) if raises else nullcontext():
+        swap(Model(), sample=torch.randn(2, 4))
+    assert min(frozen) > 0
+    assert gc.get_freeze_count() == 0
+
+    gc.freeze()  # the program's own
+    before = gc.get_freeze_count()
+    with pytest.raises(ArithmeticError) if raises else nullcontext():
+        swap(Model(), sample=torch.randn(2, 4))
+    assert gc.get_freeze_count() > before / 2
 
 
 def test_outputs_in_a_dataclass():

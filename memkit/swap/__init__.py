@@ -42,7 +42,7 @@ from .prove import prove
 from .report import Row, SwapReport
 from .sites import Decision, Decisions
 from .structure import by_structure, check
-from .trial import HALVES, TOLERANCE, WIDER, Outcome, Trial, exact_convolutions, tensors
+from .trial import HALVES, TOLERANCE, WIDER, Outcome, Trial, exact_convolutions, heap_passed_over, tensors
 
 __all__ = ["Row", "SwapReport", "swap", "unswap"]
 
@@ -120,7 +120,8 @@ def swap(
             _apply(model, decisions, found, lean)
         else:
             given = dict(sample) if isinstance(sample, Mapping) else sample
-            report = _swap_by_sample(Trial(model, given), found, exact, lean)
+            with heap_passed_over():
+                report = _swap_by_sample(Trial(model, given), found, exact, lean)
     except BaseException:
         change.undo(model)
         change.redo(previous)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import operator
 import random
@@ -54,6 +55,21 @@ class Outcome:
         return _is_as_near(self.outputs, outputs, truth.outputs, tolerance) and _is_as_near(
             self.gradients, gradients, truth.gradients, tolerance
         )
+
+
+@contextmanager
+def heap_passed_over() -> Iterator[None]:
+    """Before each measurement garbage is collected: of what there is on entry once, not every time. A program that has
+    frozen objects itself keeps them so."""
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 class Trial:
