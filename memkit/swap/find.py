@@ -33,6 +33,7 @@ from .library import (
     library_activation,
     made_again,
     may_be_idle,
+    multihead_twin,
     served,
     twin_of,
     why_not_rotary,
@@ -166,7 +167,8 @@ class _Search:
             row = Row(_inside(places, ROTARY), ROTARY, "memkit", "tables", None, None, "")
             self.found.others.append(row)
         if in_lean or why_not == "":
-            self.found.attentions.append((module, attention_twin(kind, in_lean, why_not == "")))
+            twin = attention_twin(kind, in_lean, why_not == "", "dropout" in self.names)
+            self.found.attentions.append((module, twin))
 
     def again(self, module: nn.Module, where: str) -> tuple[nn.Module, ...]:
         """What no recipe knows, and is cheap to make again. Returns the activations that it takes over."""
@@ -201,7 +203,7 @@ class _Search:
         if self.lean and kind in INSTANCE_NORMS and "group_norm" in self.names:
             self.found.in_lean.append((module, INSTANCE_NORMS[kind]))
         if "attention" in self.names and is_multihead(module) and "forward" not in vars(module):
-            self.found.attentions.append((module, twin_of("multihead attention", kind)))
+            self.found.attentions.append((module, multihead_twin(kind, "dropout" in self.names)))
             self.found.others.append(Row(where, kind.__name__, "memkit", "query, key, value", None, None, ""))
         if self.lean and is_convolution(module) and not is_pointwise(module) and "conv2d" in self.names:
             self.found.in_lean.append((module, Conv2d))

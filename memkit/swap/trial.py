@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .._lean import lean
 from ..memory import measure
+from .library.attend import stock_dropout
 
 # Of each output and gradient, so many elements are compared, and the norm.
 PROBES = 4096
@@ -86,7 +87,7 @@ class Trial:
         ``noise``: how far, relatively, numbers in the sample may be from what they are; of a sample without any, what
         its embeddings give.
         """
-        with untouched(self.model), explained(phase):
+        with untouched(self.model), explained(phase), stock_dropout():
             for module in in_evaluation:
                 self.places.get(module, module).training = False
             inputs = self.fresh()

@@ -21,7 +21,7 @@ from .attention import attention_twin, is_attention, why_not_rotary
 from .gated_norms import GATES, gated_norm_probe, is_gated_norm
 from .losses import has_library_loss, hold, release
 from .mlps import GATINGS, STEPS, Gating, Steps
-from .multihead import is_multihead
+from .multihead import is_multihead, multihead_twin
 from .norm_acts import BatchNormAct, norm_op
 from .norms import further_probes, norm_kinds, norm_probe
 from .projections import Projection, networks, parts_of, projections
@@ -51,6 +51,7 @@ __all__ = [
     "library_activation",
     "made_again",
     "may_be_idle",
+    "multihead_twin",
     "release",
     "served",
     "twin_of",

@@ -1,24 +1,51 @@
-"""Attention written out: softmax(scale · query keyᵀ + what is added) value, of which query, key and value are kept.
+"""Attention written out: dropout(softmax(scale · query keyᵀ + what is added)) value, of which query, key and value are kept.
 
 Backward makes the weights again, one product and one softmax more, and is spared some passes over them that stock takes. For
 what transformers' models write out because no fused kernel has it: scores that are capped (Gemma 2), a position's bias that
-is learned (T5), weights that are returned.
+is learned (T5), weights that are returned. Of dropout it keeps a seed, and drops other elements than stock's under the same
+random state.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ... import functional as F
+from ...functional._dropout import draw_seed, drop_numbers
+
+DROP: tuple[Any, ...] = (None, -1, "identity", [])
+"""Of ``memkit::_activation``: dropout alone."""
+
+_as_stock = 0
+
+
+@contextmanager
+def stock_dropout() -> Iterator[None]:
+    """Inside, twins drop what stock drops under the same random state, so that results can be compared."""
+    global _as_stock
+    _as_stock += 1
+    try:
+        yield
+    finally:
+        _as_stock -= 1
+
+
+def may_drop(p: Any) -> bool:
+    """Whether `attend` may take the place of attention with this dropout."""
+    return isinstance(p, float) and (p == 0.0 or (0.0 < p < 1.0 and not _as_stock))
 
 
 class Scores(NamedTuple):
     scale: float
     cap: float | None = None
     """cap · tanh(scores / cap) stands for the scores, before a mask is added."""
+    dropout: float = 0.0
+    """Of the weights: below 1."""
 
     @property
     def factor(self) -> float:
@@ -34,7 +61,8 @@ class Scores(NamedTuple):
 def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None, scores: Scores
 ) -> tuple[Tensor, Tensor]:
-    """The result, [batch, heads, tokens, width] as the query, and the weights, [batch, heads, tokens, keys].
+    """The result, [batch, heads, tokens, width] as the query, and the weights, [batch, heads, tokens, keys], as they are
+    multiplied with the value: with dropout.
 
     ``key`` and ``value`` have as many heads, or a part of them, each for some neighbours. ``mask`` is added to the scores;
     beside a ``bias``, which is added too and may be learned, it says (bool) where that is the least number there is instead.
@@ -48,30 +76,38 @@ class _Attend(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, bias: Any, scores: Scores
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(query, key, value, mask, bias)
-        ctx.scores = scores
         _, weights = _weights(query, key, mask, bias, scores)
+        seed = draw_seed("attend", weights, None) if scores.dropout else None
+        ctx.save_for_backward(query, key, value, mask, bias, seed)
+        ctx.scores = scores
+        if seed is not None:
+            torch.ops.memkit._activation_(weights, *DROP, "auto", None, seed, drop_numbers(scores.dropout))
         out = torch.bmm(_grouped(weights, key), value.flatten(0, 1))
         return out.view(*query.shape[:3], value.shape[3]), weights
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_weights: Tensor | None) -> tuple[Any, ...]:
-        query, key, value, mask, bias = ctx.saved_tensors
+        query, key, value, mask, bias, seed = ctx.saved_tensors
         scores: Scores = ctx.scores
         if grad is None and grad_weights is None:
             return None, None, None, None, None, None
         if torch.is_grad_enabled():  # the gradient is to be differentiated
             return (*_gradients(ctx.saved_tensors, scores, ctx.needs_input_grad, (grad, grad_weights)), None)
         capped, weights = _weights(query, key, mask, bias, scores)
+        drop = None, seed, drop_numbers(scores.dropout)
         grad_value = None
         if grad is None:  # the weights' alone, which is not ours to write to
             d = torch.empty_like(weights).copy_(grad_weights)  # type: ignore[arg-type]
         else:
             grad = _grouped(grad, key)
-            grad_value = torch.bmm(_grouped(weights, key).mT, grad).view(value.shape)
+            dropped = weights if seed is None else torch.ops.memkit._activation(weights, *DROP, "auto", *drop)
+            grad_value = torch.bmm(_grouped(dropped, key).mT, grad).view(value.shape)
+            del dropped
             d = torch.bmm(grad, value.flatten(0, 1).mT).view(weights.shape)
             if grad_weights is not None:
                 d += grad_weights
+        if seed is not None:
+            torch.ops.memkit._activation_(d, *DROP, "auto", *drop)
         masked = mask is not None
         torch.ops.memkit._softmax_backward_(d, weights, -1, scores.after, False, False, masked)
         del weights, grad
@@ -92,7 +128,7 @@ class _Attend(torch.autograd.Function):
 def _gradients(given: Any, scores: Scores, wanted: Any, grads: tuple[Any, Any]) -> list[Any]:
     """Of the inputs wanted, by operators that have derivatives; of each by itself, be one the other or made from it."""
     given = [x if x is None else x.view_as(x) for x in given]
-    query, key, value, mask, bias = given
+    query, key, value, mask, bias, seed = given
     leaves = [x for x, each in zip(given, wanted, strict=False) if each]
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -104,6 +140,9 @@ def _gradients(given: Any, scores: Scores, wanted: Any, grads: tuple[Any, Any]) 
     elif mask is not None:
         s = s + mask
     weights = s.softmax(-1)
+    if seed is not None:
+        drop = drop_numbers(scores.dropout)
+        weights = weights * torch.ops.memkit._dropout_mask(weights.shape, seed, drop, dtype=weights.dtype)
     outs = [
         out for out, g in zip((torch.matmul(weights, value), weights), grads, strict=True) if g is not None
     ]

@@ -5,8 +5,8 @@ name. The twin runs the layer's own forward with a table of ours under that name
 looks at what they are given:
 
 - For a function that keeps the attention's weights, a number for each pair of tokens, :func:`attend` stands in where it
-  computes the same, which values and gradients on some tokens of the first call say. Elsewhere, and with dropout, it runs
-  under a checkpoint: backward makes the weights again and drops the same. Fused kernels, which keep none, are called as
+  computes the same, which values and gradients on some tokens of the first call say. Elsewhere, and with stock's dropout, it
+  runs under a checkpoint: backward makes the weights again and drops the same. Fused kernels, which keep none, are called as
   they are, but for this:
 - A query that has the heads first in its memory is copied, on the CPU, where the kernel would give a result that has to be.
 - Where one projection gives query, key and value, and rotary embeddings have made new tensors of the first two, the value
@@ -30,9 +30,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..._lean import is_lean
 from ..layers import serves
-from .attend import Scores, attend
+from .attend import Scores, attend, may_drop
 from .rotary import NAME, calls_rotary, is_rotary, rotary_of
 from .twin import (
+    TOLERANCE,
     Twin,
     checkpointed,
     in_forward_mode,
@@ -57,16 +58,17 @@ _same: dict[Any, bool] = {}
 
 
 class Attention(Twin, kind="attention"):
-    _in_lean, _turns = True, False
+    _in_lean, _turns, _drops = True, False, True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         forward = type(self)._stock_forward
         if is_compiling() or is_tracing():
             return forward(self, *args, **kwargs)
         names: dict[str, Any] = {}
+        in_lean = is_lean() and torch.is_grad_enabled()
         # Asked again: of a pickle, the library may be another now.
-        if self._in_lean and is_lean() and torch.is_grad_enabled() and _asks(forward):
-            names[TABLE] = _Table(undecorated(forward).__globals__[TABLE])
+        if self._in_lean and (in_lean or (self._drops and self.training)) and _asks(forward):
+            names[TABLE] = _Table(undecorated(forward).__globals__[TABLE], self._drops, in_lean)
         if self._turns and calls_rotary(forward):
             names[NAME] = rotary_of(self, forward)
         return (with_names(forward, **names) if names else forward)(self, *args, **kwargs)
@@ -78,6 +80,14 @@ class Rotary(Attention, kind="rotary"):
 
 class RotaryAttention(Attention, kind="rotary attention"):
     _turns = True
+
+
+class StockDropout(Attention, kind="attention, stock dropout"):
+    _drops = False
+
+
+class RotaryStockDropout(RotaryAttention, kind="rotary attention, stock dropout"):
+    _drops = False
 
 
 def is_attention(cls: type[nn.Module]) -> bool:
@@ -96,8 +106,11 @@ def why_not_rotary(module: nn.Module) -> str | None:
     return "" if same else f"{NAME} computes something else than memkit's apply_rotary"
 
 
-def attention_twin(cls: type[nn.Module], in_lean: bool, turns: bool) -> type[Any]:
-    return twin_of("rotary attention" if in_lean and turns else "rotary" if turns else "attention", cls)
+def attention_twin(cls: type[nn.Module], in_lean: bool, turns: bool, drops: bool) -> type[Any]:
+    """``drops``: whether memkit's dropout may take the place of stock's."""
+    if not in_lean:
+        return twin_of("rotary", cls)
+    return twin_of(f"{'rotary ' if turns else ''}attention{'' if drops else ', stock dropout'}", cls)
 
 
 def _asks(forward: Any) -> bool:
@@ -110,19 +123,21 @@ def _asks(forward: Any) -> bool:
 
 
 class _Table:
-    def __init__(self, stock: Any) -> None:
-        self._stock = stock
+    def __init__(self, stock: Any, drops: bool, in_lean: bool) -> None:
+        self._stock, self._drops, self._in_lean = stock, drops, in_lean
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stock, name)
 
     def get_interface(self, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
-        return partial(_attend, self._stock.get_interface(name, default), default)
+        return partial(_attend, self._stock.get_interface(name, default), default, self._drops, self._in_lean)
 
 
 def _attend(
     function: Callable[..., Any],
     written_out: Callable[..., Any],
+    drops: bool,
+    in_lean: bool,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -130,20 +145,30 @@ def _attend(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    if not (query.requires_grad or key.requires_grad or value.requires_grad):
-        return function(module, query, key, value, *args, **kwargs)
-    value = _alone(value, query, key)
+    in_lean = in_lean and (query.requires_grad or key.requires_grad or value.requires_grad)
     dropout = kwargs.get("dropout", 0.0)
     # PyTorch's kernels for the CPU have neither dropout nor the gradient of what is added.
     slow = query.device.type == "cpu" and (dropout > 0 or any(map(_is_learned, (*args, *kwargs.values()))))
     keeps_weights = function is written_out or (_is_fused(function) and slow)
-    if not keeps_weights or key.shape[-2] < query.shape[-1]:  # weights smaller than the query
+    keeps_weights = keeps_weights and key.shape[-2] >= query.shape[-1]  # else they are smaller than the query
+    # Inside of lean() and outside, recorded or not: a checkpoint's two runs have to drop the same.
+    drops = drops and keeps_weights and dropout > 0 and may_drop(dropout)
+    if not (in_lean or drops):
+        return function(module, query, key, value, *args, **kwargs)
+    if in_lean:
+        value = _alone(value, query, key)
+    if not keeps_weights:
         if _is_fused(function) and not slow:
             query = _tokens_first(query)
         return function(module, query, key, value, *args, **kwargs)
-    if (how := _as_written(function, module, query, key, value, args, kwargs)) is not None:
+    how = None
+    if drops or not dropout:
+        how = _as_written(function, module, query, key, value, args, kwargs)
+    if how is not None:
         out, weights = attend(query, key, value, *how)
         return out.transpose(1, 2).contiguous(), None if _is_fused(function) else weights
+    if not in_lean:
+        return function(module, query, key, value, *args, **kwargs)
     return checkpointed(
         _in_modes(function, module),
         *(module, query, key, value, *args),
@@ -176,11 +201,11 @@ def _as_written(
     """Mask, bias and scores for `attend`, where it computes what the function does."""
     mask, *more = args or (kwargs.get("attention_mask"),)
     bias, scale, cap = kwargs.get("position_bias"), kwargs.get("scaling"), kwargs.get("softcap")
+    dropout = kwargs.get("dropout", 0.0)
     if learned := bias is None and _is_learned(mask):
         mask, bias = None, mask
     plain = (
         not more
-        and not kwargs.get("dropout", 0.0)
         and isinstance(scale, float)
         and (cap is None or (isinstance(cap, float) and bias is None))
         and serves(query)
@@ -205,10 +230,11 @@ def _as_written(
         causal = kwargs.get("is_causal")
         if query.shape[2] > 1 and (getattr(module, "is_causal", True) if causal is None else causal):
             mask = query.new_ones(1, 1, query.shape[2], key.shape[2], dtype=torch.bool).tril_()
-    how = (mask, bias, Scores(scale, cap))
+    how = (mask, bias, Scores(scale, cap, dropout))
     given = tuple(sorted(name for name, held in kwargs.items() if held is not None))
     groups = query.shape[1] // key.shape[1]
-    seen = (function, type(module), module.training, given, mask is None, learned, query.dtype, groups)
+    kind = query.dtype, groups, mask is None, learned, dropout > 0
+    seen = (function, type(module), module.training, given, kind)
     if seen not in _same:
         _same[seen] = _is_same(function, module, (query, key, value), args, how, kwargs)
     return how if _same[seen] else None
@@ -220,6 +246,7 @@ def _is_same(function: Any, module: Any, tensors: Any, args: Any, how: Any, kwar
     A checkpoint around the model sees nothing of it, since it is not done again when that computes again.
     """
     mask, bias, scores = how
+    scores = scores._replace(dropout=0.0)
     devices = [tensors[0].device] if tensors[0].is_cuda else []
     with (
         torch.enable_grad(),
@@ -240,6 +267,8 @@ def _is_same(function: Any, module: Any, tensors: Any, args: Any, how: Any, kwar
         if bias is not None:
             leaves.append(bias.requires_grad_())
         options = dict(kwargs)
+        if drops := options.get("dropout", 0.0) > 0:
+            options["dropout"] = 0.0
         if learned:
             given = bias
         elif bias is not None:
@@ -253,6 +282,15 @@ def _is_same(function: Any, module: Any, tensors: Any, args: Any, how: Any, kwar
             pairs.append((our_weights, weights))
         if any(a.shape != b.shape for a, b in pairs):
             return False
+        if drops:
+            options["dropout"] = 0.5
+            once = torch.eye(*value.shape[2:]).to(value).expand_as(value)
+            dropped, sums = (
+                function(module, query, key, x, *(() if named else (given,)), **options)[0].transpose(1, 2)
+                for x in (once, torch.ones_like(value))
+            )
+            if not _is_dropped(our_weights, dropped[..., : our_weights.shape[3]], sums):
+                return False
         weight = numbers(theirs.shape, theirs.detach())
         own = [p for p in module.parameters() if p.requires_grad]
         found = torch.autograd.grad(theirs, [*leaves, *own], weight, allow_unused=True)
@@ -260,6 +298,20 @@ def _is_same(function: Any, module: Any, tensors: Any, args: Any, how: Any, kwar
             return False
         pairs += zip(torch.autograd.grad(pairs[0][0], leaves, weight), found, strict=False)
         return all(b is not None and near(a, b) for a, b in pairs)
+
+
+def _is_dropped(weights: Tensor, dropped: Tensor, sums: Tensor) -> bool:
+    """Whether of the weights each is either twice as large or zero, some the one and some the other; they, and not what
+    comes of them: what is left of a row is the same for all that is multiplied with it."""
+    if weights.shape != dropped.shape:  # a value is narrower than there are tokens
+        return False
+    tolerance = TOLERANCE[weights.dtype]
+    kept = torch.isclose(dropped, 2 * weights, rtol=tolerance, atol=tolerance * 1e-3)
+    seen = weights > tolerance
+    alike = torch.isclose(sums, sums[..., :1], rtol=tolerance, atol=tolerance)
+    return bool(
+        alike.all() and (kept | (dropped == 0)).all() and (kept & seen).any() and (~kept & seen).any()
+    )
 
 
 def _expands(x: Tensor, shape: tuple[int, ...]) -> bool:

@@ -2,8 +2,8 @@
 
 Stock transposes its input, which the projection then copies and keeps beside the tensor that was given, copies the projected
 query, key and value out of their one memory, and transposes the result for another copy. The twin keeps what it is given,
-the projections and the attention's result. Inside :class:`memkit.lean` it keeps no weights either, a number for each pair of
-tokens, where stock does: weights that are returned, and dropout of them on the CPU.
+the projections and the attention's result. Of weights with dropout on the CPU, where stock keeps a number for each pair of
+tokens, it keeps a seed; inside :class:`memkit.lean` none either of weights that are returned, or have stock's dropout.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from torch.compiler import is_compiling
 
 from ..._lean import is_lean
 from ..layers import serves
-from .attend import Scores, attend
-from .twin import Twin, checkpointed, in_forward_mode, is_tracing
+from .attend import Scores, attend, may_drop
+from .twin import Twin, checkpointed, in_forward_mode, is_tracing, twin_of
 
 Mask = Tensor | None
 
 
 class MultiheadAttention(Twin, kind="multihead attention"):
+    _drops = True
+
     def forward(
         self,
         query: Tensor,
@@ -44,14 +46,17 @@ class MultiheadAttention(Twin, kind="multihead attention"):
         mask = None if is_causal else _added(query, key, module.num_heads, key_padding_mask, attn_mask)
         q, k, v = _project(module, query, key, value)
         weights = None
-        if need_weights:
-            out, weights = attend(q, k, v, mask, None, Scores(q.shape[3] ** -0.5))
+        dropout = module.dropout if module.training else 0.0
+        # PyTorch's kernels for the CPU have no dropout.
+        keeps_weights = dropout > 0 and not query.is_cuda and _has_many(module, key)
+        if need_weights or (keeps_weights and _attends(module, q, dropout)):
+            if is_causal:
+                mask = q.new_ones(1, 1, q.shape[2], k.shape[2], dtype=torch.bool).tril_()
+            out, weights = attend(q, k, v, mask, None, Scores(q.shape[3] ** -0.5, None, dropout))
             weights = weights.mean(1) if average_attn_weights else weights
         else:
-            dropout = module.dropout if module.training else 0.0
             kernel = partial(stock.scaled_dot_product_attention, dropout_p=dropout, is_causal=is_causal)
-            # PyTorch's kernels for the CPU have no dropout.
-            again = dropout > 0 and not query.is_cuda and _keeps_fewer(module, key)
+            again = keeps_weights and is_lean()
             out = checkpointed(kernel, q, k, v, mask) if again else kernel(q, k, v, mask)
         del q, k, v
         last = module.out_proj.weight, module.out_proj.bias
@@ -61,6 +66,15 @@ class MultiheadAttention(Twin, kind="multihead attention"):
         batch, tokens, width = query.shape
         rows = out.permute(2, 0, 1, 3).reshape(tokens, batch, width)
         return stock.linear(rows, *last).transpose(0, 1), weights
+
+
+class StockDropout(MultiheadAttention, kind="multihead attention, stock dropout"):
+    _drops = False
+
+
+def multihead_twin(cls: type[nn.Module], drops: bool) -> type[Any]:
+    """``drops``: whether memkit's dropout may take the place of stock's."""
+    return twin_of(f"multihead attention{'' if drops else ', stock dropout'}", cls)
 
 
 def is_multihead(module: Any) -> bool:
@@ -78,13 +92,17 @@ def _is_usual(module: Any) -> bool:
     )
 
 
-def _keeps_fewer(module: Any, key: Tensor) -> bool:
-    """Whether making the weights again is wished, and possible, and spares memory."""
-    return (
-        is_lean()
-        and not (is_compiling() or in_forward_mode())
-        and key.shape[1] >= module.embed_dim // module.num_heads
-    )
+def _has_many(module: Any, key: Tensor) -> bool:
+    """Whether making the weights again is possible, and spares memory."""
+    can = not (is_compiling() or in_forward_mode())
+    return can and key.shape[1] >= module.embed_dim // module.num_heads
+
+
+def _attends(module: Any, query: Tensor, dropout: float) -> bool:
+    """Whether `attend` may take the place of a kernel with this dropout: inside of lean() and outside, recorded or not, as a
+    checkpoint's two runs have to drop the same."""
+    half = torch.is_autocast_enabled(query.device.type)
+    return bool(module._drops) and may_drop(dropout) and not half and query.numel() > 0
 
 
 def _takes(
@@ -112,7 +130,7 @@ def _takes(
     if need_weights and (
         autocast
         or (module.training and module.dropout > 0)
-        or not _keeps_fewer(module, key)
+        or not (is_lean() and _has_many(module, key))
         or query.numel() == 0
     ):
         return False

@@ -1,0 +1,209 @@
+"""Attention's dropout: a seed is kept, and the same is dropped in backward, under checkpoints, inside lean() and outside."""
+
+import copy
+from contextlib import nullcontext
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as stock
+from test_swap_attention import HEADS, TOKENS, WIDTH, Model, step, written_out, written_out_as
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from memkit import lean, swap
+from memkit.memory import measure
+from memkit.swap.library.attend import Scores, attend, stock_dropout
+
+__all__ = ["written_out_as"]  # a fixture
+
+pytestmark = pytest.mark.usefixtures("repeatable")
+
+MASKED = {"dropout": 0.3, "mask": True}
+FUSED = {"dropout": 0.3, "function": "sdpa"}
+P = 0.3
+
+
+@pytest.mark.parametrize("kind", ["plain", "cap", "bias"])
+def test_attend(kind):
+    """As written out with the elements that were dropped, once and twice differentiated, of each result and of both."""
+    query, key, value = (
+        torch.randn(2, heads, tokens, 3, dtype=torch.float64).requires_grad_()
+        for heads, tokens in ((4, 3), (2, 5), (2, 5))
+    )
+    bias = torch.randn(1, 4, 3, 5, dtype=torch.float64).requires_grad_() if kind == "bias" else None
+    leaves = [x for x in (query, key, value, bias) if x is not None]
+    scores = Scores(0.4, 1.5 if kind == "cap" else None, P)
+
+    def ours(*_):
+        torch.manual_seed(1)
+        return attend(query, key, value, None, bias, scores)
+
+    assert torch.autograd.gradcheck(ours, leaves)
+    assert torch.autograd.gradgradcheck(ours, leaves, fast_mode=True)
+    found = ours()
+    weights = found[1]
+    mask = (weights != 0).double() / (1 - P)
+    assert 0 < int((mask == 0).sum()) < mask.numel() / 2
+    all_weights = written_out(nn.Module(), query, key, value, bias, 0.4, softcap=scores.cap)[1]
+    groups = value.repeat_interleave(2, 1)
+    theirs = (all_weights * mask) @ groups, all_weights * mask
+    torch.testing.assert_close(found, theirs)
+    grads = [torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view(x.shape) for x in theirs]
+    for part in (slice(0, 2), slice(0, 1), slice(1, 2)):
+        how = {"retain_graph": True, "allow_unused": True}
+        a, b = (torch.autograd.grad(x[part], leaves, grads[part], **how) for x in (found, theirs))
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_attend_drops_as_many(dtype):
+    query, key, value = (torch.randn(2, 4, 96, 16).to(dtype) for _ in range(3))
+    out, weights = attend(query, key, value, None, None, Scores(0.25, None, 0.2))
+    every = attend(query, key, value, None, None, Scores(0.25))[1]
+    kept = (weights != 0) | (every == 0)
+    assert abs(float(kept.float().mean()) - 0.8) < 0.01
+    torch.testing.assert_close(weights[kept], (every / 0.8)[kept], rtol=2e-2, atol=1e-4)
+    assert not torch.equal(weights, attend(query, key, value, None, None, Scores(0.25, None, 0.2))[1])
+    torch.testing.assert_close(out, weights @ value, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("options", [MASKED, FUSED], ids=["written out", "fused"])
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("how", [False, True, "call"])
+def test_a_checkpoint_changes_nothing(options, reentrant, how):
+    model, x = Model(**options), torch.randn(2, TOKENS, HEADS * WIDTH)
+    swap(model, lean=how)
+
+    def under(x):
+        return checkpoint(model, x, use_reentrant=reentrant)
+
+    def inside(x):
+        with lean():
+            return model(x)
+
+    x.requires_grad_()
+    found = []
+    for call in (model, under, lambda x: checkpoint(inside, x, use_reentrant=reentrant)):
+        model.zero_grad()
+        torch.manual_seed(5)
+        with lean() if how is True else nullcontext():
+            out = call(x)
+        out.square().sum().backward()
+        found.append((out.detach(), [p.grad for p in model.parameters()]))
+    for each in found[1:]:
+        torch.testing.assert_close(each, found[0])
+
+
+@pytest.mark.parametrize("options", [MASKED, FUSED], ids=["written out", "fused"])
+def test_a_sample_is_compared_with_stocks_draws(options):
+    model, x = Model(**options), torch.randn(2, TOKENS, HEADS * WIDTH)
+    plain = copy.deepcopy(model)
+    report = swap(model, sample=x, lean="call")
+    assert [row.path for row in report.changed] == ["attention"], report
+    assert report.saved_after < report.saved_before
+    with stock_dropout():
+        torch.testing.assert_close(step(model, x), step(plain, x), rtol=1e-4, atol=1e-5)
+    ours, theirs = (step(each, x)[0] for each in (model, plain))
+    assert not torch.allclose(ours, theirs)
+    model.eval(), plain.eval()
+    torch.testing.assert_close(step(model, x), step(plain, x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [MASKED, FUSED], ids=["written out", "fused"])
+def test_on_average_it_is_what_it_is_without(options):
+    model, x = Model(**options), torch.randn(2, TOKENS, HEADS * WIDTH)
+    swap(model, lean="call")
+    with torch.no_grad():
+        several = torch.stack([model(x) for _ in range(600)])
+        expected = model.eval()(x)
+    error = several.std(0) / 600**0.5
+    assert float(((several.mean(0) - expected) / error).abs().max()) < 6
+    assert float(several.std(0).mean()) > 0.01
+
+
+def test_outside_lean_it_keeps_no_weights_either():
+    model, x = Model(**FUSED), torch.randn(2, TOKENS, HEADS * WIDTH)
+    plain = copy.deepcopy(model)
+    swap(model, lean=True)
+    before, after = (measure(lambda each=each: each(x).sum(), device="cpu").saved for each in (plain, model))
+    assert before - after >= 4 * 2 * HEADS * TOKENS * TOKENS
+
+
+def of_scores(module, query, key, value, attention_mask, scaling, dropout=0.0):
+    scores = stock.dropout(query @ key.mT * scaling, dropout, module.training)
+    weights = scores.softmax(-1)
+    return (weights @ value).transpose(1, 2), weights
+
+
+def of_rows(module, query, key, value, attention_mask, scaling, dropout=0.0):
+    weights = (query @ key.mT * scaling).softmax(-1)
+    out = stock.dropout(weights @ value, dropout, module.training)
+    return out.transpose(1, 2), weights
+
+
+def unscaled(module, query, key, value, attention_mask, scaling, dropout=0.0):
+    weights = (query @ key.mT * scaling).softmax(-1)
+    if dropout and module.training:
+        weights = weights * (torch.rand_like(weights) >= dropout)
+    return (weights @ value).transpose(1, 2), weights
+
+
+def without(module, query, key, value, attention_mask, scaling, dropout=0.0):
+    weights = (query @ key.mT * scaling).softmax(-1)
+    return (weights @ value).transpose(1, 2), weights
+
+
+@pytest.mark.parametrize("function", [of_scores, of_rows, unscaled, without])
+def test_functions_that_drop_something_else(function, written_out_as):
+    def grouped(module, query, key, value, *args, **kwargs):
+        return function(module, query, *(x.repeat_interleave(2, 1) for x in (key, value)), *args, **kwargs)
+
+    written_out_as(grouped)
+    model, x = Model(dropout=P), torch.randn(2, TOKENS, HEADS * WIDTH)
+    plain = copy.deepcopy(model)
+    swap(model, lean="call")
+    torch.testing.assert_close(step(model, x), step(plain, x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("ops", [["attention"], "all"])
+def test_stocks_dropout_where_only_attention_is_asked_for(ops):
+    for options in (MASKED, FUSED):
+        model, x = Model(**options), torch.randn(2, TOKENS, HEADS * WIDTH)
+        plain = copy.deepcopy(model)
+        swap(model, lean="call", ops=ops)
+        ours, theirs = step(model, x)[0], step(plain, x)[0]
+        assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5) == (ops == ["attention"])
+
+
+@pytest.mark.parametrize(("causal", "masked"), product([False, True], repeat=2))
+def test_multihead_attention(causal, masked):
+    """By its results without dropout: those of a value of ones are what is left of each row's weights."""
+    layer = nn.MultiheadAttention(8, 2, P, batch_first=True)
+    x = torch.randn(2, 12, 8)
+    swap(layer, lean="call")
+    with torch.no_grad():
+        layer.in_proj_weight[16:].zero_()
+        layer.in_proj_bias[16:] = 1
+        layer.out_proj.weight.copy_(torch.eye(8))
+        layer.out_proj.bias.zero_()
+    mask = nn.Transformer.generate_square_subsequent_mask(12) if causal else None
+    padding = torch.zeros(2, 12).masked_fill(torch.arange(12) > 9, float("-inf")) if masked else None
+    out, _ = layer(x, x, x, attn_mask=mask, is_causal=causal, key_padding_mask=padding, need_weights=False)
+    rows = out.detach()[..., ::4]  # one number a head
+    assert rows.std() > 0.05
+    if causal:  # the first row sees itself alone
+        first = rows[:, 0] * (1 - P)
+        assert bool(((first - 1).abs() < 1e-5).logical_or(first == 0).all())
+    (grad,) = torch.autograd.grad(out.sum(), layer.in_proj_bias)
+    torch.testing.assert_close(grad[16:].view(2, 4).sum(1), rows.sum((0, 1)) * 4)
+
+
+def test_a_transformer_trains_as_many_times_the_same():
+    """Draws are torch's random state's."""
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.2, batch_first=True)
+    x = torch.randn(2, 20, 16)
+    report = swap(layer, sample=x, lean="call")
+    assert any("attn" in row.path and row.after == "memkit" for row in report.rows), report
+    first, again = step(layer, x), step(layer, x)
+    torch.testing.assert_close(first, again, rtol=0, atol=0)
