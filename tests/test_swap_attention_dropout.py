@@ -70,7 +70,7 @@ def test_attend_drops_as_many(dtype):
 
 @pytest.mark.parametrize("options", [MASKED, FUSED], ids=["written out", "fused"])
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("how", [False, True, "call"])
+@pytest.mark.parametrize("how", [True, "call"])
 def test_a_checkpoint_changes_nothing(options, reentrant, how):
     model, x = Model(**options), torch.randn(2, TOKENS, HEADS * WIDTH)
     swap(model, lean=how)
@@ -154,7 +154,26 @@ def without(module, query, key, value, attention_mask, scaling, dropout=0.0):
     return (weights @ value).transpose(1, 2), weights
 
 
-@pytest.mark.parametrize("function", [of_scores, of_rows, unscaled, without])
+def given_before(module, query, key, value, attention_mask, scaling, dropout=0.0):
+    weights = (query @ key.mT * scaling).softmax(-1)
+    return (stock.dropout(weights, dropout, module.training) @ value).transpose(1, 2), weights
+
+
+def of_keys(module, query, key, value, attention_mask, scaling, dropout=0.0):
+    weights = (query @ key.mT * scaling).softmax(-1)
+    weights = weights * stock.dropout(torch.ones_like(weights[:, :, :1]), dropout, module.training)
+    return (weights @ value).transpose(1, 2), weights
+
+
+def of_all_heads(module, query, key, value, attention_mask, scaling, dropout=0.0):
+    weights = (query @ key.mT * scaling).softmax(-1)
+    weights = weights * stock.dropout(torch.ones_like(weights[:, :1]), dropout, module.training)
+    return (weights @ value).transpose(1, 2), weights
+
+
+@pytest.mark.parametrize(
+    "function", [of_scores, of_rows, unscaled, without, given_before, of_keys, of_all_heads]
+)
 def test_functions_that_drop_something_else(function, written_out_as):
     def grouped(module, query, key, value, *args, **kwargs):
         return function(module, query, *(x.repeat_interleave(2, 1) for x in (key, value)), *args, **kwargs)
@@ -164,6 +183,111 @@ def test_functions_that_drop_something_else(function, written_out_as):
     plain = copy.deepcopy(model)
     swap(model, lean="call")
     torch.testing.assert_close(step(model, x), step(plain, x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_a_mask_that_is_computed(learned):
+    """Whether it is learned shows in one of a checkpoint's two runs alone."""
+
+    class Relative(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(16, 2, P, batch_first=True)
+            self.table = nn.Parameter(torch.randn(23), requires_grad=learned)
+
+        def forward(self, x):
+            at = torch.arange(12)
+            mask = self.table[at[:, None] - at[None] + 11]
+            return self.attention(x, x, x, attn_mask=mask, need_weights=False)[0]
+
+    model = Relative().double()
+    swap(model, lean=True)
+    x = torch.randn(2, 12, 16, dtype=torch.float64, requires_grad=True)
+    found = []
+    for call in (model, lambda x: checkpoint(model, x, use_reentrant=True)):
+        model.zero_grad()
+        x.grad = None
+        torch.manual_seed(3)
+        out = call(x)
+        out.square().sum().backward()
+        found.append((out.detach(), x.grad, [p.grad for p in model.parameters() if p.grad is not None]))
+    torch.testing.assert_close(*found)
+
+    def seeded(x):
+        torch.manual_seed(3)
+        return model(x)
+
+    assert torch.autograd.gradcheck(seeded, x, fast_mode=True)
+    if learned:
+        assert torch.autograd.gradcheck(
+            lambda t: (
+                torch.manual_seed(3),
+                torch.func.functional_call(model, {"table": t}, (x.detach(),)),
+            )[1],
+            model.table.detach().clone().requires_grad_(),
+            fast_mode=True,
+        )
+
+
+@pytest.mark.parametrize("kind", ["causal", "multihead"])
+def test_a_causal_mask_differentiated_twice(kind):
+    if kind == "multihead":
+        layer = nn.MultiheadAttention(16, 2, P, batch_first=True)
+        mask = nn.Transformer.generate_square_subsequent_mask(TOKENS, dtype=torch.float64)
+        options = {"attn_mask": mask, "is_causal": True, "need_weights": False}
+        x = torch.randn(2, TOKENS, 16, dtype=torch.float64, requires_grad=True)
+    else:
+        layer, options = Model(**FUSED), {}
+        layer.attention.is_causal = True
+        x = torch.randn(2, TOKENS, HEADS * WIDTH, dtype=torch.float64, requires_grad=True)
+    layer.double()
+    swap(layer, lean=True)
+
+    def gradient(create_graph):
+        torch.manual_seed(3)
+        out = layer(x, x, x, **options)[0] if kind == "multihead" else layer(x)
+        (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=create_graph)
+        return grad.detach()
+
+    torch.testing.assert_close(gradient(True), gradient(False))
+
+
+@pytest.mark.parametrize("options", [MASKED, FUSED], ids=["written out", "fused"])
+@pytest.mark.parametrize("warm", [False, True])
+def test_function_transforms_and_inference_mode(options, warm, written_out_as):
+    written_out_as(written_out)
+    models = [Model(**options), nn.MultiheadAttention(16, 2, P, batch_first=True)]
+    inputs = [torch.randn(2, TOKENS, HEADS * WIDTH), torch.randn(2, TOKENS, 16)]
+    for model, x in zip(models, inputs, strict=True):
+        plain = copy.deepcopy(model)
+
+        def of(each):
+            return each if isinstance(each, Model) else lambda y: each(y, y, y, need_weights=False)[0]
+
+        swap(model, lean=True)
+        if warm:
+            of(model)(x)
+        grads = []
+        for each in (model, plain):
+            torch.manual_seed(1)
+            grads.append(torch.func.grad(lambda x, each=each: of(each)(x).square().sum())(x))
+        torch.testing.assert_close(*grads)
+        torch.func.vmap(of(model), randomness="different")(x[:, None])
+        with torch.inference_mode():
+            assert of(model)(x).isfinite().all()
+
+
+@pytest.mark.parametrize("first", ["padded", "plain"])
+def test_what_is_drawn_does_not_depend_on_the_first_batch(first, written_out_as):
+    written_out_as(written_out)
+    model, x = Model(**MASKED), torch.randn(2, TOKENS, HEADS * WIDTH)
+    swap(model, lean="call")
+    low = torch.zeros(2, 1, TOKENS, TOKENS)
+    low[:, :, 3] = float("-inf")
+    model.attention(x, low if first == "padded" else None)
+    with stock_dropout():
+        theirs = step(model, x)[0]
+    assert not torch.allclose(step(model, x)[0], theirs)
 
 
 @pytest.mark.parametrize("ops", [["attention"], "all"])

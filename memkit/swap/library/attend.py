@@ -36,8 +36,15 @@ def stock_dropout() -> Iterator[None]:
 
 
 def may_drop(p: Any) -> bool:
-    """Whether `attend` may take the place of attention with this dropout."""
-    return isinstance(p, float) and (p == 0.0 or (0.0 < p < 1.0 and not _as_stock))
+    """Whether `attend` may take the place of attention with this dropout: of nothing that differs between the two runs of a
+    checkpoint."""
+    functorch: Any = torch._C._functorch
+    return (
+        isinstance(p, float)
+        and 0.0 < p < 1.0
+        and not _as_stock
+        and functorch.peek_interpreter_stack() is None
+    )
 
 
 class Scores(NamedTuple):
@@ -138,7 +145,7 @@ def _gradients(given: Any, scores: Scores, wanted: Any, grads: tuple[Any, Any]) 
     if bias is not None:
         s = s + (bias if mask is None else torch.where(mask, bias, torch.finfo(bias.dtype).min))
     elif mask is not None:
-        s = s + mask
+        s = s.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else s + mask
     weights = s.softmax(-1)
     if seed is not None:
         drop = drop_numbers(scores.dropout)

@@ -152,7 +152,7 @@ def _attend(
     keeps_weights = function is written_out or (_is_fused(function) and slow)
     keeps_weights = keeps_weights and key.shape[-2] >= query.shape[-1]  # else they are smaller than the query
     # Inside of lean() and outside, recorded or not: a checkpoint's two runs have to drop the same.
-    drops = drops and keeps_weights and dropout > 0 and may_drop(dropout)
+    drops = drops and keeps_weights and may_drop(dropout)
     if not (in_lean or drops):
         return function(module, query, key, value, *args, **kwargs)
     if in_lean:
@@ -207,7 +207,7 @@ def _as_written(
     plain = (
         not more
         and isinstance(scale, float)
-        and (cap is None or (isinstance(cap, float) and bias is None))
+        and (cap is None or (isinstance(cap, float) and bias is None and (mask is None or not dropout)))
         and serves(query)
         and query.dtype == key.dtype == value.dtype
         and query.dim() == key.dim() == value.dim() == 4
@@ -224,7 +224,10 @@ def _as_written(
     for each in (mask, bias):
         if each is not None and not (type(each) in (Tensor, nn.Parameter) and _expands(each, scores)):
             return None
-    if mask is not None and (mask.requires_grad or (mask.dtype == torch.bool) != (bias is not None)):
+    says = mask is not None and mask.dtype == torch.bool  # what is seen, beside a bias, or to a fused kernel
+    if mask is not None and (
+        mask.requires_grad or says != (bias is not None or (says and _is_fused(function)))
+    ):
         return None
     if mask is None and not learned and _is_fused(function):
         causal = kwargs.get("is_causal")
@@ -233,7 +236,7 @@ def _as_written(
     how = (mask, bias, Scores(scale, cap, dropout))
     given = tuple(sorted(name for name, held in kwargs.items() if held is not None))
     groups = query.shape[1] // key.shape[1]
-    kind = query.dtype, groups, mask is None, learned, dropout > 0
+    kind = query.dtype, groups, mask is None, says, learned and not dropout, dropout > 0
     seen = (function, type(module), module.training, given, kind)
     if seen not in _same:
         _same[seen] = _is_same(function, module, (query, key, value), args, how, kwargs)
@@ -241,55 +244,60 @@ def _as_written(
 
 
 def _is_same(function: Any, module: Any, tensors: Any, args: Any, how: Any, kwargs: Any) -> bool:
-    """Of some tokens: results, weights and gradients; and no parameter of the module has part in them.
+    """Of some tokens: results, weights and gradients; and no parameter of the module has part in them. Numbers and masks are
+    ours, so that it does not depend on the first batch.
 
     A checkpoint around the model sees nothing of it, since it is not done again when that computes again.
     """
+    autograd: Any = torch._C._autograd
+    if not autograd._saved_tensors_hooks_is_enabled():
+        return False
     mask, bias, scores = how
-    scores = scores._replace(dropout=0.0)
     devices = [tensors[0].device] if tensors[0].is_cuda else []
     with (
+        torch.inference_mode(False),
         torch.enable_grad(),
         saved_tensors_hooks(itself, itself),
         _disable_current_modes(),
         torch.random.fork_rng(devices),
     ):
-        some = [x[:1, :, :TOKENS].detach() for x in tensors]
-        # Layers that start from zero would show nothing.
-        query, key, value = ((x + numbers(x.shape, x)).requires_grad_() for x in some)
+        query, key, value = (
+            numbers((1, x.shape[1], (i + 1) * TOKENS, x.shape[3]), x)[:, :, -TOKENS:].requires_grad_()
+            for i, x in enumerate(tensors)
+        )
         named = "attention_mask" in kwargs
         given = kwargs["attention_mask"] if named else (*args, None)[0]
         learned = given is not None and given is bias
-        given, mask, bias = (
-            x if x is None else x[:1, :, :TOKENS, :TOKENS].detach().clone() for x in (given, mask, bias)
-        )
+        given, mask, bias = (x if x is None else _added(x) for x in (given, mask, bias))
         leaves = [query, key, value]
         if bias is not None:
             leaves.append(bias.requires_grad_())
-        options = dict(kwargs)
-        if drops := options.get("dropout", 0.0) > 0:
-            options["dropout"] = 0.0
+        options = {**kwargs, "dropout": 0.0} if scores.dropout else dict(kwargs)
         if learned:
             given = bias
         elif bias is not None:
             options["position_bias"] = bias
         if named:
             options["attention_mask"] = given
-        theirs, weights = function(module, query, key, value, *(() if named else (given,)), **options)
-        ours, our_weights = attend(query, key, value, mask, bias, scores)
+
+        def theirs_of(value: Tensor) -> tuple[Tensor, Tensor | None]:
+            out, weights = function(module, query, key, value, *(() if named else (given,)), **options)
+            return out, weights
+
+        theirs, weights = theirs_of(value)
+        ours, our_weights = attend(query, key, value, mask, bias, scores._replace(dropout=0.0))
         pairs = [(ours.transpose(1, 2), theirs)]
         if weights is not None:
             pairs.append((our_weights, weights))
         if any(a.shape != b.shape for a, b in pairs):
             return False
-        if drops:
+        if scores.dropout:
             options["dropout"] = 0.5
             once = torch.eye(*value.shape[2:]).to(value).expand_as(value)
-            dropped, sums = (
-                function(module, query, key, x, *(() if named else (given,)), **options)[0].transpose(1, 2)
-                for x in (once, torch.ones_like(value))
-            )
-            if not _is_dropped(our_weights, dropped[..., : our_weights.shape[3]], sums):
+            dropped, weights = theirs_of(once)
+            dropped = dropped.transpose(1, 2)[..., :TOKENS]
+            sums = theirs_of(torch.ones_like(value))[0].transpose(1, 2)
+            if not _is_dropped(our_weights, dropped, sums) or not (weights is None or near(dropped, weights)):
                 return False
         weight = numbers(theirs.shape, theirs.detach())
         own = [p for p in module.parameters() if p.requires_grad]
@@ -300,18 +308,30 @@ def _is_same(function: Any, module: Any, tensors: Any, args: Any, how: Any, kwar
         return all(b is not None and near(a, b) for a, b in pairs)
 
 
+def _added(x: Tensor) -> Tensor:
+    """In the place of a mask or bias: of one row where that is for all."""
+    shape = (1, x.shape[1], *(n if n == 1 else TOKENS for n in x.shape[2:]))
+    if x.dtype == torch.bool:
+        return torch.ones(shape, dtype=torch.bool, device=x.device).tril()
+    return numbers(shape, x)
+
+
 def _is_dropped(weights: Tensor, dropped: Tensor, sums: Tensor) -> bool:
-    """Whether of the weights each is either twice as large or zero, some the one and some the other; they, and not what
-    comes of them: what is left of a row is the same for all that is multiplied with it."""
+    """Whether of the weights each is either twice as large or zero by itself; they, and not what comes of them: what is left
+    of a row is the same for all that is multiplied with it."""
     if weights.shape != dropped.shape:  # a value is narrower than there are tokens
         return False
     tolerance = TOLERANCE[weights.dtype]
     kept = torch.isclose(dropped, 2 * weights, rtol=tolerance, atol=tolerance * 1e-3)
     seen = weights > tolerance
+    for dim in (1, 2, 3):  # no neighbours share their fate
+        last, size = weights.shape[dim] - 1, weights.shape[dim]
+        a, b = (kept.narrow(dim, at, last) for at in (0, size - last))
+        both = seen.narrow(dim, 0, last) & seen.narrow(dim, size - last, last)
+        if last and not ((a != b) & both).any():
+            return False
     alike = torch.isclose(sums, sums[..., :1], rtol=tolerance, atol=tolerance)
-    return bool(
-        alike.all() and (kept | (dropped == 0)).all() and (kept & seen).any() and (~kept & seen).any()
-    )
+    return bool(alike.all() and (kept | (dropped == 0)).all())
 
 
 def _expands(x: Tensor, shape: tuple[int, ...]) -> bool:

@@ -52,7 +52,9 @@ class MultiheadAttention(Twin, kind="multihead attention"):
         if need_weights or (keeps_weights and _attends(module, q, dropout)):
             if is_causal:
                 mask = q.new_ones(1, 1, q.shape[2], k.shape[2], dtype=torch.bool).tril_()
-            out, weights = attend(q, k, v, mask, None, Scores(q.shape[3] ** -0.5, None, dropout))
+            learned = mask is not None and mask.requires_grad
+            scores = Scores(q.shape[3] ** -0.5, None, dropout)
+            out, weights = attend(q, k, v, None if learned else mask, mask if learned else None, scores)
             weights = weights.mean(1) if average_attn_weights else weights
         else:
             kernel = partial(stock.scaled_dot_product_attention, dropout_p=dropout, is_causal=is_causal)
@@ -150,7 +152,7 @@ def _takes_masks(module: Any, query: Tensor, key: Tensor, padding: Mask, mask: M
     shapes = {2: pairs, 3: (batch * module.num_heads, *pairs)}
     given = [each for each in (padding, mask) if each is not None]
     return (
-        all(type(each) is Tensor and each.device == query.device and not each.requires_grad for each in given)
+        all(type(each) is Tensor and each.device == query.device for each in given)
         and all(each.dtype in (torch.bool, query.dtype) for each in given)
         and len({each.dtype for each in given}) < 2
         and (padding is None or padding.shape == key.shape[:2])
