@@ -85,7 +85,8 @@ def swap(
             autocast in stock PyTorch.
         lean: for a model that runs inside :class:`memkit.lean`: activations keep their input and their output is
             dropped, exact in every dtype, so that only those that work in place by themselves have to be proven.
-            Outside `memkit.lean()` they are stock's. Attention of torch.nn and of transformers' models, and what layers
+            Outside `memkit.lean()` they are stock's, but for attention's dropout (with "dropout"), of which a seed is kept
+            in either. Attention of torch.nn and of transformers' models, and what layers
             write out in their own code, keeps no weights inside it, recurrences (Mamba, linear attention) no states, and
             layer scales and gates (`gamma * linear(x)`, with "act_linear") no result of the layer.
             What that attention reads, masks too, may not be changed in place before backward, which says so.
