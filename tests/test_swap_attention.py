@@ -432,6 +432,16 @@ def test_it_is_left_where_it_is_not_asked_for():
     assert not swap(model, lean="call").changed
 
 
+def assert_same(found, theirs, leaves):
+    """Result and weights; and gradients, of each by itself and of both."""
+    torch.testing.assert_close(found, theirs)
+    grads = [torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view(x.shape) for x in theirs]
+    for part in (slice(0, 2), slice(0, 1), slice(1, 2)):
+        how = {"retain_graph": True, "allow_unused": True}
+        a, b = (torch.autograd.grad(x[part], leaves, grads[part], **how) for x in (found, theirs))
+        torch.testing.assert_close(a, b)
+
+
 @pytest.mark.parametrize(
     "kind", ["nothing", "cap", "mask", "cap and mask", "bias", "bias and mask", "bias and masks"]
 )
@@ -467,13 +477,7 @@ def test_attend(kind):
     if bias is not None:
         added = bias if added is None else torch.where(added, bias, low)
     out, weights = written_out(nn.Module(), query, key, value, added, 0.4, softcap=scores.cap)
-    theirs, found = (out.transpose(1, 2), weights), ours()
-    torch.testing.assert_close(found, theirs)
-    grads = [torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view(x.shape) for x in theirs]
-    for part in (slice(0, 2), slice(0, 1), slice(1, 2)):
-        how = {"retain_graph": True, "allow_unused": True}
-        a, b = (torch.autograd.grad(x[part], leaves, grads[part], **how) for x in (found, theirs))
-        torch.testing.assert_close(a, b)
+    assert_same(ours(), (out.transpose(1, 2), weights), leaves)
 
 
 def test_attend_differentiated_twice_where_one_is_made_from_the_other():
