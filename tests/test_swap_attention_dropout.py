@@ -165,8 +165,24 @@ def of_all_heads(module, query, key, value, attention_mask, scaling, dropout=0.0
     return (weights @ value).transpose(1, 2), weights
 
 
+def of_all_batches(module, query, key, value, attention_mask, scaling, dropout=0.0):
+    weights = (query @ key.mT * scaling).softmax(-1)
+    weights = weights * stock.dropout(torch.ones_like(weights[:1]), dropout, module.training)
+    return (weights @ value).transpose(1, 2), weights
+
+
+def of_one_size(module, query, key, value, attention_mask, scaling, dropout=0.0):
+    weights = (query @ key.mT * scaling + torch.ones(TOKENS, TOKENS)).softmax(-1)
+    weights = stock.dropout(weights, dropout, module.training)
+    return (weights @ value).transpose(1, 2), weights
+
+
 @pytest.mark.parametrize(
-    "function", [of_scores, of_rows, unscaled, without, given_before, of_keys, of_all_heads]
+    "function",
+    [
+        *(of_scores, of_rows, unscaled, without),
+        *(given_before, of_keys, of_all_heads, of_all_batches, of_one_size),
+    ],
 )
 def test_functions_that_drop_something_else(function, written_out_as):
     def grouped(module, query, key, value, *args, **kwargs):
@@ -221,6 +237,43 @@ def test_a_mask_that_is_computed(learned):
             model.table.detach().clone().requires_grad_(),
             fast_mode=True,
         )
+
+
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_a_sample_that_is_all_padding(learned, create_graph):
+    """Its tokens see nothing: zero, and their gradients, as in stock."""
+    layer = nn.MultiheadAttention(16, 2, 1e-9, batch_first=True).double()
+    plain = copy.deepcopy(layer)
+    swap(layer, lean=True)
+    padding = torch.zeros(3, 12, dtype=torch.float64)
+    padding[1] = float("-inf")
+    x = torch.randn(3, 12, 16, dtype=torch.float64, requires_grad=True)
+    table = torch.randn(12, 12, dtype=torch.float64, requires_grad=learned)
+    found = []
+    for each in (layer, plain):
+        out, _ = each(x, x, x, key_padding_mask=padding, attn_mask=table * 1.0, need_weights=False)
+        leaves = [x, table] if learned else [x]
+        grads = torch.autograd.grad(out.square().sum(), leaves, create_graph=create_graph)
+        found.append((out.detach(), [grad.detach() for grad in grads]))
+    assert found[1][0].isfinite().all()
+    torch.testing.assert_close(*found)
+
+
+def test_shapes_of_masks_are_looked_at_by_themselves(written_out_as):
+    """Of keys alone first, then of pairs; fused kernels take both."""
+    written_out_as(written_out)
+    model, x = Model(**FUSED), torch.randn(2, TOKENS, HEADS * WIDTH)
+    swap(model, lean="call")
+    keys = torch.ones(2, 1, 1, TOKENS, dtype=torch.bool)
+    keys[..., -3:] = False
+    for mask in (keys, keys.expand(2, 1, TOKENS, TOKENS).tril()):
+        outs = []
+        for how in (nullcontext, stock_dropout):
+            torch.manual_seed(1)
+            with how():
+                outs.append(model.attention(x, mask)[0].detach())
+        assert not torch.allclose(*outs)
 
 
 @pytest.mark.parametrize("kind", ["causal", "multihead"])

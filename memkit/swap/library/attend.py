@@ -115,7 +115,7 @@ class _Attend(torch.autograd.Function):
                 d += grad_weights
         if seed is not None:
             torch.ops.memkit._activation_(d, *DROP, "auto", *drop)
-        masked = mask is not None
+        masked = not (mask is None and bias is None)
         torch.ops.memkit._softmax_backward_(d, weights, -1, scores.after, False, False, masked)
         del weights, grad
         if capped is not None:
@@ -146,7 +146,8 @@ def _gradients(given: Any, scores: Scores, wanted: Any, grads: tuple[Any, Any]) 
         s = s + (bias if mask is None else torch.where(mask, bias, torch.finfo(bias.dtype).min))
     elif mask is not None:
         s = s.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else s + mask
-    weights = s.softmax(-1)
+    hidden = (s == float("-inf")).all(-1, keepdim=True)
+    weights = s.masked_fill(hidden, 0).softmax(-1).masked_fill(hidden, 0)
     if seed is not None:
         drop = drop_numbers(scores.dropout)
         weights = weights * torch.ops.memkit._dropout_mask(weights.shape, seed, drop, dtype=weights.dtype)
@@ -171,6 +172,7 @@ def _weights(
             bias, mask = torch.where(mask, bias, torch.finfo(bias.dtype).min), None
         s = torch.empty(shape, dtype=query.dtype, device=query.device).copy_(bias)
         _grouped(s, key).baddbmm_(rows, columns, alpha=scores.factor)
+        mask = s.new_zeros(1, 1, 1, 1)  # rows that see nothing are zero
     if scores.cap is None:
         return None, F.softmax(s, -1, mask=mask, inplace=True)
     s.tanh_()

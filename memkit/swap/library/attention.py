@@ -236,10 +236,17 @@ def _as_written(
     how = (mask, bias, Scores(scale, cap, dropout))
     given = tuple(sorted(name for name, held in kwargs.items() if held is not None))
     groups = query.shape[1] // key.shape[1]
-    kind = query.dtype, groups, mask is None, says, learned and not dropout, dropout > 0
+    parts = [] if mask is None else [n == 1 for n in mask.shape]
+    kind = query.dtype, groups, query.shape[2] == 1, *parts, says, learned and not dropout, dropout > 0
     seen = (function, type(module), module.training, given, kind)
     if seen not in _same:
-        _same[seen] = _is_same(function, module, (query, key, value), args, how, kwargs)
+        autograd: Any = torch._C._autograd
+        if not autograd._saved_tensors_hooks_is_enabled():
+            return None
+        try:
+            _same[seen] = _is_same(function, module, (query, key, value), args, how, kwargs)
+        except Exception:  # it is given something of the size of the batch
+            _same[seen] = False
     return how if _same[seen] else None
 
 
@@ -249,9 +256,6 @@ def _is_same(function: Any, module: Any, tensors: Any, args: Any, how: Any, kwar
 
     A checkpoint around the model sees nothing of it, since it is not done again when that computes again.
     """
-    autograd: Any = torch._C._autograd
-    if not autograd._saved_tensors_hooks_is_enabled():
-        return False
     mask, bias, scores = how
     devices = [tensors[0].device] if tensors[0].is_cuda else []
     with (
@@ -261,10 +265,18 @@ def _is_same(function: Any, module: Any, tensors: Any, args: Any, how: Any, kwar
         _disable_current_modes(),
         torch.random.fork_rng(devices),
     ):
+        for generator in (
+            torch.default_generator,
+            *(torch.cuda.default_generators[d.index] for d in devices),
+        ):
+            generator.manual_seed(0)
         query, key, value = (
-            numbers((1, x.shape[1], (i + 1) * TOKENS, x.shape[3]), x)[:, :, -TOKENS:].requires_grad_()
+            numbers((2, x.shape[1], (i + 1) * TOKENS, x.shape[3]), x)[:, :, -TOKENS:]
             for i, x in enumerate(tensors)
         )
+        query = query / (scores.scale * query.shape[3] ** 0.5)  # for scores of the size of one
+        for x in (query, key, value):
+            x.requires_grad_()
         named = "attention_mask" in kwargs
         given = kwargs["attention_mask"] if named else (*args, None)[0]
         learned = given is not None and given is bias
@@ -312,7 +324,8 @@ def _added(x: Tensor) -> Tensor:
     """In the place of a mask or bias: of one row where that is for all."""
     shape = (1, x.shape[1], *(n if n == 1 else TOKENS for n in x.shape[2:]))
     if x.dtype == torch.bool:
-        return torch.ones(shape, dtype=torch.bool, device=x.device).tril()
+        ones = torch.ones(shape, dtype=torch.bool, device=x.device)
+        return ones.tril() if shape[2] > 1 else ones.tril(TOKENS - 2)  # of one row: all but the last
     return numbers(shape, x)
 
 
@@ -324,7 +337,7 @@ def _is_dropped(weights: Tensor, dropped: Tensor, sums: Tensor) -> bool:
     tolerance = TOLERANCE[weights.dtype]
     kept = torch.isclose(dropped, 2 * weights, rtol=tolerance, atol=tolerance * 1e-3)
     seen = weights > tolerance
-    for dim in (1, 2, 3):  # no neighbours share their fate
+    for dim in range(4):  # no neighbours share their fate
         last, size = weights.shape[dim] - 1, weights.shape[dim]
         a, b = (kept.narrow(dim, at, last) for at in (0, size - last))
         both = seen.narrow(dim, 0, last) & seen.narrow(dim, size - last, last)
