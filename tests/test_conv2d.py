@@ -20,7 +20,7 @@ SHAPES = {
     "groups": (6, 64, 64, 48, 3, 1, 64),
     "pointwise": (7, 48, 16, 56, 1, 1, 1),
     "steps": (5, 64, 64, 56, 1, 2, 1),
-    "channels": (256, 256, 250, 2, 3, 1, 1),
+    "channels": (16, 256, 250, 6, 3, 1, 1),
     "whole": (2, 8, 8, 5, 3, 1, 1),
 }
 
@@ -62,9 +62,7 @@ def test_backward_peaks_lower(name: str) -> None:
         return memkit.memory.measure(torch.autograd.grad, out, (x, weight), grad).peak
 
     peak(F.conv2d), peak(M.conv2d)  # buffers that the library keeps
-    stock = peak(F.conv2d)
-    # By less where buffers that the library takes for some processors are most of it.
-    assert peak(M.conv2d) <= stock - min(0.03 * stock, 0.75 * x.nbytes)
+    assert peak(M.conv2d) < 0.97 * peak(F.conv2d)
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 8, 8), (1, 3, 8, 8)])

@@ -103,8 +103,8 @@ def _has_many(module: Any, key: Tensor) -> bool:
 def _attends(module: Any, query: Tensor, dropout: float) -> bool:
     """Whether `attend` may take the place of a kernel with this dropout: inside of lean() and outside, recorded or not, as a
     checkpoint's two runs have to drop the same."""
-    half = torch.is_autocast_enabled(query.device.type)
-    return bool(module._drops) and may_drop(dropout) and not half and query.numel() > 0
+    autocast = torch.is_autocast_enabled(query.device.type)
+    return bool(module._drops) and may_drop(dropout) and not autocast and query.numel() > 0
 
 
 def _takes(
