@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ... import functional as F
 from ...functional._dropout import draw_seed, drop_numbers
+from .twin import in_transform
 
 DROP: tuple[Any, ...] = (None, -1, "identity", [])
 """Of ``memkit::_activation``: dropout alone."""
@@ -38,13 +39,7 @@ def stock_dropout() -> Iterator[None]:
 def may_drop(p: Any) -> bool:
     """Whether `attend` may take the place of attention with this dropout: of nothing that differs between the two runs of a
     checkpoint."""
-    functorch: Any = torch._C._functorch
-    return (
-        isinstance(p, float)
-        and 0.0 < p < 1.0
-        and not _as_stock
-        and functorch.peek_interpreter_stack() is None
-    )
+    return isinstance(p, float) and 0.0 < p < 1.0 and not _as_stock and not in_transform()
 
 
 class Scores(NamedTuple):

@@ -14,7 +14,7 @@ from ..._hooks import has_global_hooks
 from ..._lean import is_lean
 from .repeatable import CONSTANTS, Names, is_readable, reach, reach_of
 from .rotary import served
-from .twin import checkpointed, in_forward_mode, is_tracing, itself
+from .twin import checkpointed, in_forward_mode, in_transform, is_tracing, itself
 
 LEAST = 2**20
 """Bytes that a call has to keep less, which takes some 0.5 ms."""
@@ -61,12 +61,10 @@ def again(function: Callable[..., Any], first: Any, *given: Any) -> Any:
 
 
 def _may_checkpoint() -> bool:
-    functorch: Any = torch._C._functorch
     return (
         is_lean()
         and torch.is_grad_enabled()
-        and not (is_tracing() or in_forward_mode() or has_global_hooks())
-        and functorch.peek_interpreter_stack() is None
+        and not (is_tracing() or in_forward_mode() or in_transform() or has_global_hooks())
     )
 
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ... import functional as F
 from ..layers import serves
-from .twin import in_forward_mode, itself, near, numbers, undecorated
+from .twin import in_forward_mode, in_transform, itself, near, numbers, undecorated
 
 NAME = "apply_rotary_pos_emb"
 LIBRARIES = ("transformers.", "liger_kernel.")
@@ -152,7 +152,7 @@ def _way(function: Any, kwargs: dict[str, Any], turned: str, like: Tensor, table
 def _can_try(like: Tensor) -> bool:
     autograd: Any = torch._C._autograd
     return (
-        torch._C._functorch.peek_interpreter_stack() is None
+        not in_transform()
         and autograd._saved_tensors_hooks_is_enabled()
         and not (like.is_cuda and torch.cuda.is_current_stream_capturing())
     )

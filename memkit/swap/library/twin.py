@@ -137,12 +137,18 @@ def _make(kinds: tuple[str, ...], cls: Any) -> Any:
     return cls.__new__(cls)
 
 
+def in_transform() -> bool:
+    """Whether torch.func's `grad`, `vmap` and the like are at work."""
+    functorch: Any = torch._C._functorch
+    return functorch.peek_interpreter_stack() is not None
+
+
 class InLean(Twin, kind="lean"):
     """Each call runs inside :class:`memkit.lean`, but in function transforms, which allow no saved-tensor hooks. May stand
     before another twin."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+        if not is_compiling() and in_transform():
             return super().__call__(*args, **kwargs)
         with lean():
             return super().__call__(*args, **kwargs)
