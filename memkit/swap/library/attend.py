@@ -61,53 +61,68 @@ class Scores(NamedTuple):
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None, scores: Scores
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    scores: Scores,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The result, [batch, heads, tokens, width] as the query, and the weights, [batch, heads, tokens, keys], as they are
     multiplied with the value: with dropout.
 
     ``key`` and ``value`` have as many heads, or a part of them, each for some neighbours. ``mask`` is added to the scores;
     beside a ``bias``, which is added too and may be learned, it says (bool) where that is the least number there is instead.
+    ``sinks``, which expand to [batch, heads, tokens, 1] and may be learned, are scores beside those of the keys, without a
+    value: a column behind them in memory, that the products pass by.
     """
-    return _Attend.apply(query, key, value, mask, bias, scores)  # type: ignore[no-any-return]
+    return _Attend.apply(query, key, value, mask, bias, scores, sinks)  # type: ignore[no-any-return]
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, bias: Any, scores: Scores
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, bias: Any, scores: Scores, sinks: Any
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        _, weights = _weights(query, key, mask, bias, scores)
+        _, weights = _weights(query, key, mask, bias, scores, sinks)
         seed = draw_seed("attend", weights, None) if scores.dropout else None
-        ctx.save_for_backward(query, key, value, mask, bias, seed)
+        ctx.save_for_backward(query, key, value, mask, bias, sinks, seed)
         ctx.scores = scores
         if seed is not None:
             torch.ops.memkit._activation_(weights, *DROP, "auto", None, seed, drop_numbers(scores.dropout))
+        weights = _of_keys(weights, key)
         out = torch.bmm(_grouped(weights, key), value.flatten(0, 1))
         return out.view(*query.shape[:3], value.shape[3]), weights
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_weights: Tensor | None) -> tuple[Any, ...]:
-        query, key, value, mask, bias, seed = ctx.saved_tensors
+        query, key, value, mask, bias, sinks, seed = ctx.saved_tensors
         scores: Scores = ctx.scores
         if grad is None and grad_weights is None:
-            return None, None, None, None, None, None
+            return None, None, None, None, None, None, None
         if torch.is_grad_enabled():  # the gradient is to be differentiated
-            return (*_gradients(ctx.saved_tensors, scores, ctx.needs_input_grad, (grad, grad_weights)), None)
-        capped, weights = _weights(query, key, mask, bias, scores)
+            wanted = *ctx.needs_input_grad[:5], ctx.needs_input_grad[6]
+            *found, grad_sinks = _gradients(ctx.saved_tensors, scores, wanted, (grad, grad_weights))
+            return *found, None, grad_sinks
+        capped, weights = _weights(query, key, mask, bias, scores, sinks)
         drop = None, seed, drop_numbers(scores.dropout)
         grad_value = None
-        if grad is None:  # the weights' alone, which is not ours to write to
-            d = torch.empty_like(weights).copy_(grad_weights)  # type: ignore[arg-type]
+        d = torch.empty_like(weights)
+        if sinks is not None:
+            d[..., -1] = 0
+        of_keys = _of_keys(d, key)
+        if grad is None:  # the weights' alone
+            of_keys.copy_(grad_weights)  # type: ignore[arg-type]
         else:
             grad = _grouped(grad, key)
             dropped = weights if seed is None else torch.ops.memkit._activation(weights, *DROP, "auto", *drop)
-            grad_value = torch.bmm(_grouped(dropped, key).mT, grad).view(value.shape)
+            grad_value = torch.bmm(_grouped(_of_keys(dropped, key), key).mT, grad).view(value.shape)
             del dropped
-            d = torch.bmm(grad, value.flatten(0, 1).mT).view(weights.shape)
+            _product(grad, value.flatten(0, 1).mT, 1.0, _grouped(of_keys, key))
             if grad_weights is not None:
-                d += grad_weights
+                of_keys += grad_weights
         if seed is not None:
             torch.ops.memkit._activation_(d, *DROP, "auto", *drop)
         masked = not (mask is None and bias is None)
@@ -115,22 +130,24 @@ class _Attend(torch.autograd.Function):
         del weights, grad
         if capped is not None:
             torch.ops.aten.tanh_backward.grad_input(d, capped, grad_input=d)
-        grad_bias = None
+        grad_bias = grad_sinks = None
+        if ctx.needs_input_grad[6]:
+            grad_sinks = d[..., -1:].sum_to_size(sinks.shape)
         if ctx.needs_input_grad[4]:
-            kept = d if mask is None or mask.shape[0] == 1 else d.masked_fill(~mask, 0)
+            kept = of_keys if mask is None or mask.shape[0] == 1 else of_keys.masked_fill(~mask, 0)
             grad_bias = kept.sum_to_size(bias.shape)
-            if kept is d and mask is not None:
+            if kept is of_keys and mask is not None:
                 grad_bias = grad_bias.masked_fill(~mask, 0)
-        d = _grouped(d, key)
+        d = _grouped(of_keys, key)
         grad_query = _product(d, key.flatten(0, 1), scores.factor).view(query.shape)
         grad_key = _product(d.mT, _grouped(query, key), scores.factor).view(key.shape)
-        return grad_query, grad_key, grad_value, None, grad_bias, None
+        return grad_query, grad_key, grad_value, None, grad_bias, None, grad_sinks
 
 
 def _gradients(given: Any, scores: Scores, wanted: Any, grads: tuple[Any, Any]) -> list[Any]:
     """Of the inputs wanted, by operators that have derivatives; of each by itself, be one the other or made from it."""
     given = [x if x is None else x.view_as(x) for x in given]
-    query, key, value, mask, bias, seed = given
+    query, key, value, mask, bias, sinks, seed = given
     leaves = [x for x, each in zip(given, wanted, strict=False) if each]
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -141,37 +158,46 @@ def _gradients(given: Any, scores: Scores, wanted: Any, grads: tuple[Any, Any]) 
         s = s + (bias if mask is None else torch.where(mask, bias, torch.finfo(bias.dtype).min))
     elif mask is not None:
         s = s.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else s + mask
+    if sinks is not None:
+        s = torch.cat([s, sinks.to(s.dtype).expand(*s.shape[:3], 1)], -1)
     hidden = (s == float("-inf")).all(-1, keepdim=True)
     weights = s.masked_fill(hidden, 0).softmax(-1).masked_fill(hidden, 0)
     if seed is not None:
         drop = drop_numbers(scores.dropout)
         weights = weights * torch.ops.memkit._dropout_mask(weights.shape, seed, drop, dtype=weights.dtype)
+    weights = _of_keys(weights, key)
     outs = [
         out for out, g in zip((torch.matmul(weights, value), weights), grads, strict=True) if g is not None
     ]
     arrived = [g for g in grads if g is not None]
     found = iter(torch.autograd.grad(outs, leaves, arrived, create_graph=True, allow_unused=True))
-    return [next(found) if each else None for each in wanted[:5]]
+    return [next(found) if each else None for each in wanted]
 
 
 def _weights(
-    query: Tensor, key: Tensor, mask: Tensor | None, bias: Tensor | None, scores: Scores
+    query: Tensor, key: Tensor, mask: Tensor | None, bias: Tensor | None, scores: Scores, sinks: Tensor | None
 ) -> tuple[Tensor | None, Tensor]:
-    """The tanh of the scores, where they are capped, and the weights."""
-    rows, columns = _grouped(query, key), key.flatten(0, 1).mT
-    shape = (*query.shape[:3], key.shape[2])
-    if bias is None:
-        s = _product(rows, columns, scores.factor).view(shape)
-    else:
-        if mask is not None:
-            bias, mask = torch.where(mask, bias, torch.finfo(bias.dtype).min), None
-        s = torch.empty(shape, dtype=query.dtype, device=query.device).copy_(bias)
-        _grouped(s, key).baddbmm_(rows, columns, alpha=scores.factor)
+    """The tanh of the scores, where they are capped, and the weights, those of sinks in a column behind the keys'."""
+    s = query.new_empty(*query.shape[:3], key.shape[2] + (sinks is not None))
+    of_keys = _of_keys(s, key)
+    if bias is not None:
+        of_keys.copy_(bias if mask is None else torch.where(mask, bias, torch.finfo(bias.dtype).min))
         mask = s.new_zeros(1, 1, 1, 1)  # rows that see nothing are zero
+    _product(_grouped(query, key), key.flatten(0, 1).mT, scores.factor, _grouped(of_keys, key), bias is not None)
+    if sinks is not None:
+        s[..., -1:] = sinks
+        if mask is not None and mask.numel() > 1:
+            mask = mask.expand(*mask.shape[:3], key.shape[2])
+            mask = torch.cat([mask, mask.new_full((1,), mask.dtype == torch.bool).expand(*mask.shape[:3], 1)], -1)
     if scores.cap is None:
         return None, F.softmax(s, -1, mask=mask, inplace=True)
     s.tanh_()
     return s, F.softmax(s, -1, scale=scores.after, mask=mask)
+
+
+def _of_keys(x: Tensor, key: Tensor) -> Tensor:
+    """Its columns but that of sinks."""
+    return x if x.shape[-1] == key.shape[2] else x[..., : key.shape[2]]
 
 
 def _grouped(x: Tensor, key: Tensor) -> Tensor:
@@ -179,5 +205,8 @@ def _grouped(x: Tensor, key: Tensor) -> Tensor:
     return x.reshape(key.shape[0] * key.shape[1], -1, x.shape[3])
 
 
-def _product(a: Tensor, b: Tensor, factor: float) -> Tensor:
-    return torch.baddbmm(a.new_empty(()), a, b, beta=0, alpha=factor)
+def _product(a: Tensor, b: Tensor, factor: float, out: Tensor | None = None, adds: bool = False) -> Tensor:
+    """factor · a b; written to ``out``, or added to what is there."""
+    if out is None:
+        return torch.baddbmm(a.new_empty(()), a, b, beta=0, alpha=factor)
+    return out.baddbmm_(a, b, beta=float(adds), alpha=factor)

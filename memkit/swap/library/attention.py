@@ -197,11 +197,11 @@ def _in_modes(function: Callable[..., Any], module: nn.Module) -> Callable[..., 
 
 def _as_written(
     function: Any, module: Any, query: Tensor, key: Tensor, value: Tensor, args: Any, kwargs: Any
-) -> tuple[Tensor | None, Tensor | None, Scores] | None:
-    """Mask, bias and scores for `attend`, where it computes what the function does."""
+) -> tuple[Tensor | None, Tensor | None, Scores, Tensor | None] | None:
+    """Mask, bias, scores and sinks for `attend`, where it computes what the function does."""
     mask, *more = args or (kwargs.get("attention_mask"),)
     bias, scale, cap = kwargs.get("position_bias"), kwargs.get("scaling"), kwargs.get("softcap")
-    dropout = kwargs.get("dropout", 0.0)
+    dropout, sinks = kwargs.get("dropout", 0.0), _sinks_of(module, kwargs)
     if learned := bias is None and _is_learned(mask):
         mask, bias = None, mask
     plain = (
@@ -220,10 +220,12 @@ def _as_written(
     )
     if not plain:
         return None
-    scores = (*query.shape[:3], key.shape[2])
-    for each in (mask, bias):
-        if each is not None and not (type(each) in (Tensor, nn.Parameter) and _expands(each, scores)):
+    tokens = query.shape[:3]
+    for each, columns in ((mask, key.shape[2]), (bias, key.shape[2]), (sinks, 1)):
+        if each is not None and not (type(each) in (Tensor, nn.Parameter) and _expands(each, (*tokens, columns))):
             return None
+    if sinks is not None and cap is not None:
+        return None
     says = mask is not None and mask.dtype == torch.bool  # what is seen, beside a bias, or to a fused kernel
     if mask is not None and (
         mask.requires_grad or says != (bias is not None or (says and _is_fused(function)))
@@ -233,10 +235,10 @@ def _as_written(
         causal = kwargs.get("is_causal")
         if query.shape[2] > 1 and (getattr(module, "is_causal", True) if causal is None else causal):
             mask = query.new_ones(1, 1, query.shape[2], key.shape[2], dtype=torch.bool).tril_()
-    how = (mask, bias, Scores(scale, cap, dropout))
+    how = (mask, bias, Scores(scale, cap, dropout), sinks)
     given = tuple(sorted(name for name, held in kwargs.items() if held is not None))
     groups = query.shape[1] // key.shape[1]
-    parts = [] if mask is None else [n == 1 for n in mask.shape]
+    parts = [x if x is None else (x.dtype, *(n == 1 for n in x.shape)) for x in (mask, sinks)]
     kind = query.dtype, groups, query.shape[2] == 1, *parts, says, learned and not dropout, dropout > 0
     seen = (function, type(module), module.training, given, kind)
     if seen not in _same:
@@ -256,7 +258,7 @@ def _is_same(function: Any, module: Any, tensors: Any, args: Any, how: Any, kwar
 
     A checkpoint around the model sees nothing of it, since it is not done again when that computes again.
     """
-    mask, bias, scores = how
+    mask, bias, scores, sinks = how
     devices = [tensors[0].device] if tensors[0].is_cuda else []
     with (
         torch.inference_mode(False),
@@ -285,6 +287,14 @@ def _is_same(function: Any, module: Any, tensors: Any, args: Any, how: Any, kwar
         if bias is not None:
             leaves.append(bias.requires_grad_())
         options = {**kwargs, "dropout": 0.0} if scores.dropout else dict(kwargs)
+        if sinks is not None:
+            per_token = (2, sinks.shape[1], 1 if sinks.shape[2] == 1 else TOKENS, 1)
+            given_sinks = kwargs.get("sinks") is not None
+            leaf = numbers(per_token if given_sinks else sinks.shape[1:2], sinks).requires_grad_()
+            leaves.append(leaf)
+            sinks = leaf if given_sinks else leaf.view(1, -1, 1, 1)
+            module = module if given_sinks else _with_sinks(module, leaf)
+            options.update({name: leaf for name in ("sinks", "s_aux") if kwargs.get(name) is not None})
         if learned:
             given = bias
         elif bias is not None:
@@ -297,7 +307,7 @@ def _is_same(function: Any, module: Any, tensors: Any, args: Any, how: Any, kwar
             return out, weights
 
         theirs, weights = theirs_of(value)
-        ours, our_weights = attend(query, key, value, mask, bias, scores._replace(dropout=0.0))
+        ours, our_weights = attend(query, key, value, mask, bias, scores._replace(dropout=0.0), sinks)
         pairs = [(ours.transpose(1, 2), theirs)]
         if weights is not None:
             pairs.append((our_weights, weights))
@@ -318,6 +328,23 @@ def _is_same(function: Any, module: Any, tensors: Any, args: Any, how: Any, kwar
             return False
         pairs += zip(torch.autograd.grad(pairs[0][0], leaves, weight), found, strict=False)
         return all(b is not None and near(a, b) for a, b in pairs)
+
+
+def _sinks_of(module: nn.Module, kwargs: dict[str, Any]) -> Any:
+    """Scores without a key, for each head and perhaps token: given, or what the module learns."""
+    given, learned = kwargs.get("sinks"), getattr(module, "sinks", None)
+    learns = given is None and isinstance(learned, Tensor) and learned.dim() == 1
+    return learned.view(1, -1, 1, 1) if learns else given  # type: ignore[union-attr]
+
+
+def _with_sinks(module: nn.Module, sinks: Tensor) -> nn.Module:
+    """What stands for it, with others."""
+    copy: nn.Module = object.__new__(type(module))
+    held = vars(copy)
+    held.update(vars(module), sinks=sinks)
+    for kind in ("_parameters", "_buffers"):
+        held[kind] = {name: x for name, x in held[kind].items() if name != "sinks"}
+    return copy
 
 
 def _added(x: Tensor) -> Tensor:
