@@ -204,7 +204,8 @@ def _swap_by_sample(trial: Trial, found: Found, exact: bool, lean: bool | str) -
             reason = "values or gradients of the swapped model differ on the sample"
             decisions = _refused(decisions, found, reason)
             return SwapReport(_rows(decisions, found), before, before, note)
-    after = trial.run("swapped, with dropout").saved if dropouts else swapped.saved
+    again = dropouts or found.dropouts
+    after = trial.run("swapped, with dropout", drops=True).saved if again else swapped.saved
     if before is not None and after is not None and after > 1.02 * before:
         change_back()
         decisions = _refused(decisions, found, "swapped, the model would keep more on the sample")

@@ -27,6 +27,7 @@ from .library import (
     Verifier,
     attention_twin,
     candidates,
+    drops,
     has_library_loss,
     is_attention,
     is_multihead,
@@ -34,6 +35,7 @@ from .library import (
     made_again,
     may_be_idle,
     multihead_twin,
+    needs_lean,
     served,
     twin_of,
     why_not_rotary,
@@ -71,7 +73,10 @@ class Found:
     activations: list[Site] = field(default_factory=list)
     layers: list[LayerSite] = field(default_factory=list)
     in_lean: list[tuple[nn.Module, type[Any]]] = field(default_factory=list)
-    """Norms of channels, convolutions and what is made again, with their twins: changed where there is memkit.lean()."""
+    """With their twins: norms of channels, convolutions and what is made again, where there is memkit.lean(); and modules
+    that call dropout as a function."""
+    dropouts: list[nn.Module] = field(default_factory=list)
+    """The latter."""
     sequences: list[nn.Module] = field(default_factory=list)
     """Those with a batch norm and an activation behind it."""
     losses: list[nn.Module] = field(default_factory=list)
@@ -144,8 +149,8 @@ class _Search:
             path = _inside(places[:1], "loss_function")
             self.found.others.append(Row(path, "ForCausalLMLoss", "memkit", "logits", None, None, ""))
         self.attention(module, places)
-        if match is None and self.lean and "forward" not in vars(module):
-            return self.again(module, where)
+        if match is None and "forward" not in vars(module):
+            return self.again(module, places)
         return () if match is None else match.takes
 
     def attention(self, module: nn.Module, places: list[str]) -> None:
@@ -170,13 +175,22 @@ class _Search:
             twin = attention_twin(kind, in_lean, why_not == "", "dropout" in self.names)
             self.found.attentions.append((module, twin))
 
-    def again(self, module: nn.Module, where: str) -> tuple[nn.Module, ...]:
-        """What no recipe knows, and is cheap to make again. Returns the activations that it takes over."""
-        if kind := made_again(module, self.names):
-            self.found.in_lean.append((module, twin_of(kind, type(module))))
+    def again(self, module: nn.Module, places: list[str]) -> tuple[nn.Module, ...]:
+        """What no recipe knows: what is cheap to make again, and dropout called as a function. Returns the activations that it
+        takes over."""
+        kind = made_again(module, self.names if self.lean else self.names & {"dropout"})
+        if not kind:
+            return ()
+        self.found.in_lean.append((module, twin_of(kind, type(module))))
+        if drops(kind):
+            self.found.dropouts.append(module)
+            row = Row(_inside(places, "dropout"), "dropout", "memkit", "seed", None, None, "")
+            self.found.others.append(row)
+        if needs_lean(kind):
             if why := may_be_idle(module, kind):
                 self.found.may_be_idle[module] = len(self.found.others), why
-            self.found.others.append(Row(where, type(module).__name__, "in lean()", "input", None, None, ""))
+            where, name = ", ".join(places), type(module).__name__
+            self.found.others.append(Row(where, name, "in lean()", "input", None, None, ""))
         return tuple(module.children()) if kind == "star_relu" else ()
 
     def match(self, module: nn.Module, where: str) -> Match | None:

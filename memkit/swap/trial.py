@@ -81,13 +81,16 @@ class Trial:
         self.in_lean = False
         """Whether forwards run inside :class:`memkit.lean`."""
 
-    def run(self, phase: str, in_evaluation: Sequence[nn.Module] = (), noise: float = 0.0) -> Outcome:
-        """Counts what is saved on the way. Some modules may be told that this is no training.
+    def run(
+        self, phase: str, in_evaluation: Sequence[nn.Module] = (), noise: float = 0.0, drops: bool = False
+    ) -> Outcome:
+        """Counts what is saved on the way. Some modules may be told that this is no training; twins of what calls dropout as
+        a function drop what stock does, so that results can be compared, but for ``drops``.
 
         ``noise``: how far, relatively, numbers in the sample may be from what they are; of a sample without any, what
         its embeddings give.
         """
-        with untouched(self.model), explained(phase), stock_dropout():
+        with untouched(self.model), explained(phase), nullcontext() if drops else stock_dropout():
             for module in in_evaluation:
                 self.places.get(module, module).training = False
             inputs = self.fresh()

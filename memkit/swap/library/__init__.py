@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..layers import Choice
 from ..trial import HALVES, exact_convolutions, own_copy, untouched
 from .activations import CLASSES, activation_of, activation_twin, library_activation
-from .again import made_again, may_be_idle
+from .again import drops, made_again, may_be_idle, needs_lean
 from .attention import attention_twin, is_attention, why_not_rotary
 from .gated_norms import GATES, gated_norm_probe, is_gated_norm
 from .losses import has_library_loss, hold, release
@@ -43,6 +43,7 @@ __all__ = [
     "activation_twin",
     "attention_twin",
     "candidates",
+    "drops",
     "fits",
     "has_library_loss",
     "hold",
@@ -52,6 +53,7 @@ __all__ = [
     "made_again",
     "may_be_idle",
     "multihead_twin",
+    "needs_lean",
     "release",
     "served",
     "twin_of",

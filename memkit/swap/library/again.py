@@ -22,7 +22,7 @@ from ..._sharding import is_dtensor
 from ..layers import serves
 from .activations import library_activation
 from .attention import is_attention
-from .functions import Functions, calls_functions, why_idle
+from .functions import Dropouts, Functions, StockDropouts, functions_kind, why_idle
 from .scans import Scan, calls_scan
 from .standardized import StandardizedConv, is_standardized
 from .twin import Twin, checkpointed, own_tensors
@@ -33,7 +33,17 @@ ACTIVATIONS = "XIELUActivation", "Snake1d", "SnakeBeta"
 
 def may_be_idle(module: nn.Module, kind: str) -> str:
     """Why its twin did nothing, where a run says that (`served`)."""
-    return why_idle(module) if kind == Functions.kind else ""
+    return why_idle(module) if kind in (Functions.kind, StockDropouts.kind) else ""
+
+
+def drops(kind: str) -> bool:
+    """Whether its twin has memkit's dropout in the place of stock's, which draws other numbers."""
+    return kind in (Functions.kind, Dropouts.kind)
+
+
+def needs_lean(kind: str) -> bool:
+    """Whether its twin does anything inside memkit.lean() that it does not outside."""
+    return kind != Dropouts.kind
 
 
 class ActivationAgain(Twin, kind="activation_again"):
@@ -73,7 +83,7 @@ def made_again(module: nn.Module, names: frozenset[str]) -> str:
     if "relu_squared" in names and cls.__name__ == "StarReLU" and _is_star_relu(module):
         return StarReLU.kind
     others = is_attention(cls) or library_activation(module) is not None
-    return Functions.kind if calls_functions(module, names) and not others else ""
+    return "" if others else functions_kind(module, names)
 
 
 def _is_star_relu(module: Any) -> bool:

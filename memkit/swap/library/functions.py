@@ -1,8 +1,11 @@
-"""Activations that a module's forward calls as functions: `F.leaky_relu(x, 0.1)`, or a `gelu` that its library writes out.
+"""What a module's forward calls as functions: `F.leaky_relu(x, 0.1)`, `F.dropout(x, p, self.training)`, or a `gelu` that its
+library writes out.
 
-Stock keeps what they are given, and what follows keeps their result. Inside :class:`memkit.lean` the twin runs the library's
-own forward with memkit's activations under those names: the input alone is kept, and the result is made again. Its source
-has to show that it calls them, and does nothing else with them or with the modules that it finds them in.
+Of activations stock keeps what they are given, and what follows keeps their result. Inside :class:`memkit.lean` the twin
+runs the library's own forward with memkit's under those names: the input alone is kept, and the result is made again. Of
+dropout stock keeps a mask, memkit's a seed: in training it stands in inside and outside, recorded or not, since a
+checkpoint's two runs have to drop the same. The source has to show that it calls them, and does nothing else with them or
+with the modules that it finds them in.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from ... import functional as F
 from ..._lean import is_lean
@@ -25,11 +29,17 @@ from ...functional._activation import _PARAMETERS
 from ..layers import serves
 from ..recipes import FUNCTIONS
 from .activations import computes
+from .attend import may_drop
 from .rewritten import rewrites, rewritten
 from .scaled import running
 from .source import global_names
-from .twin import Instead, Twin, is_tracing, undecorated
+from .twin import Instead, Twin, is_tracing, undecorated, with_names
 
+DROPOUTS: dict[Any, Callable[..., Tensor]] = {
+    nn.functional.dropout: F.dropout,
+    nn.functional.alpha_dropout: F.alpha_dropout,
+}
+"""Those of features keep little: a number for each."""
 KEEP_RESULT = {"relu", "sigmoid", "tanh"}
 """Of which stock keeps the result, as what follows does."""
 WRITTEN_OUT = {
@@ -60,47 +70,79 @@ _checked: dict[tuple[FunctionType, Any], bool] = {}
 
 
 class Functions(Twin, kind="functions"):
+    _acts, _drops = True, True
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         forward: Any = type(self)._stock_forward
-        if not (is_lean() and torch.is_grad_enabled()) or is_tracing():
+        if is_compiling() or is_tracing():
             return forward(self, *args, **kwargs)
+        in_lean = self._acts and is_lean() and torch.is_grad_enabled()
+        drops = self._drops and self.training
+        names = _ours(forward, in_lean, drops) if in_lean or drops else {}
+        if not in_lean:
+            return (with_names(forward, **names) if names else forward)(self, *args, **kwargs)
         with running(self):
-            return rewritten(forward, **_ours(forward))(self, *args, **kwargs)
+            return rewritten(forward, **names)(self, *args, **kwargs)
 
 
-def calls_functions(module: nn.Module, names: frozenset[str]) -> bool:
-    """Whether its forward calls such functions, all of these names, or does what is rewritten for them."""
-    cls = type(module)
+class Dropouts(Functions, kind="dropouts"):
+    _acts = False
+
+
+class StockDropouts(Functions, kind="functions, stock dropouts"):
+    _drops = False
+
+
+def functions_kind(module: nn.Module, names: frozenset[str]) -> str:
+    """The kind of twin for what it calls, if there is one: activations, all of these names, or what is rewritten for them;
+    dropouts."""
+    acts, drops = _acts(module, names), "dropout" in names and calls_dropout(module)
+    if acts:
+        return Functions.kind if drops else StockDropouts.kind
+    return Dropouts.kind if drops else ""
+
+
+def calls_dropout(module: nn.Module) -> bool:
+    return "dropout" in _functions(type(module)).values()
+
+
+def _acts(module: nn.Module, names: frozenset[str]) -> bool:
     if any(NEEDS[what] <= names for what in rewrites(module)):
         return True
-    called = {} if cls.__module__.startswith(("torch.", "memkit.")) else _activations(cls.forward)
-    return bool(called) and {"gelu" if op == "gelu_tanh" else op for op in called.values()} <= names
+    called = {*_functions(type(module)).values()} - {"dropout"}
+    return bool(called) and {"gelu" if op == "gelu_tanh" else op for op in called} <= names
 
 
 def why_idle(module: nn.Module) -> str:
     """What to say where the twin did nothing on the sample; nothing where that is not known of all that it does."""
     whys = {WHY_IDLE.get(what, "") for what in rewrites(module)}
-    return min(whys) if whys and not _activations(type(module).forward) else ""
+    return min(whys) if whys and not {*_functions(type(module)).values()} - {"dropout"} else ""
 
 
-def _ours(forward: Any) -> dict[str, Any]:
+def _ours(forward: Any, acts: bool, drops: bool) -> dict[str, Any]:
     """What its names stand for instead."""
     known = undecorated(forward).__globals__
-    return {name: _instead(name, known[name]) for name, *_ in _activations(forward)}
+    names = {name for (name, *_), op in _called(forward).items() if (drops if op == "dropout" else acts)}
+    return {name: _instead(name, known[name], acts, drops) for name in names}
 
 
-def _activations(forward: Any) -> dict[tuple[str, ...], str]:
-    """Which activations it calls, by their paths from its module; none if it does anything else with one of them."""
+def _functions(cls: type[nn.Module]) -> dict[tuple[str, ...], str]:
+    return {} if cls.__module__.startswith(("torch.", "memkit.")) else _called(cls.forward)
+
+
+def _called(forward: Any) -> dict[tuple[str, ...], str]:
+    """Which activations and dropouts it calls, by their paths from its module; none if it does anything else with one of
+    them."""
     forward = undecorated(forward)
     if type(forward) is not FunctionType:
         return {}
     found = {}
     for use in _uses(forward.__code__):
         held, past = _follow(use.path, forward.__globals__)
-        op = _activation(use.path[-1 - past], held)
+        op = _op(use.path[-1 - past], held)
         if op is not None and use.is_called and not past:
             found[use.path] = op
-        elif op is not None or _stand_in(held) is not None or held is torch.compile:
+        elif op is not None or _is_module(held) or held is torch.compile:
             return {}
     return found
 
@@ -108,7 +150,7 @@ def _activations(forward: Any) -> dict[tuple[str, ...], str]:
 def _follow(path: tuple[str, ...], known: dict[str, Any]) -> tuple[Any, int]:
     """What a path leads to through PyTorch's modules, and how many of its names come after that."""
     held, at = known.get(path[0]), 1
-    while at < len(path) and _stand_in(held) is not None:
+    while at < len(path) and _is_module(held):
         held, at = getattr(held, path[at], None), at + 1
     return held, len(path) - at
 
@@ -153,10 +195,12 @@ def _path(node: ast.AST) -> tuple[str, ...] | None:
     return (node.id,) if isinstance(node, ast.Name) else None
 
 
-def _activation(name: str, held: Any) -> str | None:
-    """Which activation a function is."""
+def _op(name: str, held: Any) -> str | None:
+    """Which activation a function is, or a dropout."""
     if type(held) not in (FunctionType, BuiltinFunctionType):
         return None
+    if held in DROPOUTS:
+        return "dropout"
     if (op := FUNCTIONS.get(held)) is not None:
         return None if op in KEEP_RESULT else op
     op = WRITTEN_OUT.get(name)
@@ -177,7 +221,7 @@ def _is_alone(function: FunctionType, reads: Iterable[Any]) -> bool:
         global_names(function.__code__) is not None
         and not function.__closure__
         and all(
-            type(each) in fixed or any(each is module for module in (*_STAND_INS, math)) for each in reads
+            type(each) in fixed or _is_module(each) or each is math for each in reads
         )
     )
 
@@ -193,24 +237,49 @@ def _is_elementwise(function: FunctionType) -> bool:
     return y is not x and y.stride() == x.stride() and torch.equal(x, before)
 
 
-def _stand_in(held: Any) -> Instead | None:
-    return _STAND_INS.get(held) if isinstance(held, ModuleType) else None
+def _is_module(held: Any) -> bool:
+    return any(held is each for each in (torch, nn, nn.functional))
 
 
-def _instead(name: str, held: Any) -> Any:
-    if (op := _activation(name, held)) is not None:
-        return partial(_call, op, held)
-    return _stand_in(held) or held
+def _instead(name: str, held: Any, acts: bool, drops: bool) -> Any:
+    op = _op(name, held)
+    if op == "dropout":
+        return partial(_drop, held) if drops else held
+    if op is not None:
+        return partial(_call, op, held) if acts else held
+    return _stand_in(held, acts, drops) if _is_module(held) else held
+
+
+@cache
+def _stand_in(held: ModuleType, acts: bool, drops: bool) -> Instead:
+    return _WithOurs(held, _choice=(acts, drops))
 
 
 class _WithOurs(Instead):
     """Asks for what the module holds at that time, which may have been patched."""
 
+    _choice: tuple[bool, bool]
+
     def __getattr__(self, name: str) -> Any:
-        return _instead(name, super().__getattr__(name))
+        return _instead(name, super().__getattr__(name), *self._choice)
 
 
-_STAND_INS: dict[ModuleType, Instead] = {held: _WithOurs(held) for held in (torch, nn, nn.functional)}
+def _drop(stock: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Ours, out of place, where there is something to drop."""
+    names = ("input", "p", "training", "inplace")
+    given = {**dict(zip(names[1:], stock.__defaults__, strict=True)), **dict(zip(names, args, strict=False)), **kwargs}
+    input, p = given.get("input"), given["p"]
+    ours = (
+        isinstance(input, Tensor)
+        and serves(input)
+        and may_drop(p)
+        and given["training"]
+        and not given["inplace"]
+        and len(args) <= len(names)
+        and not kwargs.keys() & names[: len(args)]
+        and len(given) == len(names)
+    )
+    return DROPOUTS[stock](input, p, True) if ours else stock(*args, **kwargs)
 
 
 def _call(op: str, stock: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
