@@ -157,7 +157,8 @@ def test_what_memkit_does_not_drop_is_stocks(p, given):
 
 
 @pytest.mark.parametrize(
-    ("p", "given", "error"), [(1.5, {}, ValueError), (P, {"training": True}, TypeError), (P, {"q": 1}, TypeError)]
+    ("p", "given", "error"),
+    [(1.5, {}, ValueError), (P, {"training": True}, TypeError), (P, {"q": 1}, TypeError)],
 )
 def test_errors_are_stocks(p, given, error):
     stock = Calls(p, **given)

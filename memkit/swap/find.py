@@ -176,8 +176,8 @@ class _Search:
             self.found.attentions.append((module, twin))
 
     def again(self, module: nn.Module, places: list[str]) -> tuple[nn.Module, ...]:
-        """What no recipe knows: what is cheap to make again, and dropout called as a function. Returns the activations that it
-        takes over."""
+        """What no recipe knows: what is cheap to make again, and dropout called as a function. Returns the activations that
+        it takes over."""
         kind = made_again(module, self.names if self.lean else self.names & {"dropout"})
         if not kind:
             return ()

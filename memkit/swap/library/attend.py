@@ -183,12 +183,16 @@ def _weights(
     if bias is not None:
         of_keys.copy_(bias if mask is None else torch.where(mask, bias, torch.finfo(bias.dtype).min))
         mask = s.new_zeros(1, 1, 1, 1)  # rows that see nothing are zero
-    _product(_grouped(query, key), key.flatten(0, 1).mT, scores.factor, _grouped(of_keys, key), bias is not None)
+    _product(
+        _grouped(query, key), key.flatten(0, 1).mT, scores.factor, _grouped(of_keys, key), bias is not None
+    )
     if sinks is not None:
         s[..., -1:] = sinks
         if mask is not None and mask.numel() > 1:
             mask = mask.expand(*mask.shape[:3], key.shape[2])
-            mask = torch.cat([mask, mask.new_full((1,), mask.dtype == torch.bool).expand(*mask.shape[:3], 1)], -1)
+            mask = torch.cat(
+                [mask, mask.new_full((1,), mask.dtype == torch.bool).expand(*mask.shape[:3], 1)], -1
+            )
     if scores.cap is None:
         return None, F.softmax(s, -1, mask=mask, inplace=True)
     s.tanh_()

@@ -222,7 +222,9 @@ def _as_written(
         return None
     tokens = query.shape[:3]
     for each, columns in ((mask, key.shape[2]), (bias, key.shape[2]), (sinks, 1)):
-        if each is not None and not (type(each) in (Tensor, nn.Parameter) and _expands(each, (*tokens, columns))):
+        if each is not None and not (
+            type(each) in (Tensor, nn.Parameter) and _expands(each, (*tokens, columns))
+        ):
             return None
     if sinks is not None and cap is not None:
         return None

@@ -220,9 +220,7 @@ def _is_alone(function: FunctionType, reads: Iterable[Any]) -> bool:
     return (
         global_names(function.__code__) is not None
         and not function.__closure__
-        and all(
-            type(each) in fixed or _is_module(each) or each is math for each in reads
-        )
+        and all(type(each) in fixed or _is_module(each) or each is math for each in reads)
     )
 
 
@@ -267,7 +265,11 @@ class _WithOurs(Instead):
 def _drop(stock: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Ours, out of place, where there is something to drop."""
     names = ("input", "p", "training", "inplace")
-    given = {**dict(zip(names[1:], stock.__defaults__, strict=True)), **dict(zip(names, args, strict=False)), **kwargs}
+    given = {
+        **dict(zip(names[1:], stock.__defaults__, strict=True)),
+        **dict(zip(names, args, strict=False)),
+        **kwargs,
+    }
     input, p = given.get("input"), given["p"]
     ours = (
         isinstance(input, Tensor)
