@@ -111,3 +111,16 @@ def test_hooks_around_it_get_what_is_kept() -> None:
     out.sum().backward()
     assert given == [x.shape, weight.shape]  # not the product's first factor, which gelu made
     assert sorted(back) == sorted(given)
+
+
+def test_sparse_tensors_are_kept_where_memory_is_measured() -> None:
+    indices = torch.tensor([[0, 1, 2], [2, 0, 1]])
+    adjacency = torch.sparse_coo_tensor(indices, torch.randn(3), (3, 3), check_invariants=True)
+    x = torch.randn(3, 4, requires_grad=True)
+    stock = torch.autograd.grad(torch.sparse.mm(adjacency, x).square().sum(), x)
+
+    def call() -> tuple[torch.Tensor, ...]:
+        with memkit.lean():
+            return torch.autograd.grad(torch.sparse.mm(adjacency, x).square().sum(), x)
+
+    torch.testing.assert_close(memkit.memory.measure(call).result, stock)

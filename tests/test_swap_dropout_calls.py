@@ -1,5 +1,6 @@
 """Dropout that a module's forward calls as a function: a seed is kept, no mask."""
 
+import abc
 import copy
 
 import pytest
@@ -170,9 +171,70 @@ def test_errors_are_stocks(p, given, error):
     assert str(ours.value) == str(theirs.value)
 
 
-def test_a_forward_that_hands_it_on_stays_as_it_is():
-    model = swap_of(Hands(), lean=False)
-    assert type(model) is Hands
+class Asks(Calls):
+    """Of its own class, which a twin is not."""
+
+    def forward(self, x):
+        return F.dropout(super(type(self), self).forward(x), self.p, self.training)
+
+
+@pytest.mark.parametrize("kind", [Hands, Asks])
+def test_a_forward_that_does_more_with_it_stays_as_it_is(kind):
+    model = swap_of(kind(), lean=False)
+    assert type(model) is kind
+    assert model(torch.randn(2, WIDTH)).shape == (2, WIDTH)
+
+
+def test_a_mode_that_is_no_bool_is_stocks_error():
+    model = swap_of(Calls()).train()
+    model.training = 1
+    with pytest.raises(TypeError, match="must be bool"):
+        model(torch.randn(2, WIDTH))
+
+
+class WithoutDictionary(abc.ABC, Calls):
+    pass
+
+
+@pytest.mark.parametrize("how", [False, "call"])
+def test_a_class_that_takes_no_twin_is_left_with_a_reason(how):
+    report = swap(
+        nn.Sequential(WithoutDictionary(), nn.LayerNorm(WIDTH)), sample=torch.randn(8, WIDTH), lean=how
+    )
+    assert [row.path for row in report.changed] == ["1"]
+    assert [row.reason for row in report.left] == [
+        "objects of WithoutDictionary are laid out as its first base's, ABC: put that last"
+    ]
+
+
+class Gaps(Calls):
+    """What the activation is given has gaps, and its dimensions in another order."""
+
+    def forward(self, x):
+        hidden = F.gelu(self.first(x)[:, ::2].transpose(0, 1))
+        return F.dropout(hidden, self.p, self.training)
+
+
+def test_drops_the_same_where_an_activation_is_given_what_has_gaps():
+    model, x = swap_of(Gaps(), lean=True), torch.randn(8, 6, WIDTH)
+    outside = drawn(model, x)
+    with lean():
+        inside = drawn(model, x)
+    torch.testing.assert_close(inside, outside)
+
+
+def test_the_report_says_where_nothing_is_dropped():
+    class Parts(nn.ModuleDict):
+        def forward(self, x):
+            return self["overwrites"](self["drops"](x))
+
+    parts = Parts({"drops": Calls(), "overwrites": Calls(inplace=True), "idle": Calls()})
+    report = swap(parts, sample=torch.randn(8, WIDTH))
+    assert [row.path for row in report.changed] == ["drops.dropout"]
+    reason = "not called on the sample, or with nothing to drop out of place"
+    assert [(row.path, row.after, row.reason) for row in report.left] == [
+        (f"{name}.dropout", "unchanged", reason) for name in ("overwrites", "idle")
+    ]
 
 
 def test_transforms_take_stocks():

@@ -232,14 +232,17 @@ PyObject* pack(PyObject*, PyObject* tensor) {
 
 // By the hooks around.
 std::shared_ptr<const Original> kept_around(PyObject* tensor, PyObject* keep, PyObject* give_back) {
-  Original made = original(tensor_of(tensor, "keep"), {});
+  const Tensor& x = tensor_of(tensor, "keep");
+  Original made = original(x, {});
   made.packed = pybind11::handle(keep)(pybind11::handle(tensor));
   made.give_back = pybind11::reinterpret_borrow<pybind11::object>(give_back);
   // As it is, or that with something else.
   PyObject* packed = made.packed.ptr();
   if (PyTuple_Check(packed) && PyTuple_GET_SIZE(packed) > 0) packed = PyTuple_GET_ITEM(packed, 0);
-  if (THPVariable_CheckExact(packed) && THPVariable_Unpack(packed).is_same_size(tensor_of(tensor, "keep")) &&
-      THPVariable_Unpack(packed).is_alias_of(tensor_of(tensor, "keep")))
+  const auto is_it = [&](const Tensor& y) {
+    return x.has_storage() && y.has_storage() && y.is_same_size(x) && y.is_alias_of(x);
+  };
+  if (THPVariable_CheckExact(packed) && is_it(THPVariable_Unpack(packed)))
     made.value = THPVariable_Unpack(packed).detach();
   return std::make_shared<const Original>(std::move(made));
 }

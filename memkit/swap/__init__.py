@@ -37,7 +37,7 @@ from torch.nn.parameter import is_lazy
 from . import change
 from .find import OPS, Found, find
 from .layers import Choice
-from .library import fits, served, twin_of
+from .library import dropped, fits, served, twin_of
 from .prove import prove
 from .report import Row, SwapReport
 from .sites import Decision, Decisions
@@ -75,7 +75,8 @@ def swap(
             activations are changed only where the structure proves it (in an `nn.Sequential` before a layer that keeps
             its input, in torch.nn's transformer layers), and norms keep their input.
         ops: which, by their names in `memkit.functional`: of activations, of norms ("layer_norm", "rms_norm",
-            "group_norm"; "batch_norm_act" for a batch norm with what is behind it), of dropouts ("dropout", ...),
+            "group_norm"; "batch_norm_act" for a batch norm with what is behind it), of dropouts ("dropout", ...; "dropout"
+            also of calls of `torch.nn.functional.dropout` and `alpha_dropout` in a module's forward),
             "max_pool2d", of feed-forward networks ("act_linear", "gated"), of "attention" (torch.nn.MultiheadAttention
             with the batch first, transformers' layers, recurrences), of rotary embeddings ("apply_rotary") and of losses
             ("cross_entropy"). "gelu" means both forms of gelu, "gelu_tanh" that with approximate="tanh" alone.
@@ -85,10 +86,10 @@ def swap(
             autocast in stock PyTorch.
         lean: for a model that runs inside :class:`memkit.lean`: activations keep their input and their output is
             dropped, exact in every dtype, so that only those that work in place by themselves have to be proven.
-            Outside `memkit.lean()` they are stock's, but for attention's dropout (with "dropout"), of which a seed is kept
-            in either. Attention of torch.nn and of transformers' models, and what layers
-            write out in their own code, keeps no weights inside it, recurrences (Mamba, linear attention) no states, and
-            layer scales and gates (`gamma * linear(x)`, with "act_linear") no result of the layer.
+            Outside `memkit.lean()` they are stock's, but for attention's dropout and those that a forward calls as
+            functions (with "dropout"), of which a seed is kept in either. Attention of torch.nn and of transformers'
+            models, and what layers write out in their own code, keeps no weights inside it, recurrences (Mamba, linear
+            attention) no states, and layer scales and gates (`gamma * linear(x)`, with "act_linear") no result of the layer.
             What that attention reads, masks too, may not be changed in place before backward, which says so.
             The sample then is run inside it, too.
             "call": each call of the model runs inside it, so that nothing else has to be written; a part of the model
@@ -204,8 +205,11 @@ def _swap_by_sample(trial: Trial, found: Found, exact: bool, lean: bool | str) -
             reason = "values or gradients of the swapped model differ on the sample"
             decisions = _refused(decisions, found, reason)
             return SwapReport(_rows(decisions, found), before, before, note)
-    again = dropouts or found.dropouts
-    after = trial.run("swapped, with dropout", drops=True).saved if again else swapped.saved
+    after = swapped.saved
+    if dropouts or found.dropouts:
+        dropped.difference_update(found.dropouts)
+        after = trial.run("swapped, with dropout", drops=True).saved
+        found.note_dropped()
     if before is not None and after is not None and after > 1.02 * before:
         change_back()
         decisions = _refused(decisions, found, "swapped, the model would keep more on the sample")

@@ -27,6 +27,7 @@ from .library import (
     Verifier,
     attention_twin,
     candidates,
+    dropped,
     drops,
     has_library_loss,
     is_attention,
@@ -38,6 +39,7 @@ from .library import (
     needs_lean,
     served,
     twin_of,
+    why_not_fits,
     why_not_rotary,
 )
 from .recipes import FUNCTIONS, RECIPES
@@ -65,6 +67,7 @@ OPS = (
 )
 
 
+DROPS_NOTHING = "not called on the sample, or with nothing to drop out of place"
 IDLE = "not called on the sample, or with tables that memkit does not take"
 
 
@@ -75,8 +78,8 @@ class Found:
     in_lean: list[tuple[nn.Module, type[Any]]] = field(default_factory=list)
     """With their twins: norms of channels, convolutions and what is made again, where there is memkit.lean(); and modules
     that call dropout as a function."""
-    dropouts: list[nn.Module] = field(default_factory=list)
-    """The latter."""
+    dropouts: dict[nn.Module, int] = field(default_factory=dict)
+    """The latter, with the numbers of their rows in `others`."""
     sequences: list[nn.Module] = field(default_factory=list)
     """Those with a batch norm and an activation behind it."""
     losses: list[nn.Module] = field(default_factory=list)
@@ -102,6 +105,13 @@ class Found:
     def changes_others(self) -> bool:
         """Whether something is changed that nothing has to be proven of."""
         return bool(self.losses or self.attentions or self.in_lean)
+
+    def note_dropped(self) -> None:
+        """After a run in which they drop."""
+        for module, number in self.dropouts.items():
+            if module.training and module not in dropped:
+                row = self.others[number]
+                self.others[number] = replace(row, after="unchanged", saved="mask", reason=DROPS_NOTHING)
 
     def note_idle(self) -> None:
         """After a run: rows say where there was nothing that memkit takes."""
@@ -181,16 +191,19 @@ class _Search:
         kind = made_again(module, self.names if self.lean else self.names & {"dropout"})
         if not kind:
             return ()
-        self.found.in_lean.append((module, twin_of(kind, type(module))))
+        twin, where = twin_of(kind, type(module)), ", ".join(places)
+        if why := why_not_fits(module, twin):
+            self.left(where, type(module).__name__, why)
+            return ()
+        self.found.in_lean.append((module, twin))
         if drops(kind):
-            self.found.dropouts.append(module)
+            self.found.dropouts[module] = len(self.found.others)
             row = Row(_inside(places, "dropout"), "dropout", "memkit", "seed", None, None, "")
             self.found.others.append(row)
         if needs_lean(kind):
             if why := may_be_idle(module, kind):
                 self.found.may_be_idle[module] = len(self.found.others), why
-            where, name = ", ".join(places), type(module).__name__
-            self.found.others.append(Row(where, name, "in lean()", "input", None, None, ""))
+            self.found.others.append(Row(where, type(module).__name__, "in lean()", "input", None, None, ""))
         return tuple(module.children()) if kind == "star_relu" else ()
 
     def match(self, module: nn.Module, where: str) -> Match | None:

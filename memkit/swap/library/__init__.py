@@ -18,6 +18,7 @@ from ..trial import HALVES, exact_convolutions, own_copy, untouched
 from .activations import CLASSES, activation_of, activation_twin, library_activation
 from .again import drops, made_again, may_be_idle, needs_lean
 from .attention import attention_twin, is_attention, why_not_rotary
+from .functions import dropped
 from .gated_norms import GATES, gated_norm_probe, is_gated_norm
 from .losses import has_library_loss, hold, release
 from .mlps import GATINGS, STEPS, Gating, Steps
@@ -29,7 +30,7 @@ from .residual import BLOCKS, DENSE, OPTIONAL, is_dense_layer
 from .rotary import NAME as ROTARY
 from .rotary import served
 from .sequences import is_ff_layer, pairs_of, steps_of
-from .twin import TOLERANCE, InLean, Twin, fits, numbers, twin_of
+from .twin import TOLERANCE, InLean, Twin, fits, numbers, twin_of, why_not_fits
 from .written import written
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "activation_twin",
     "attention_twin",
     "candidates",
+    "dropped",
     "drops",
     "fits",
     "has_library_loss",
@@ -57,6 +59,7 @@ __all__ = [
     "release",
     "served",
     "twin_of",
+    "why_not_fits",
     "why_not_rotary",
 ]
 
@@ -180,11 +183,8 @@ class Verifier:
             return "its parameters have no values yet"
         if not match.probe:
             return "its first layer is none that memkit knows what to give"
-        if not fits(module, twin_of(match.kind, type(module))):
-            first = type(module).__bases__[0].__name__
-            return (
-                f"objects of {type(module).__name__} are laid out as its first base's, {first}: put that last"
-            )
+        if why := why_not_fits(module, twin_of(match.kind, type(module))):
+            return why
         with exact_convolutions(match.probe[0].device):
             # In both modes: a dropout that its forward writes out would not show in evaluation.
             for training in (module.training, not module.training):

@@ -16,8 +16,9 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +66,9 @@ WHY_IDLE = {
     "scale": "not called on the sample, or not with the result of a linear layer for many rows",
 }
 
+dropped: WeakSet[nn.Module] = WeakSet()
+"""Modules of whose dropouts one has been memkit's."""
+
 _checked: dict[tuple[FunctionType, Any], bool] = {}
 """By the function and the numbers of its module that it reads."""
 
@@ -78,7 +82,7 @@ class Functions(Twin, kind="functions"):
             return forward(self, *args, **kwargs)
         in_lean = self._acts and is_lean() and torch.is_grad_enabled()
         drops = self._drops and self.training
-        names = _ours(forward, in_lean, drops) if in_lean or drops else {}
+        names = _ours(forward, in_lean, self if drops else None) if in_lean or drops else {}
         if not in_lean:
             return (with_names(forward, **names) if names else forward)(self, *args, **kwargs)
         with running(self):
@@ -119,10 +123,11 @@ def why_idle(module: nn.Module) -> str:
     return min(whys) if whys and not {*_functions(type(module)).values()} - {"dropout"} else ""
 
 
-def _ours(forward: Any, acts: bool, drops: bool) -> dict[str, Any]:
-    """What its names stand for instead."""
+def _ours(forward: Any, acts: bool, drops: nn.Module | None) -> dict[str, Any]:
+    """What its names stand for instead: activations, and dropouts of that module."""
     known = undecorated(forward).__globals__
-    names = {name for (name, *_), op in _called(forward).items() if (drops if op == "dropout" else acts)}
+    choices = _called(forward).items()
+    names = {name for (name, *_), op in choices if (drops is not None if op == "dropout" else acts)}
     return {name: _instead(name, known[name], acts, drops) for name in names}
 
 
@@ -134,7 +139,7 @@ def _called(forward: Any) -> dict[tuple[str, ...], str]:
     """Which activations and dropouts it calls, by their paths from its module; none if it does anything else with one of
     them."""
     forward = undecorated(forward)
-    if type(forward) is not FunctionType:
+    if type(forward) is not FunctionType or _asks_for_its_class(forward.__code__):
         return {}
     found = {}
     for use in _uses(forward.__code__):
@@ -145,6 +150,11 @@ def _called(forward: Any) -> dict[tuple[str, ...], str]:
         elif op is not None or _is_module(held) or held is torch.compile:
             return {}
     return found
+
+
+def _asks_for_its_class(code: CodeType) -> bool:
+    """`super(type(self), self)` would find what it stands in again, in a subclass."""
+    return "super" in code.co_names and bool({"type", "__class__"} & {*code.co_names})
 
 
 def _follow(path: tuple[str, ...], known: dict[str, Any]) -> tuple[Any, int]:
@@ -239,49 +249,41 @@ def _is_module(held: Any) -> bool:
     return any(held is each for each in (torch, nn, nn.functional))
 
 
-def _instead(name: str, held: Any, acts: bool, drops: bool) -> Any:
+def _instead(name: str, held: Any, acts: bool, drops: nn.Module | None) -> Any:
     op = _op(name, held)
     if op == "dropout":
-        return partial(_drop, held) if drops else held
+        return held if drops is None else _dropping(held, drops)
     if op is not None:
         return partial(_call, op, held) if acts else held
-    return _stand_in(held, acts, drops) if _is_module(held) else held
-
-
-@cache
-def _stand_in(held: ModuleType, acts: bool, drops: bool) -> Instead:
-    return _WithOurs(held, _choice=(acts, drops))
+    return _WithOurs(held, _choice=(acts, drops)) if _is_module(held) else held
 
 
 class _WithOurs(Instead):
     """Asks for what the module holds at that time, which may have been patched."""
 
-    _choice: tuple[bool, bool]
+    _choice: tuple[bool, nn.Module | None]
 
     def __getattr__(self, name: str) -> Any:
         return _instead(name, super().__getattr__(name), *self._choice)
 
 
-def _drop(stock: Any, /, *args: Any, **kwargs: Any) -> Any:
+def _dropping(stock: Any, module: nn.Module) -> Callable[..., Tensor]:
     """Ours, out of place, where there is something to drop."""
-    names = ("input", "p", "training", "inplace")
-    given = {
-        **dict(zip(names[1:], stock.__defaults__, strict=True)),
-        **dict(zip(names, args, strict=False)),
-        **kwargs,
-    }
-    input, p = given.get("input"), given["p"]
-    ours = (
-        isinstance(input, Tensor)
-        and serves(input)
-        and may_drop(p)
-        and given["training"]
-        and not given["inplace"]
-        and len(args) <= len(names)
-        and not kwargs.keys() & names[: len(args)]
-        and len(given) == len(names)
-    )
-    return DROPOUTS[stock](input, p, True) if ours else stock(*args, **kwargs)
+
+    def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if (
+            training is True
+            and inplace is False
+            and may_drop(p)
+            and isinstance(input, Tensor)
+            and serves(input)
+        ):
+            dropped.add(module)
+            return DROPOUTS[stock](input, p, True)
+        return stock(input, p, training, inplace)  # type: ignore[no-any-return]
+
+    dropout.__defaults__, dropout.__qualname__ = stock.__defaults__, stock.__qualname__
+    return dropout
 
 
 def _call(op: str, stock: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -298,6 +300,7 @@ def _call(op: str, stock: Callable[..., Any], /, *args: Any, **kwargs: Any) -> A
         and (stock in FUNCTIONS or not kwargs)
         and all(type(each) in (int, float, str) for each in given.values())
         and not inplace
+        and _lies_alike(input)
     )
     if ours:
         try:
@@ -305,6 +308,14 @@ def _call(op: str, stock: Callable[..., Any], /, *args: Any, **kwargs: Any) -> A
         except (TypeError, ValueError):  # by what it is called with: stock says what it thinks of it
             pass
     return stock(*args, **kwargs)
+
+
+def _lies_alike(x: Tensor) -> bool:
+    """Whether results of ours lie in memory as stock's do, by which a dropout behind them goes: not where there are gaps in
+    what has its dimensions in another order."""
+    strides = [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return strides == sorted(strides, reverse=True) or x.numel() == last + 1
 
 
 _OURS = {op: getattr(F, op) for op in FUNCTIONS.values()} | {

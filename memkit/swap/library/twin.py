@@ -77,6 +77,14 @@ def fits(module: nn.Module, twin: type[Any]) -> bool:
     return True
 
 
+def why_not_fits(module: nn.Module, twin: type[Any]) -> str:
+    """Nothing if it does."""
+    cls = type(module)
+    first = cls.__bases__[0].__name__
+    why = f"objects of {cls.__name__} are laid out as its first base's, {first}: put that last"
+    return "" if fits(module, twin) else why
+
+
 def _new(kind: str, stock: type[nn.Module]) -> type[Any]:
     names: dict[str, Any] = {
         "__module__": stock.__module__,
