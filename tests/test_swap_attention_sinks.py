@@ -43,6 +43,25 @@ def halved(module, *args, s_aux=None, sinks=None, **kwargs):
     return with_sinks(module, *args, sinks=sinks.expand(2, -1, TOKENS, 1) / 2, **kwargs)
 
 
+def auxiliary(module, *args, s_aux=None, **kwargs):
+    return with_sinks(module, *args, sinks=s_aux.view(1, -1, 1, 1).expand(2, -1, TOKENS, 1), **kwargs)
+
+
+class Others(nn.Module):
+    """Gives sinks that are not its own."""
+
+    def __init__(self, own):
+        super().__init__()
+        self.attention, self.other = Attention(auxiliary), nn.Parameter(torch.full((HEADS,), -1e9))
+        if not own:
+            del self.attention.sinks
+
+    def forward(self, x):
+        attention = self.attention
+        attention.given = {"s_aux": self.other}
+        return attention(x)
+
+
 class Table(dict):
     def get_interface(self, name, default):
         return self.get(name, default)
@@ -54,7 +73,7 @@ ALL_ATTENTION_FUNCTIONS = Table()
 class Attention(nn.Module):
     def __init__(self, function=with_sinks, masked=True, per_token=False, dropout=0.0):
         super().__init__()
-        self.function, self.dropout = function, dropout
+        self.function, self.dropout, self.given = function, dropout, None
         self.q, self.k, self.v = (nn.Linear(HEADS * WIDTH, n * WIDTH) for n in (HEADS, KEYS, KEYS))
         self.sinks = nn.Parameter(torch.randn(HEADS))
         self.per_token = nn.Linear(HEADS * WIDTH, HEADS) if per_token else None
@@ -65,7 +84,9 @@ class Attention(nn.Module):
         q, k, v = (layer(x).unflatten(-1, (-1, WIDTH)).transpose(1, 2) for layer in (self.q, self.k, self.v))
         function = ALL_ATTENTION_FUNCTIONS.get_interface("eager", self.function)
         given = {"dropout": self.dropout if self.training else 0.0}
-        if self.per_token is None:
+        if self.given is not None:
+            given |= self.given
+        elif self.per_token is None:
             given["s_aux"] = self.sinks
         else:
             given["sinks"] = self.per_token(x).transpose(1, 2).unsqueeze(-1)
@@ -174,3 +195,17 @@ def test_half_precision_with_sinks_in_float32(monkeypatch):
     for a, b, c in zip(ours, theirs, wanted, strict=True):
         assert (a.double() - c).norm() <= 2 * (b.double() - c).norm()
     assert said
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_sinks_that_are_given_are_not_the_modules(own):
+    """The first call cannot see them."""
+    stock = Others(own).double()
+    model, x = copy.deepcopy(stock), torch.randn(2, TOKENS, HEADS * WIDTH).double()
+    swap(model, lean="call")
+    for value in (-1e9, 0.5):
+        for each in (model, stock):
+            each.zero_grad()
+            nn.init.constant_(each.other, value)
+        for a, b in zip(step(model, x), step(stock, x), strict=True):
+            torch.testing.assert_close(a, b)

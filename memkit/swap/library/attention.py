@@ -201,7 +201,8 @@ def _as_written(
     """Mask, bias, scores and sinks for `attend`, where it computes what the function does."""
     mask, *more = args or (kwargs.get("attention_mask"),)
     bias, scale, cap = kwargs.get("position_bias"), kwargs.get("scaling"), kwargs.get("softcap")
-    dropout, sinks = kwargs.get("dropout", 0.0), _sinks_of(module, kwargs)
+    dropout = kwargs.get("dropout", 0.0)
+    held, sinks = _sinks_of(module, kwargs)
     if learned := bias is None and _is_learned(mask):
         mask, bias = None, mask
     plain = (
@@ -241,7 +242,17 @@ def _as_written(
     given = tuple(sorted(name for name, held in kwargs.items() if held is not None))
     groups = query.shape[1] // key.shape[1]
     parts = [x if x is None else (x.dtype, *(n == 1 for n in x.shape)) for x in (mask, sinks)]
-    kind = query.dtype, groups, query.shape[2] == 1, *parts, says, learned and not dropout, dropout > 0
+    places = [each is held for each in _places_of_sinks(module, kwargs)]
+    kind = (
+        query.dtype,
+        groups,
+        query.shape[2] == 1,
+        *parts,
+        *places,
+        says,
+        learned and not dropout,
+        dropout > 0,
+    )
     seen = (function, type(module), module.training, given, kind)
     if seen not in _same:
         autograd: Any = torch._C._autograd
@@ -290,13 +301,13 @@ def _is_same(function: Any, module: Any, tensors: Any, args: Any, how: Any, kwar
             leaves.append(bias.requires_grad_())
         options = {**kwargs, "dropout": 0.0} if scores.dropout else dict(kwargs)
         if sinks is not None:
+            held, _ = _sinks_of(module, kwargs)
             per_token = (2, sinks.shape[1], 1 if sinks.shape[2] == 1 else TOKENS, 1)
-            given_sinks = kwargs.get("sinks") is not None
-            leaf = numbers(per_token if given_sinks else sinks.shape[1:2], sinks).requires_grad_()
+            leaf = numbers(held.shape if held.dim() == 1 else per_token, held).requires_grad_()
             leaves.append(leaf)
-            sinks = leaf if given_sinks else leaf.view(1, -1, 1, 1)
-            module = module if given_sinks else _with_sinks(module, leaf)
-            options.update({name: leaf for name in ("sinks", "s_aux") if kwargs.get(name) is not None})
+            sinks = _per_head(leaf)
+            options = {name: leaf if given is held else given for name, given in options.items()}
+            module = _with_sinks(module, leaf) if getattr(module, "sinks", None) is held else module
         if learned:
             given = bias
         elif bias is not None:
@@ -332,11 +343,18 @@ def _is_same(function: Any, module: Any, tensors: Any, args: Any, how: Any, kwar
         return all(b is not None and near(a, b) for a, b in pairs)
 
 
-def _sinks_of(module: nn.Module, kwargs: dict[str, Any]) -> Any:
-    """Scores without a key, for each head and perhaps token: given, or what the module learns."""
-    given, learned = kwargs.get("sinks"), getattr(module, "sinks", None)
-    learns = given is None and isinstance(learned, Tensor) and learned.dim() == 1
-    return learned.view(1, -1, 1, 1) if learns else given  # type: ignore[union-attr]
+def _sinks_of(module: nn.Module, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Scores without a key, for each head and perhaps token: given, or what the module learns; and as they are added."""
+    held = next((each for each in _places_of_sinks(module, kwargs) if isinstance(each, Tensor)), None)
+    return held, held if held is None else _per_head(held)
+
+
+def _places_of_sinks(module: nn.Module, kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    return kwargs.get("sinks"), kwargs.get("s_aux"), getattr(module, "sinks", None)
+
+
+def _per_head(sinks: Tensor) -> Tensor:
+    return sinks.view(1, -1, 1, 1) if sinks.dim() == 1 else sinks
 
 
 def _with_sinks(module: nn.Module, sinks: Tensor) -> nn.Module:
