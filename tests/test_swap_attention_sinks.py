@@ -209,3 +209,15 @@ def test_sinks_that_are_given_are_not_the_modules(own):
             nn.init.constant_(each.other, value)
         for a, b in zip(step(model, x), step(stock, x), strict=True):
             torch.testing.assert_close(a, b)
+
+
+def test_weights_that_come_back_may_be_written_to():
+    query, key, value = (torch.randn(2, HEADS, TOKENS, WIDTH).requires_grad_(n < 2) for n in range(3))
+    sinks = torch.randn(1, HEADS, 1, 1).requires_grad_()
+    out, weights = attend(query, key, value, None, None, Scores(0.3, None, 0.3), sinks)
+    plain = torch.autograd.grad(
+        out.sum() + 2 * weights.square().sum(), (query, key, sinks), retain_graph=True
+    )
+    weights.mul_(2.0)
+    written = torch.autograd.grad(out.sum() + weights.square().sum() / 2, (query, key, sinks))
+    torch.testing.assert_close(written, plain)

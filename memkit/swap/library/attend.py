@@ -92,9 +92,12 @@ class _Attend(torch.autograd.Function):
         ctx.scores = scores
         if seed is not None:
             torch.ops.memkit._activation_(weights, *DROP, "auto", None, seed, drop_numbers(scores.dropout))
-        weights = _of_keys(weights, key)
-        out = torch.bmm(_grouped(weights, key), value.flatten(0, 1))
-        return out.view(*query.shape[:3], value.shape[3]), weights
+        given = _of_keys(weights, key)
+        out = torch.bmm(_grouped(given, key), value.flatten(0, 1))
+        if given is not weights:  # no view for autograd: it may be written to
+            at = given.storage_offset(), given.shape, given.stride()
+            given = weights.new_empty(0).set_(weights.untyped_storage(), *at)
+        return out.view(*query.shape[:3], value.shape[3]), given
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_weights: Tensor | None) -> tuple[Any, ...]:
