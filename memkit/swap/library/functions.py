@@ -40,7 +40,7 @@ DROPOUTS: dict[Any, Callable[..., Tensor]] = {
     nn.functional.dropout: F.dropout,
     nn.functional.alpha_dropout: F.alpha_dropout,
 }
-"""Those of features keep little: a number for each."""
+"""Those of whole features keep a number for each, in stock too."""
 KEEP_RESULT = {"relu", "sigmoid", "tanh"}
 """Of which stock keeps the result, as what follows does."""
 WRITTEN_OUT = {
@@ -100,14 +100,10 @@ class StockDropouts(Functions, kind="functions, stock dropouts"):
 def functions_kind(module: nn.Module, names: frozenset[str]) -> str:
     """The kind of twin for what it calls, if there is one: activations, all of these names, or what is rewritten for them;
     dropouts."""
-    acts, drops = _acts(module, names), "dropout" in names and calls_dropout(module)
-    if acts:
+    drops = "dropout" in names and "dropout" in _functions(type(module)).values()
+    if _acts(module, names):
         return Functions.kind if drops else StockDropouts.kind
     return Dropouts.kind if drops else ""
-
-
-def calls_dropout(module: nn.Module) -> bool:
-    return "dropout" in _functions(type(module)).values()
 
 
 def _acts(module: nn.Module, names: frozenset[str]) -> bool:
@@ -126,8 +122,8 @@ def why_idle(module: nn.Module) -> str:
 def _ours(forward: Any, acts: bool, drops: nn.Module | None) -> dict[str, Any]:
     """What its names stand for instead: activations, and dropouts of that module."""
     known = undecorated(forward).__globals__
-    choices = _called(forward).items()
-    names = {name for (name, *_), op in choices if (drops is not None if op == "dropout" else acts)}
+    called = _called(forward).items()
+    names = {path[0] for path, op in called if (drops is not None if op == "dropout" else acts)}
     return {name: _instead(name, known[name], acts, drops) for name in names}
 
 
