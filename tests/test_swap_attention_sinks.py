@@ -32,28 +32,29 @@ def with_sinks(module, query, key, value, attention_mask, scaling, dropout=0.0, 
     return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
-def without(module, *args, s_aux=None, sinks=None, **kwargs):
+def without(module, query, *args, s_aux=None, sinks=None, **kwargs):
     """Takes none of the sinks that it is given."""
-    few = module.sinks.new_full((2, HEADS, TOKENS, 1), -1e9)
-    return with_sinks(module, *args, sinks=few, **kwargs)
+    few = query.new_full((*query.shape[:3], 1), -1e9)
+    return with_sinks(module, query, *args, sinks=few, **kwargs)
 
 
-def halved(module, *args, s_aux=None, sinks=None, **kwargs):
+def halved(module, query, *args, s_aux=None, sinks=None, **kwargs):
     sinks = module.sinks.view(1, -1, 1, 1) if sinks is None else sinks
-    return with_sinks(module, *args, sinks=sinks.expand(2, -1, TOKENS, 1) / 2, **kwargs)
+    return with_sinks(module, query, *args, sinks=sinks.expand(*query.shape[:3], 1) / 2, **kwargs)
 
 
-def auxiliary(module, *args, s_aux=None, **kwargs):
-    return with_sinks(module, *args, sinks=s_aux.view(1, -1, 1, 1).expand(2, -1, TOKENS, 1), **kwargs)
+def auxiliary(module, query, *args, s_aux=None, **kwargs):
+    sinks = s_aux.view(1, -1, 1, 1).expand(*query.shape[:3], 1)
+    return with_sinks(module, query, *args, sinks=sinks, **kwargs)
 
 
 class Others(nn.Module):
     """Gives sinks that are not its own."""
 
-    def __init__(self, own):
+    def __init__(self, function):
         super().__init__()
-        self.attention, self.other = Attention(auxiliary), nn.Parameter(torch.full((HEADS,), -1e9))
-        if not own:
+        self.attention, self.other = Attention(function), nn.Parameter(torch.full((HEADS,), -1e9))
+        if function is auxiliary:
             del self.attention.sinks
 
     def forward(self, x):
@@ -212,10 +213,10 @@ def test_half_precision_is_as_near_as_stock(wide, monkeypatch):
     assert (mine <= 2 * stocks).all()
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_sinks_that_are_given_are_not_the_modules(own):
-    """The first call cannot see them."""
-    stock = Others(own).double()
+@pytest.mark.parametrize("function", [auxiliary, with_sinks])
+def test_sinks_that_are_given_are_not_the_modules(function):
+    """The first call cannot see them. One function takes them, the other its module's own."""
+    stock = Others(function).double()
     model, x = copy.deepcopy(stock), torch.randn(2, TOKENS, HEADS * WIDTH).double()
     swap(model, lean="call")
     for value in (-1e9, 0.5):
