@@ -1,6 +1,7 @@
 """Attention that layers write out: inside `lean()` what it is taken of is kept, and the weights are made again."""
 
 import copy
+import math
 import pickle
 
 import pytest
@@ -82,6 +83,23 @@ class ByAFunction(Attention):
         return self.merged(y)
 
 
+def attention(query, key, value, bias=None, dropout=None):
+    """As "The annotated transformer" has it."""
+    scores = torch.matmul(query, key.transpose(-2, -1)) / math.sqrt(query.size(-1))
+    if bias is not None:
+        scores = scores + bias
+    weights = scores.softmax(dim=-1)
+    if dropout is not None:
+        weights = dropout(weights)
+    return torch.matmul(weights, value), weights
+
+
+class GivesALayer(Attention):
+    def forward(self, x, mask=None):
+        y, _ = attention(*self.projected(x), bias=self.bias, dropout=self.dropout)
+        return self.merged(y)
+
+
 class GivesWeights(Attention):
     def forward(self, x, mask=None, wanted=True):
         q, k, v = self.projected(x)
@@ -94,7 +112,7 @@ class GivesWeights(Attention):
         return outputs
 
 
-KINDS = [Attention, InOneLine, InBranches, ByMethods, ByAFunction, GivesWeights]
+KINDS = [Attention, InOneLine, InBranches, ByMethods, ByAFunction, GivesALayer, GivesWeights]
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 

@@ -101,6 +101,58 @@ def test_what_may_not_be_run_again_is_left(kind):
     assert len(getattr(model, "seen", "1")) == 1
 
 
+class Counter(nn.Module):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x * 1.0
+
+
+class Calls(Attention):
+    """What a function is given."""
+
+    def __init__(self, given):
+        super().__init__()
+        self.given = given
+
+    def forward(self, x, mask=None):
+        given = self.given
+        q, k, v = self.projected(x)
+        weights = given((q @ k.mT).softmax(-1))
+        return self.merged(weights @ v)
+
+
+class CallsWhatItFinds(Attention):
+    def forward(self, x, mask=None):
+        q, k, v = self.projected(x)
+        scores = q @ k.mT
+        found = self.dropout
+        return self.merged(found(scores.softmax(-1)) @ v)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_layers_that_it_is_given_may_be_run_again(hooked):
+    layer, x = nn.Dropout(0.0), given(torch.float32)
+    model = Calls(layer)
+    stock = steps_saved(copy.deepcopy(model), x)
+    swap(model, ops=["attention"], lean="call")
+    calls = []
+    if hooked:
+        layer.register_forward_hook(lambda *args: calls.append(1))
+    assert (steps_saved(model, x) < stock) == (not hooked)
+    assert len(calls) == hooked
+
+
+def test_others_that_it_is_given_are_called_once():
+    for called in (Counter(), Counter().forward):
+        model = Calls(called)
+        swap(model, ops=["attention"], lean="call")
+        model(given(torch.float32)).sum().backward()
+        assert getattr(called, "__self__", called).calls == 1
+    assert not swap(CallsWhatItFinds(), ops=["attention"], lean="call").changed
+
+
 def test_hooks_on_its_parts():
     model, x = Attention(), given(torch.float32)
     swap(model, ops=["attention"], lean="call")

@@ -39,6 +39,7 @@ from .library import (
     needs_lean,
     served,
     twin_of,
+    what_drops,
     why_not_fits,
     why_not_rotary,
 )
@@ -198,7 +199,8 @@ class _Search:
         self.found.in_lean.append((module, twin))
         if drops(kind):
             self.found.dropouts[module] = len(self.found.others)
-            row = Row(_inside(places, "dropout"), "dropout", "memkit", "seed", None, None, "")
+            name = what_drops(module)
+            row = Row(_inside(places, name), name, "memkit", "seed", None, None, "")
             self.found.others.append(row)
         if needs_lean(kind):
             if why := may_be_idle(module, kind):

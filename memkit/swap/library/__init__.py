@@ -18,7 +18,7 @@ from ..trial import HALVES, exact_convolutions, own_copy, untouched
 from .activations import CLASSES, activation_of, activation_twin, library_activation
 from .again import drops, made_again, may_be_idle, needs_lean
 from .attention import attention_twin, is_attention, why_not_rotary
-from .functions import dropped
+from .functions import dropped, what_drops
 from .gated_norms import GATES, gated_norm_probe, is_gated_norm
 from .losses import has_library_loss, hold, release
 from .mlps import GATINGS, STEPS, Gating, Steps
@@ -59,6 +59,7 @@ __all__ = [
     "release",
     "served",
     "twin_of",
+    "what_drops",
     "why_not_fits",
     "why_not_rotary",
 ]

@@ -33,14 +33,18 @@ from .activations import computes
 from .attend import may_drop
 from .rewritten import rewrites, rewritten
 from .scaled import running
+from .sdpa import attending
 from .source import global_names
-from .twin import Instead, Twin, is_tracing, undecorated, with_names
+from .twin import Instead, Ours, Twin, is_tracing, undecorated, with_names
 
 DROPOUTS: dict[Any, Callable[..., Tensor]] = {
     nn.functional.dropout: F.dropout,
     nn.functional.alpha_dropout: F.alpha_dropout,
 }
 """Those of whole features keep a number for each, in stock too."""
+DROPS = {"dropout", "attention"}
+"""What is dropout, or has it."""
+SDPA: Any = nn.functional.scaled_dot_product_attention
 KEEP_RESULT = {"relu", "sigmoid", "tanh"}
 """Of which stock keeps the result, as what follows does."""
 WRITTEN_OUT = {
@@ -57,12 +61,14 @@ WRITTEN_OUT = {
 NEEDS = {
     "modulate": {"layer_norm", "rms_norm"},
     "scale": {"act_linear"},
+    "norm and act": {"batch_norm_act"},
     "attend": {"attention"},
     "attend elsewhere": {"attention"},
 }
 """Which names what is rewritten belongs to."""
 WHY_IDLE = {
     "attend": "not called on the sample, or without a MiB of weights to make again",
+    "norm and act": "not called on the sample, or of no norm whose result is made again",
     "scale": "not called on the sample, or not with the result of a linear layer for many rows",
 }
 
@@ -100,30 +106,35 @@ class StockDropouts(Functions, kind="functions, stock dropouts"):
 def functions_kind(module: nn.Module, names: frozenset[str]) -> str:
     """The kind of twin for what it calls, if there is one: activations, all of these names, or what is rewritten for them;
     dropouts."""
-    drops = "dropout" in names and "dropout" in _functions(type(module)).values()
+    drops = "dropout" in names and bool(DROPS & {*_functions(type(module)).values()})
     if _acts(module, names):
         return Functions.kind if drops else StockDropouts.kind
     return Dropouts.kind if drops else ""
 
 
+def what_drops(module: nn.Module) -> str:
+    """As a row names it."""
+    return "dropout" if "dropout" in _functions(type(module)).values() else SDPA.__name__
+
+
 def _acts(module: nn.Module, names: frozenset[str]) -> bool:
     if any(NEEDS[what] <= names for what in rewrites(module)):
         return True
-    called = {*_functions(type(module)).values()} - {"dropout"}
+    called = {*_functions(type(module)).values()} - DROPS
     return bool(called) and {"gelu" if op == "gelu_tanh" else op for op in called} <= names
 
 
 def why_idle(module: nn.Module) -> str:
     """What to say where the twin did nothing on the sample; nothing where that is not known of all that it does."""
     whys = {WHY_IDLE.get(what, "") for what in rewrites(module)}
-    return min(whys) if whys and not {*_functions(type(module)).values()} - {"dropout"} else ""
+    return min(whys) if whys and not {*_functions(type(module)).values()} - DROPS else ""
 
 
 def _ours(forward: Any, acts: bool, drops: nn.Module | None) -> dict[str, Any]:
     """What its names stand for instead: activations, and dropouts of that module."""
     known = undecorated(forward).__globals__
     called = _called(forward).items()
-    names = {path[0] for path, op in called if (drops is not None if op == "dropout" else acts)}
+    names = {path[0] for path, op in called if (drops is not None if op in DROPS else acts)}
     return {name: _instead(name, known[name], acts, drops) for name in names}
 
 
@@ -132,8 +143,8 @@ def _functions(cls: type[nn.Module]) -> dict[tuple[str, ...], str]:
 
 
 def _called(forward: Any) -> dict[tuple[str, ...], str]:
-    """Which activations and dropouts it calls, by their paths from its module; none if it does anything else with one of
-    them."""
+    """Which activations, dropouts and attention with dropout it calls, by their paths from its module; none if it does
+    anything else with one of them."""
     forward = undecorated(forward)
     if type(forward) is not FunctionType or _asks_for_its_class(forward.__code__):
         return {}
@@ -141,7 +152,9 @@ def _called(forward: Any) -> dict[tuple[str, ...], str]:
     for use in _uses(forward.__code__):
         held, past = _follow(use.path, forward.__globals__)
         op = _op(use.path[-1 - past], held)
-        if op is not None and use.is_called and not past:
+        if op == "attention" and (use.call is None or not _gives_dropout(use.call)):
+            continue
+        if op is not None and use.call is not None and not past:
             found[use.path] = op
         elif op is not None or _is_module(held) or held is torch.compile:
             return {}
@@ -164,7 +177,7 @@ def _follow(path: tuple[str, ...], known: dict[str, Any]) -> tuple[Any, int]:
 class _Use(NamedTuple):
     path: tuple[str, ...]
     """`("F", "gelu")`."""
-    is_called: bool
+    call: ast.Call | None
 
 
 @cache
@@ -185,14 +198,20 @@ def _uses(code: CodeType) -> tuple[_Use, ...]:
     return uses if names == {use.path[0] for use in uses} else ()
 
 
-def _used(node: ast.AST, is_called: bool = False) -> Iterator[_Use]:
+def _used(node: ast.AST, call: ast.Call | None = None) -> Iterator[_Use]:
+    """`call`: that it is the function of."""
     if (path := _path(node)) is not None:
         if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
-            path, is_called = path[:-1], False  # what is changed
-        yield _Use(path, is_called)
+            path, call = path[:-1], None  # what is changed
+        yield _Use(path, call)
         return
     for child in ast.iter_child_nodes(node):
-        yield from _used(child, isinstance(node, ast.Call) and child is node.func)
+        yield from _used(child, node if isinstance(node, ast.Call) and child is node.func else None)
+
+
+def _gives_dropout(call: ast.Call) -> bool:
+    """Of attention, by position or by name."""
+    return len(call.args) > 4 or any(each.arg in ("dropout_p", None) for each in call.keywords)
 
 
 def _path(node: ast.AST) -> tuple[str, ...] | None:
@@ -202,11 +221,13 @@ def _path(node: ast.AST) -> tuple[str, ...] | None:
 
 
 def _op(name: str, held: Any) -> str | None:
-    """Which activation a function is, or a dropout."""
+    """Which activation a function is, or a dropout, or attention."""
     if type(held) not in (FunctionType, BuiltinFunctionType):
         return None
     if held in DROPOUTS:
         return "dropout"
+    if held is SDPA:
+        return "attention"
     if (op := FUNCTIONS.get(held)) is not None:
         return None if op in KEEP_RESULT else op
     op = WRITTEN_OUT.get(name)
@@ -249,8 +270,10 @@ def _instead(name: str, held: Any, acts: bool, drops: nn.Module | None) -> Any:
     op = _op(name, held)
     if op == "dropout":
         return held if drops is None else _dropping(held, drops)
+    if op == "attention":
+        return held if drops is None else attending(held, drops, dropped)
     if op is not None:
-        return partial(_call, op, held) if acts else held
+        return Ours(_call, op, held) if acts else held
     return _WithOurs(held, _choice=(acts, drops)) if _is_module(held) else held
 
 

@@ -111,8 +111,9 @@ class Lines:
             return receiver is not None and self._is_own(receiver)
         if name in FUNCTION_NAMES and any(getattr(each, "value", None) is True for each in call.args):
             return False  # in place, by position
-        if isinstance(call.func, ast.Name):
-            return name not in self._variables
+        if isinstance(call.func, ast.Name):  # of a variable: a layer that is given, which will be looked at
+            given = not self._is_function and name not in self.stored
+            return given or name not in self._variables
         if isinstance(call.func, ast.Call):  # nn.Softmax(dim=-1)(x)
             return _root(getattr(call.func.func, "value", call.func)) in TORCH - self._variables
         root = _root(receiver)

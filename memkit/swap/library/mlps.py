@@ -247,7 +247,7 @@ def run(steps: Sequence[Any], input: Tensor, dropout: bool) -> Tensor:
 
 def _next(steps: Sequence[Any], at: int, input: Tensor, dropout: bool) -> tuple[Tensor, int]:
     step = steps[at]
-    if _is_batch_norm(step) and serves(input) and output_dtype(input) == input.dtype:
+    if is_batch_norm(step) and serves(input) and output_dtype(input) == input.dtype:
         after = at + 1
         while after < len(steps) and _is_idle(steps[after]):
             after += 1
@@ -292,7 +292,7 @@ def act_alone(input: Tensor, name: str, params: dict[str, float]) -> Tensor:
     return _apply(name, input, values, False, "input")
 
 
-def _is_batch_norm(step: Any) -> bool:
+def is_batch_norm(step: Any) -> bool:
     return (type(step) in BATCH_NORMS or isinstance(step, BatchNorm)) and is_plain(step)
 
 

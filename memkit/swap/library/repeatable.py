@@ -74,7 +74,7 @@ def is_readable(module: nn.Module, known: Names) -> bool:
     held = vars(module)
     for name in known:
         layer = module._modules.get(name)
-        if layer is not None and not _is_layer(layer):
+        if layer is not None and not is_layer(layer):
             return False
         if name in held and not _is_value(held[name]):
             return False
@@ -135,7 +135,7 @@ def _is_own(name: str, cls: Any, found: set[str], seen: set[Any]) -> bool:
     return isinstance(held, CONSTANTS)
 
 
-def _is_layer(layer: nn.Module) -> bool:
+def is_layer(layer: nn.Module) -> bool:
     """One that changes nothing of its own, nor what it is given."""
     if has_hooks(layer) or "parametrizations" in layer._modules:
         return False
@@ -144,7 +144,7 @@ def _is_layer(layer: nn.Module) -> bool:
         if isinstance(layer, nn.Sequential):  # what a layer before it has made may be overwritten
             parts = [part for i, part in enumerate(parts) if not (i and _overwrites(part, parts[i - 1]))]
         own = any(getattr(layer, name, None) for name in ("track_running_stats", "inplace", "max_norm"))
-        return not own and all(map(_is_layer, parts))
+        return not own and all(map(is_layer, parts))
     known = reach_of(layer)
     return known is not None and _repeats(type(layer).forward.__code__) and is_readable(layer, known)
 

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..._hooks import has_global_hooks
 from ..._lean import is_lean
-from .repeatable import CONSTANTS, Names, is_readable, reach, reach_of
-from .rotary import served
+from .repeatable import CONSTANTS, Names, is_layer, is_readable, reach, reach_of
+from .scaled import note_served
 from .twin import checkpointed, in_forward_mode, in_transform, is_tracing, itself
 
 LEAST = 2**20
@@ -28,7 +28,7 @@ def again(function: Callable[..., Any], first: Any, *given: Any) -> Any:
     """A call of a function that `regions` made of the code of another, whose first argument may be the layer it is of."""
     tensors = [x for x in given if isinstance(x, Tensor)]
     owner = first if isinstance(first, nn.Module) else None
-    if not _may_checkpoint() or not all(x is owner or _is_fixed(x) for x in given):
+    if not _may_checkpoint() or not all(x is owner or _is_fixed(x) or _is_given_layer(x) for x in given):
         return function(*given)
     made: Any = function
     # Whether lengths are a little longer or shorter makes no difference.
@@ -49,15 +49,12 @@ def again(function: Callable[..., Any], first: Any, *given: Any) -> Any:
         _worth[key] = worth = _keeps_less(function, given, tensors)
     if not worth:
         return function(*given)
-    given = tuple(list(x) if isinstance(x, list) else x for x in given)
-    if owner is None:
-        return checkpointed(function, *given)
     read: list[Tensor] = []
-    as_now = _as_now(owner, known, read)
+    then = [_then(x, known if x is owner else None, read) for x in given]
     if not all(map(_is_fixed, read)):
         return function(*given)
-    served.add(owner)
-    return checkpointed(function, *(as_now if x is owner else x for x in given), reads=read)
+    note_served(owner)
+    return checkpointed(function, *then, reads=read)
 
 
 def _may_checkpoint() -> bool:
@@ -76,6 +73,17 @@ def _is_fixed(x: Any) -> bool:
         plain = x.layout == torch.strided and not x.is_nested and not x.is_inference()
         return plain and type(x) in (Tensor, nn.Parameter)
     return isinstance(x, (*CONSTANTS, slice))
+
+
+def _is_given_layer(x: Any) -> bool:
+    return isinstance(x, nn.Module) and is_layer(x)
+
+
+def _then(x: Any, known: Names | None, read: list[Tensor]) -> Any:
+    """What is given, as it is now."""
+    if isinstance(x, nn.Module):
+        return _as_now(x, reach_of(x) if known is None else known, read)
+    return list(x) if isinstance(x, list) else x
 
 
 def _as_now(module: nn.Module, known: Names | None, read: list[Tensor]) -> nn.Module:

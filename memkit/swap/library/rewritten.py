@@ -1,6 +1,7 @@
 """Forwards of libraries with memkit's calls in the place of some of their lines.
 
-The twin runs the same code, but for what :mod:`modulated`, :mod:`scaled` and :mod:`regions` have found in its source.
+The twin runs the same code, but for what :mod:`modulated`, :mod:`scaled`,
+:mod:`norm_calls` and :mod:`regions` have found in its source.
 Functions and methods that it calls are run so too, where their names say that they may modulate or attend.
 """
 
@@ -15,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from .modulated import Modulation, may_modulate, scale_shift
+from .norm_calls import Norming, join_lines, may_norm, norm_act
 from .regions import may_attend, regions_of, with_regions
 from .repeatable import is_readable, reach
 from .rerun import again
@@ -29,7 +31,8 @@ CALLED = ("modulate", "attn", "attention", "attend")
 
 
 def rewrites(module: nn.Module) -> frozenset[str]:
-    """What its class's forward does that memkit does in another way: "modulate", "scale", "attend", "attend elsewhere"."""
+    """What its class's forward does that memkit does in another way: "modulate", "scale", "norm and act", "attend",
+    "attend elsewhere"."""
     return frozenset(_found(type(module).forward, module, set()))
 
 
@@ -45,6 +48,7 @@ class Ours:
     again = staticmethod(again)
     linear_scale = staticmethod(linear_scale)
     linear_scale_by_mul = staticmethod(linear_scale_by_mul)
+    norm_act = staticmethod(norm_act)
     scale_shift = staticmethod(scale_shift)
 
     @staticmethod
@@ -69,6 +73,8 @@ def _found(function: Any, module: nn.Module, seen: set[Any], is_own: bool = True
         yield "modulate"
     if {"linear_scale", "linear_scale_by_mul"} & {*code.co_names}:
         yield "scale"
+    if "norm_act" in code.co_names:
+        yield "norm and act"
     regions = (reach(region, known, type(module)) for region in regions_of(code))
     if any(each is not None and is_readable(module, each) for each in regions):
         yield "attend" if is_own else "attend elsewhere"
@@ -90,8 +96,9 @@ def _code(function: Any) -> CodeType | None:
 @cache
 def _changed(_file: str, code: CodeType) -> CodeType | None:
     calls, modulates = any(map(_may_be_rewritten, code.co_names)), may_modulate(code)
-    scales, attends = may_scale(code), may_attend(code) and global_names(code) is not None
-    if not (calls or modulates or scales or attends):
+    scales, norms = may_scale(code), may_norm(code)
+    attends = may_attend(code) and global_names(code) is not None
+    if not (calls or modulates or scales or norms or attends):
         return None
 
     def change(function: ast.FunctionDef) -> bool:
@@ -101,6 +108,9 @@ def _changed(_file: str, code: CodeType) -> CodeType | None:
             visitors.append(Modulation(_called))
         if scales:
             visitors.append(Scaling(_called))
+        if norms:
+            join_lines(function)
+            visitors.append(Norming(_called))
         function.body = [_visited(line, visitors) for line in function.body]
         return found or any(visitor.found for visitor in visitors)
 

@@ -39,6 +39,13 @@ def running(module: nn.Module) -> Iterator[None]:
         _running.module = outer
 
 
+def note_served(module: nn.Module | None = None) -> None:
+    """Something of its code, or of that which runs, has been memkit's."""
+    for each in (module, getattr(_running, "module", None)):
+        if each is not None:
+            served.add(each)
+
+
 def linear_scale(first: Any, second: Any) -> Any:
     """first * second."""
     out = _in_lean(first, second)
@@ -55,8 +62,8 @@ def _in_lean(first: Any, second: Any) -> Tensor | None:
     if not (isinstance(first, Tensor) and isinstance(second, Tensor) and may_ask_again()):
         return None
     out = _C.linear_scale(first, second)
-    if out is not None and (module := getattr(_running, "module", None)) is not None:
-        served.add(module)
+    if out is not None:
+        note_served()
     return out
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from functools import update_wrapper, wraps
+from functools import partial, update_wrapper, wraps
 from threading import RLock, get_ident
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, ClassVar, cast
@@ -235,6 +235,14 @@ class Instead:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stock, name)
+
+
+class Ours(partial[Any]):
+    """A call of ours in the place of a function, which comes last of what is given first."""
+
+    @property
+    def stock(self) -> Any:
+        return self.args[-1]
 
 
 def is_tracing() -> bool:

@@ -1,0 +1,110 @@
+"""`F.scaled_dot_product_attention` with dropout in a layer's own code.
+
+PyTorch's kernels for the CPU have no dropout: its function keeps a number for each pair of tokens, four times over. In
+training :func:`attend` stands in, which keeps query, key, value and a seed, inside :class:`memkit.lean` and outside,
+recorded or not, since a checkpoint's two runs have to drop the same. What it is not for runs under a checkpoint inside lean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from ..._lean import is_lean
+from ..layers import serves
+from .attend import Scores, attend, may_drop
+from .twin import checkpointed, in_forward_mode
+
+
+def attending(stock: Callable[..., Tensor], module: nn.Module, dropped: WeakSet[nn.Module]) -> Any:
+    """The function for that module's calls, which is noted when it drops."""
+
+    def scaled_dot_product_attention(
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        given = query, key, value, attn_mask
+        how: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+        if not may_drop(dropout_p) or not _takes(*given, is_causal, scale, enable_gqa):
+            return stock(*given, dropout_p, **how)
+        if not torch.is_autocast_enabled("cpu"):
+            dropped.add(module)
+            return _attended(*given, dropout_p, is_causal, scale)
+        call = partial(checkpointed, stock) if is_lean() and torch.is_grad_enabled() else stock
+        return call(*given, dropout_p, **how)
+
+    return scaled_dot_product_attention
+
+
+def _attended(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    is_causal: bool,
+    scale: float | None,
+) -> Tensor:
+    if is_causal:
+        mask = query.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril_()
+    if mask is not None:
+        mask = mask[(None,) * (query.dim() - mask.dim())]
+    if one_head := query.dim() == 3:
+        query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+        mask = mask if mask is None else mask.unsqueeze(1)
+    scores = Scores(query.shape[3] ** -0.5 if scale is None else scale, None, dropout)
+    learned = mask is not None and mask.requires_grad
+    out, _ = attend(query, key, value, None if learned else mask, mask if learned else None, scores)
+    return out.squeeze(1) if one_head else out
+
+
+def _takes(query: Any, key: Any, value: Any, mask: Any, is_causal: Any, scale: Any, enable_gqa: Any) -> bool:
+    """Whether stock would keep the weights, and what it is given is as it should be: stock says what is not."""
+    tensors = [query, key, value, *([] if mask is None else [mask])]
+    if not all(type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided for x in tensors):
+        return False
+    dims = query.dim()
+    return (
+        query.device.type == "cpu"
+        and all(x.device == query.device for x in tensors)
+        and serves(query)
+        and query.dtype == key.dtype == value.dtype
+        and dims in (3, 4)
+        and key.dim() == value.dim() == dims
+        and query.shape[0] == key.shape[0]
+        and query.shape[-1] == key.shape[-1]
+        and key.shape[:-1] == value.shape[:-1]
+        and key.shape[-2] >= query.shape[-1]  # else they are smaller than the query
+        and query.numel() > 0
+        and value.numel() > 0
+        and (dims == 3 or query.shape[1] == key.shape[1] or _are_groups(query, key, enable_gqa))
+        and (mask is None or (is_causal is False and _takes_mask(mask, query, key)))
+        and type(is_causal) is bool
+        and (scale is None or type(scale) is float)
+        and not in_forward_mode()
+    )
+
+
+def _are_groups(query: Tensor, key: Tensor, enable_gqa: Any) -> bool:
+    return enable_gqa is True and key.shape[1] > 0 and query.shape[1] % key.shape[1] == 0
+
+
+def _takes_mask(mask: Tensor, query: Tensor, key: Tensor) -> bool:
+    shape = (*query.shape[:-1], key.shape[-2])
+    return (
+        mask.dtype in (torch.bool, query.dtype)
+        and mask.dim() <= len(shape)
+        and all(a in (1, b) for a, b in zip(reversed(mask.shape), reversed(shape), strict=False))
+    )

@@ -1,0 +1,239 @@
+"""`F.scaled_dot_product_attention` with dropout in a layer's own code: a seed is kept, and no weights."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from memkit import lean, swap, unswap
+from memkit.memory import measure
+
+pytestmark = pytest.mark.usefixtures("repeatable")
+
+P, TOKENS, HEADS, WIDTH = 0.25, 24, 4, 8
+SHAPE = 2, HEADS, TOKENS, WIDTH
+
+
+class Attends(nn.Module):
+    """As nanoGPT's layer calls it."""
+
+    def __init__(self, dropout=P, **how):
+        super().__init__()
+        self.dropout, self.how = dropout, how
+
+    def forward(self, q, k, v, mask=None):
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=self.dropout if self.training else 0.0, **self.how
+        )
+
+
+class ByPosition(Attends):
+    def forward(self, q, k, v, mask=None):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, self.dropout, False)
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.to_qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x):
+        q, k, v = (y.view(*x.shape[:2], 4, 8).transpose(1, 2) for y in self.to_qkv(x).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=P if self.training else 0.0, is_causal=True)
+        return self.out(F.gelu(y.transpose(1, 2).flatten(2)))
+
+
+def swapped(model, **how):
+    swap(model, **how)
+    return model
+
+
+def given(shape=SHAPE, keys=None, **kwargs):
+    """Query, key and value."""
+    of_keys = keys or shape
+    kwargs = {"dtype": torch.float64, "requires_grad": True, **kwargs}
+    return torch.randn(shape, **kwargs), torch.randn(of_keys, **kwargs), torch.randn(of_keys, **kwargs)
+
+
+def drawn(model, *args):
+    torch.manual_seed(3)
+    return model(*args)
+
+
+KEYS = 2, HEADS, TOKENS + 5, WIDTH
+CASES = {
+    "plain": (given, lambda: None, {}),
+    "causal": (given, lambda: None, {"is_causal": True}),
+    "more keys, causal": (lambda: given(keys=KEYS), lambda: None, {"is_causal": True}),
+    "scaled": (given, lambda: None, {"scale": 0.1}),
+    "said of pairs": (given, lambda: torch.rand(TOKENS, TOKENS) > 0.3, {}),
+    "said of keys": (given, lambda: torch.rand(2, 1, 1, TOKENS) > 0.3, {}),
+    "nothing seen": (given, lambda: torch.arange(TOKENS)[:, None].expand(TOKENS, TOKENS) > 2, {}),
+    "added": (given, lambda: torch.randn(HEADS, TOKENS, TOKENS, dtype=torch.float64), {}),
+    "learned": (given, lambda: torch.randn(1, HEADS, 1, TOKENS, dtype=torch.float64).requires_grad_(), {}),
+    "groups": (lambda: given(keys=(2, 2, TOKENS, WIDTH)), lambda: None, {"enable_gqa": True}),
+    "one head": (lambda: given(SHAPE[1:]), lambda: torch.rand(HEADS, 1, TOKENS) > 0.3, {}),
+}
+cases = pytest.mark.parametrize("case", CASES)
+
+
+def case_of(name):
+    tensors, mask, how = CASES[name]
+    return *tensors(), mask(), how
+
+
+@cases
+def test_weights_are_dropped_each_by_itself(case):
+    q, k, v, mask, how = case_of(case)
+    model = swapped(Attends(**how))
+    once = torch.eye(k.shape[-2], dtype=q.dtype).expand(*k.shape[:-1], -1)  # its result is the weights
+    stock = F.scaled_dot_product_attention(q, k, once, mask, **how)
+    weights = drawn(model, q, k, once, mask)
+    kept = weights != 0
+    torch.testing.assert_close(weights[kept], (stock / (1 - P))[kept])
+    share = kept.sum() / (stock != 0).sum()
+    assert 1 - P - 0.06 < share < 1 - P + 0.06
+    groups = q.shape[1] // k.shape[1] if q.dim() == 4 else 1
+    value = v.repeat_interleave(groups, 1) if groups > 1 else v
+    torch.testing.assert_close(drawn(model, q, k, v, mask), weights @ value)
+    assert drawn(model, q, k, v, mask).is_contiguous()
+
+
+@cases
+def test_gradients(case):
+    q, k, v, mask, how = case_of(case)
+    model = swapped(Attends(**how))
+    learned = [mask] if mask is not None and mask.requires_grad else []
+
+    def call(q, k, v, *learned):
+        return drawn(model, q, k, v, *(learned or [mask]))
+
+    assert torch.autograd.gradcheck(call, (q, k, v, *learned), fast_mode=True)
+
+
+def test_keeps_query_key_and_value():
+    tensors = given((2, HEADS, 256, WIDTH), dtype=torch.float32)
+    of_weights = 2 * HEADS * 256 * 256 * 4
+    for kind in (Attends, ByPosition):
+        model = kind()
+        before = measure(lambda m=model: m(*tensors).sum()).saved
+        report = swap(model, sample=tensors, lean=False)
+        after = measure(lambda m=model: m(*tensors).sum()).saved
+        assert before >= 2 * of_weights
+        assert after < 0.1 * of_weights
+        (row,) = report.rows
+        assert (row.path, row.after, row.saved) == ("scaled_dot_product_attention", "memkit", "seed")
+
+
+def gradients(model, x, call=None):
+    model.zero_grad()
+    torch.manual_seed(2)
+    (call or model)(x).square().sum().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradients_inside_lean_and_checkpoints_are_those_outside(reentrant):
+    model = swapped(Layer().double())
+    x = torch.randn(2, TOKENS, 32, dtype=torch.float64, requires_grad=True)
+
+    def again(x):
+        return checkpoint(model, x, use_reentrant=reentrant)
+
+    def inside(x, call=model):
+        with lean():
+            return call(x)
+
+    wanted = gradients(model, x)
+    for call in (inside, again, lambda x: inside(x, again)):
+        for ours, theirs in zip(gradients(model, x, call), wanted, strict=True):
+            torch.testing.assert_close(ours, theirs)
+    with torch.no_grad():
+        without = drawn(model, x)
+    torch.testing.assert_close(drawn(model, x), without)
+
+
+def test_report_says_where_nothing_is_dropped():
+    tensors = given(dtype=torch.float32)
+    (row,) = swap(Attends(0.0), sample=tensors).rows
+    assert (row.after, row.saved) == ("unchanged", "mask")
+
+    class Without(nn.Module):
+        def forward(self, q, k, v):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    assert not swap(Without(), sample=tensors).rows
+
+
+FEW = 2, HEADS, WIDTH - 1, WIDTH
+STOCKS = {
+    "no dropout": lambda: (Attends(0.0), given(), None),
+    "in evaluation": lambda: (Attends().eval(), given(), None),
+    "few keys": lambda: (Attends(), given(keys=FEW), None),
+    "one token": lambda: (Attends(), given((HEADS, 1, WIDTH)), None),
+    "five dimensions": lambda: (Attends(), given((2, *SHAPE)), None),
+    "two dimensions": lambda: (Attends(), given(SHAPE[2:]), None),
+    "nothing": lambda: (Attends(), given((0, *SHAPE[1:])), None),
+}
+
+
+@pytest.mark.parametrize("case", STOCKS)
+def test_what_memkit_does_not_take_is_stocks(case):
+    stock, tensors, mask = STOCKS[case]()
+    model = swapped(copy.deepcopy(stock))
+    torch.testing.assert_close(drawn(model, *tensors, mask), drawn(stock, *tensors, mask), rtol=0, atol=0)
+    unswap(model)
+    assert type(model) is Attends
+
+
+WRONG = {
+    "dropout": lambda: (Attends(1.5), given(), None),
+    "mask and causal": lambda: (Attends(is_causal=True), given(), torch.ones(TOKENS, TOKENS).bool()),
+    "mask's shape": lambda: (Attends(), given(), torch.ones(TOKENS, TOKENS + 1).bool()),
+    "mask's dtype": lambda: (Attends(), given(), torch.ones(TOKENS, TOKENS).half()),
+    "heads": lambda: (Attends(), given(keys=(2, 3, TOKENS, WIDTH)), None),
+    "groups": lambda: (Attends(enable_gqa=True), given(keys=(2, 3, TOKENS, WIDTH)), None),
+    "width": lambda: (Attends(), given(keys=(2, HEADS, TOKENS, 7)), None),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_bad_input_raises_as_stock(case):
+    stock, tensors, mask = WRONG[case]()
+    with pytest.raises((RuntimeError, ValueError)) as theirs:
+        stock(*tensors, mask)
+    with pytest.raises(theirs.type) as ours:
+        swapped(copy.deepcopy(stock))(*tensors, mask)
+    assert str(ours.value) == str(theirs.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_error_in_every_dtype(dtype):
+    tensors = given((2, HEADS, 128, 32))
+    rounded = [x.detach().to(dtype).requires_grad_() for x in tensors]
+    wide = [x.detach().double().requires_grad_() for x in rounded]
+    model, errors = swapped(Attends()), []
+    once = torch.eye(128, dtype=torch.float64).expand(2, HEADS, 128, 128)
+    weights = drawn(model, *wide[:2], once)
+    exact = weights @ wide[2]
+    grads = torch.autograd.grad(exact.square().sum(), wide)
+    kept = (weights != 0).to(dtype) / (1 - P)
+    stock_weights = (rounded[0] @ rounded[1].mT * 32**-0.5).softmax(-1) * kept
+    for out in (drawn(model, *rounded), stock_weights @ rounded[2]):
+        found = torch.autograd.grad(out.float().square().sum(), rounded)
+        pairs = [(out, exact), *zip(found, grads, strict=True)]
+        errors.append([float(((a.double() - b).norm() / b.norm()).detach()) for a, b in pairs])
+    for ours, theirs in zip(*errors, strict=True):
+        assert ours <= 2 * theirs
+
+
+def test_autocast_is_stocks_under_a_checkpoint():
+    model, stock = swapped(Attends(), lean="call"), Attends()
+    tensors = given((2, HEADS, 256, WIDTH), dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(drawn(model, *tensors), drawn(stock, *tensors), rtol=0, atol=0)
+        saved = [measure(lambda m=m: m(*tensors).sum()).saved for m in (model, stock)]
+    assert saved[0] < 0.2 * saved[1]
