@@ -141,8 +141,21 @@ class GroupNorm(Norm, memkit_nn.GroupNorm):
     _op = "group_norm"
 
 
+class Pending:
+    """What stands for a tensor that is not computed yet."""
+
+    def drop(self, p: float) -> Any:
+        """The same with memkit's dropout."""
+        raise NotImplementedError
+
+
 class Dropout(Layer, memkit_nn.Dropout):
     _op = "dropout"
+
+    def forward(self, input: Tensor) -> Tensor:
+        if isinstance(input, Pending):
+            return cast(Tensor, input.drop(self.p if self.training else 0.0))
+        return super().forward(input)
 
 
 class Dropout1d(Layer, memkit_nn.Dropout1d):

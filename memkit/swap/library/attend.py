@@ -48,6 +48,10 @@ class Scores(NamedTuple):
     """cap · tanh(scores / cap) stands for the scores, before a mask is added."""
     dropout: float = 0.0
     """Of the weights: below 1."""
+    fill: float | None = None
+    """Stands for the scores that a mask (bool) hides. None: nothing of them is left."""
+    wide: bool = False
+    """Computed in float32, the weights' dtype then, as PyTorch's function does where it has no kernel for half precision."""
 
     @property
     def factor(self) -> float:
@@ -73,7 +77,8 @@ def attend(
     multiplied with the value: with dropout.
 
     ``key`` and ``value`` have as many heads, or a part of them, each for some neighbours. ``mask`` is added to the scores;
-    beside a ``bias``, which is added too and may be learned, it says (bool) where that is the least number there is instead.
+    beside a ``bias``, which is added too and may be learned, it says (bool) where that is the least number there is instead,
+    or, where ``scores`` has a ``fill``, what hides the sum.
     ``sinks``, which expand to [batch, heads, tokens, 1] and may be learned, are scores beside those of the keys, without a
     value: a column behind them in memory, that the products pass by.
     """
@@ -86,29 +91,36 @@ class _Attend(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, bias: Any, scores: Scores, sinks: Any
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
+        kept, dtype = (query, key, value, mask, bias, sinks), query.dtype
+        query, key, value, mask, bias, sinks = _in_its_dtype(kept, scores)
         _, weights = _weights(query, key, mask, bias, scores, sinks)
         seed = draw_seed("attend", weights, None) if scores.dropout else None
-        ctx.save_for_backward(query, key, value, mask, bias, sinks, seed)
+        ctx.save_for_backward(*kept, seed)
         ctx.scores = scores
         if seed is not None:
             torch.ops.memkit._activation_(weights, *DROP, "auto", None, seed, drop_numbers(scores.dropout))
         given = _of_keys(weights, key)
-        out = torch.bmm(_grouped(given, key), value.flatten(0, 1))
+        out = query.new_empty(*query.shape[:3], value.shape[3])  # no view, which could not be written to
+        torch.bmm(_grouped(given, key), value.flatten(0, 1), out=_grouped(out, key))
         if given is not weights:  # no view for autograd: it may be written to
             at = given.storage_offset(), given.shape, given.stride()
             given = weights.new_empty(0).set_(weights.untyped_storage(), *at)
-        return out.view(*query.shape[:3], value.shape[3]), given
+        return out.to(dtype), given
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_weights: Tensor | None) -> tuple[Any, ...]:
-        query, key, value, mask, bias, sinks, seed = ctx.saved_tensors
+        *saved, seed = ctx.saved_tensors
         scores: Scores = ctx.scores
         if grad is None and grad_weights is None:
             return None, None, None, None, None, None, None
-        if torch.is_grad_enabled():  # the gradient is to be differentiated
+        # Several gradients at once, or one that is to be differentiated.
+        if _is_batched(grad) or _is_batched(grad_weights) or torch.is_grad_enabled():
             wanted = *ctx.needs_input_grad[:5], ctx.needs_input_grad[6]
-            *found, grad_sinks = _gradients(ctx.saved_tensors, scores, wanted, (grad, grad_weights))
+            with torch.enable_grad():
+                *found, grad_sinks = _gradients(saved, seed, scores, wanted, (grad, grad_weights))
             return *found, None, grad_sinks
+        query, key, value, mask, bias, sinks = _in_its_dtype(saved, scores)
+        grad, grad_weights = _in_its_dtype((grad, grad_weights), scores)
         capped, weights = _weights(query, key, mask, bias, scores, sinks)
         drop = None, seed, drop_numbers(scores.dropout)
         grad_value = None
@@ -117,7 +129,7 @@ class _Attend(torch.autograd.Function):
             d[..., -1] = 0
         of_keys = _of_keys(d, key)
         if grad is None:  # the weights' alone
-            of_keys.copy_(grad_weights)  # type: ignore[arg-type]
+            of_keys.copy_(grad_weights)
         else:
             grad = _grouped(grad, key)
             dropped = weights if seed is None else torch.ops.memkit._activation(weights, *DROP, "auto", *drop)
@@ -128,11 +140,15 @@ class _Attend(torch.autograd.Function):
                 of_keys += grad_weights
         if seed is not None:
             torch.ops.memkit._activation_(d, *DROP, "auto", *drop)
-        masked = not (mask is None and bias is None)
+        fills = scores.fill is not None
+        masked = not (fills or (mask is None and bias is None))
         torch.ops.memkit._softmax_backward_(d, weights, -1, scores.after, False, False, masked)
         del weights, grad
         if capped is not None:
             torch.ops.aten.tanh_backward.grad_input(d, capped, grad_input=d)
+        if fills:
+            of_keys.masked_fill_(~mask, 0)
+            mask = None
         grad_bias = grad_sinks = None
         if ctx.needs_input_grad[6]:
             grad_sinks = d[..., -1:].sum_to_size(sinks.shape)
@@ -144,34 +160,54 @@ class _Attend(torch.autograd.Function):
         d = _grouped(of_keys, key)
         grad_query = _product(d, key.flatten(0, 1), scores.factor).view(query.shape)
         grad_key = _product(d.mT, _grouped(query, key), scores.factor).view(key.shape)
-        return grad_query, grad_key, grad_value, None, grad_bias, None, grad_sinks
+        grads = grad_query, grad_key, grad_value, None, grad_bias, None, grad_sinks
+        return grads if not scores.wide else tuple(x if x is None else x.to(saved[0].dtype) for x in grads)
 
 
-def _gradients(given: Any, scores: Scores, wanted: Any, grads: tuple[Any, Any]) -> list[Any]:
+def _is_batched(x: Tensor | None) -> bool:
+    functorch: Any = torch._C._functorch
+    return x is not None and (functorch.is_legacy_batchedtensor(x) or functorch.is_batchedtensor(x))
+
+
+def _in_its_dtype(tensors: Any, scores: Scores) -> Any:
+    """That it is computed in."""
+    if not scores.wide:
+        return [*tensors]
+    return [x.float() if x is not None and x.is_floating_point() else x for x in tensors]
+
+
+def _gradients(
+    given: Any, seed: Tensor | None, scores: Scores, wanted: Any, grads: tuple[Any, Any]
+) -> list[Any]:
     """Of the inputs wanted, by operators that have derivatives; of each by itself, be one the other or made from it."""
     given = [x if x is None else x.view_as(x) for x in given]
-    query, key, value, mask, bias, sinks, seed = given
-    leaves = [x for x, each in zip(given, wanted, strict=False) if each]
+    leaves = [x for x, each in zip(given, wanted, strict=True) if each]
+    dtype = given[0].dtype
+    query, key, value, mask, bias, sinks = _in_its_dtype(given, scores)
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     s = torch.matmul(query, key.mT) * scores.factor
     if scores.cap is not None:
         s = s.tanh() * scores.cap
     if bias is not None:
-        s = s + (bias if mask is None else torch.where(mask, bias, torch.finfo(bias.dtype).min))
-    elif mask is not None:
+        s = s + _biased(bias, mask, scores)
+    elif mask is not None and scores.fill is None:
         s = s.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else s + mask
+    if scores.fill is not None:
+        s = s.masked_fill(~mask, scores.fill)
     if sinks is not None:
         s = torch.cat([s, sinks.to(s.dtype).expand(*s.shape[:3], 1)], -1)
-    hidden = (s == float("-inf")).all(-1, keepdim=True)
-    weights = s.masked_fill(hidden, 0).softmax(-1).masked_fill(hidden, 0)
+    if scores.fill is None:
+        hidden = (s == float("-inf")).all(-1, keepdim=True)
+        weights = s.masked_fill(hidden, 0).softmax(-1).masked_fill(hidden, 0)
+    else:
+        weights = s.softmax(-1)
     if seed is not None:
         drop = drop_numbers(scores.dropout)
         weights = weights * torch.ops.memkit._dropout_mask(weights.shape, seed, drop, dtype=weights.dtype)
     weights = _of_keys(weights, key)
-    outs = [
-        out for out, g in zip((torch.matmul(weights, value), weights), grads, strict=True) if g is not None
-    ]
+    results = torch.matmul(weights, value).to(dtype), weights
+    outs = [out for out, g in zip(results, grads, strict=True) if g is not None]
     arrived = [g for g in grads if g is not None]
     found = iter(torch.autograd.grad(outs, leaves, arrived, create_graph=True, allow_unused=True))
     return [next(found) if each else None for each in wanted]
@@ -184,11 +220,15 @@ def _weights(
     s = query.new_empty(*query.shape[:3], key.shape[2] + (sinks is not None))
     of_keys = _of_keys(s, key)
     if bias is not None:
-        of_keys.copy_(bias if mask is None else torch.where(mask, bias, torch.finfo(bias.dtype).min))
-        mask = s.new_zeros(1, 1, 1, 1)  # rows that see nothing are zero
+        of_keys.copy_(_biased(bias, mask, scores))
+        if scores.fill is None:
+            mask = s.new_zeros(1, 1, 1, 1)  # rows that see nothing are zero
     _product(
         _grouped(query, key), key.flatten(0, 1).mT, scores.factor, _grouped(of_keys, key), bias is not None
     )
+    if scores.fill is not None and mask is not None:
+        of_keys.masked_fill_(~mask, scores.fill)
+        mask = None
     if sinks is not None:
         s[..., -1:] = sinks
         if mask is not None and mask.numel() > 1:
@@ -200,6 +240,15 @@ def _weights(
         return None, F.softmax(s, -1, mask=mask, inplace=True)
     s.tanh_()
     return s, F.softmax(s, -1, scale=scores.after, mask=mask)
+
+
+def _biased(bias: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
+    """What is added."""
+    return (
+        bias
+        if mask is None or scores.fill is not None
+        else torch.where(mask, bias, torch.finfo(bias.dtype).min)
+    )
 
 
 def _of_keys(x: Tensor, key: Tensor) -> Tensor:

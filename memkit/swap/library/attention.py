@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..._lean import is_lean
 from ..layers import serves
+from ..trial import HALVES
 from .attend import Scores, attend, may_drop
 from .rotary import NAME, calls_rotary, is_rotary, rotary_of
 from .twin import (
@@ -238,7 +239,7 @@ def _as_written(
         causal = kwargs.get("is_causal")
         if query.shape[2] > 1 and (getattr(module, "is_causal", True) if causal is None else causal):
             mask = query.new_ones(1, 1, query.shape[2], key.shape[2], dtype=torch.bool).tril_()
-    how = (mask, bias, Scores(scale, cap, dropout), sinks)
+    how = (mask, bias, Scores(scale, cap, dropout, wide=_is_fused(function) and query.dtype in HALVES), sinks)
     given = tuple(sorted(name for name, held in kwargs.items() if held is not None))
     groups = query.shape[1] // key.shape[1]
     parts = [x if x is None else (x.dtype, *(n == 1 for n in x.shape)) for x in (mask, sinks)]

@@ -27,7 +27,7 @@ from torch.compiler import is_compiling
 from ... import functional as F
 from ..._lean import is_lean
 from ...functional._activation import _PARAMETERS
-from ..layers import serves
+from ..layers import Pending, serves
 from ..recipes import FUNCTIONS
 from .activations import computes
 from .attend import may_drop
@@ -290,6 +290,8 @@ def _dropping(stock: Any, module: nn.Module) -> Callable[..., Tensor]:
     """Ours, out of place, where there is something to drop."""
 
     def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if isinstance(input, Pending) and stock is nn.functional.dropout:
+            return input.drop(p if training else 0.0)  # type: ignore[no-any-return]
         if (
             training is True
             and inplace is False

@@ -115,11 +115,11 @@ class Lines:
             given = not self._is_function and name not in self.stored
             return given or name not in self._variables
         if isinstance(call.func, ast.Call):  # nn.Softmax(dim=-1)(x)
-            return _root(getattr(call.func.func, "value", call.func)) in TORCH - self._variables
-        root = _root(receiver)
-        if root == "self":
+            return root(getattr(call.func.func, "value", call.func)) in TORCH - self._variables
+        of = root(receiver)
+        if of == "self":
             return isinstance(receiver, ast.Name) or name in METHODS
-        return name in METHODS or bool(root and root not in self._variables)
+        return name in METHODS or bool(of and of not in self._variables)
 
     def _store(self, target: ast.expr, value: ast.expr | None) -> bool:
         if isinstance(target, ast.Tuple | ast.List):
@@ -150,7 +150,7 @@ class Lines:
             receiver = getattr(value.func, "value", None)
             if receiver is not None and self._is_own(receiver):
                 return True
-            of_torch = _root(receiver) in TORCH and not _is_view(value)
+            of_torch = root(receiver) in TORCH and not _is_view(value)
             return (of_torch or "drop" in _name_of(value)) and any(map(self._is_own, value.args[:1]))
         if isinstance(value, ast.BinOp):  # not of lists
             return not any(isinstance(each, ast.List | ast.Tuple) for each in (value.left, value.right))
@@ -205,7 +205,7 @@ def _is_view(call: ast.Call) -> bool:
     return _name_of(call) == "einsum" and len(call.args) < 3
 
 
-def _root(value: ast.AST | None) -> str:
+def root(value: ast.AST | None) -> str:
     while isinstance(value, ast.Attribute):
         value = value.value
     return value.id if isinstance(value, ast.Name) else ""

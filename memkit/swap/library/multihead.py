@@ -18,6 +18,7 @@ from torch.compiler import is_compiling
 
 from ..._lean import is_lean
 from ..layers import serves
+from ..trial import HALVES
 from .attend import Scores, attend, may_drop
 from .twin import Twin, checkpointed, in_forward_mode, is_tracing, twin_of
 
@@ -53,7 +54,9 @@ class MultiheadAttention(Twin, kind="multihead attention"):
             if is_causal:
                 mask = q.new_ones(1, 1, q.shape[2], k.shape[2], dtype=torch.bool).tril_()
             learned = mask is not None and mask.requires_grad
-            scores = Scores(q.shape[3] ** -0.5, None, dropout)
+            # Weights that are wanted stock computes in the dtype that it is given.
+            wide = not need_weights and q.dtype in HALVES
+            scores = Scores(q.shape[3] ** -0.5, None, dropout, wide=wide)
             out, weights = attend(q, k, v, None if learned else mask, mask if learned else None, scores)
             weights = weights.mean(1) if average_attn_weights else weights
         else:

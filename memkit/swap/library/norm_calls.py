@@ -25,13 +25,13 @@ from ..._lean import is_lean
 from ...functional._activation import _PARAMETERS
 from ...functional._norm import output_dtype
 from ...nn.norm import batch_norm_of
-from ..layers import has_statistics, serves
+from ..layers import InstanceNorm, Norm, has_statistics, serves
 from ..recipes import FUNCTIONS
 from .activations import activation_of
-from .lines import FUNCTION_NAMES, captured, read
+from .lines import FUNCTION_NAMES, captured, read, root
 from .mlps import is_batch_norm
 from .scaled import note_served
-from .twin import Ours
+from .twin import Ours, is_plain
 
 NORMS = ("bn", "norm", "gn", "ln")
 """Parts of the names of norms."""
@@ -43,8 +43,8 @@ def norm_act(act: Any, norm: Any, input: Any, *args: Any, **named: Any) -> Any:
     """act(norm(input), ...)."""
     if not (isinstance(norm, nn.Module) and is_lean() and torch.is_grad_enabled()):
         return act(norm(input), *args, **named)
-    how = _how(act, args, named)
-    if how is not None and _fuses(norm, input):
+    how = _how(act, args, named) if _is_known(norm) else None
+    if how is not None and is_batch_norm(norm) and _serves(norm, input):
         try:
             out = batch_norm_of(norm, input, *how)
         except (RuntimeError, TypeError, ValueError) as error:
@@ -83,11 +83,15 @@ def _how(act: Any, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[str, d
     return (op, given) if op is not None and plain else None
 
 
-def _fuses(norm: nn.Module, input: Any) -> bool:
+def _is_known(norm: nn.Module) -> bool:
+    """Whether its result is a new tensor, that nobody else sees."""
+    known = is_batch_norm(norm) or isinstance(norm, Norm | InstanceNorm)
+    return known and "forward" not in vars(norm) and is_plain(norm)
+
+
+def _serves(norm: nn.Module, input: Any) -> bool:
     return (
-        is_batch_norm(norm)
-        and "forward" not in vars(norm)
-        and isinstance(input, Tensor)
+        isinstance(input, Tensor)
         and serves(input)
         and output_dtype(input) == input.dtype
         and has_statistics(norm, input)
@@ -132,15 +136,25 @@ def _only_target(line: ast.stmt) -> str | None:
 
 
 def _blocks(function: ast.FunctionDef) -> Iterator[list[ast.stmt]]:
-    """Its own, not those of functions within."""
+    """Of lines that are left by their end, or the function with them: what follows does not see them half done."""
     ahead: list[Any] = [function]
     while ahead:
         node = ahead.pop()
-        for name in ("body", "orelse", "finalbody"):
-            lines = getattr(node, name, None)
-            if isinstance(lines, list):
+        for name in ("body", "orelse"):
+            if lines := getattr(node, name, []):
                 yield lines
-                ahead += [each for each in lines if not isinstance(each, ast.FunctionDef | ast.ClassDef)]
+                ahead += filter(_is_left_by_its_end, lines)
+
+
+def _is_left_by_its_end(line: ast.stmt) -> bool:
+    """`with torch.autocast(...)` lets no error pass."""
+    return isinstance(line, ast.If | ast.For | ast.While) or (
+        isinstance(line, ast.With)
+        and all(
+            isinstance(each.context_expr, ast.Call) and root(each.context_expr.func) == "torch"
+            for each in line.items
+        )
+    )
 
 
 class Norming(ast.NodeTransformer):
@@ -187,16 +201,20 @@ def _is_norm(node: ast.expr) -> bool:
         return False
     held = node.func.value if isinstance(node.func, ast.Subscript) else node.func
     name = held.attr if isinstance(held, ast.Attribute) else getattr(held, "id", "")
-    return _has(name, NORMS) and _is_read(node.func) and not isinstance(node.args[0], ast.Starred)
+    return (
+        _has(name, NORMS) and _is_read(node.func, of_norms=True) and not isinstance(node.args[0], ast.Starred)
+    )
 
 
-def _is_read(node: ast.expr) -> bool:
-    """A constant, a variable, or something of one."""
+def _is_read(node: ast.expr, of_norms: bool = False) -> bool:
+    """A constant, a variable, or something of one; of no norm, which may set it when it is called."""
     if isinstance(node, ast.Subscript):
-        return _is_read(node.value) and _is_read(node.slice)
+        return _is_read(node.value, of_norms) and _is_read(node.slice, of_norms)
     if isinstance(node, ast.Attribute):
-        return _is_read(node.value)
-    return isinstance(node, ast.Name | ast.Constant)
+        return (of_norms or not _has(node.attr, NORMS)) and _is_read(node.value, of_norms)
+    if isinstance(node, ast.Name):
+        return of_norms or not _has(node.id, NORMS)
+    return isinstance(node, ast.Constant)
 
 
 def _has(name: str, parts: tuple[str, ...]) -> bool:

@@ -5,9 +5,10 @@
     return weights @ value
 
 Stock keeps a number for each pair of tokens, of the softmax and of each step beside it. Inside :class:`memkit.lean` the
-lines from the product that the softmax is taken of to the product that takes its result are run as a function under a
-checkpoint: what they read is kept. They may assign to variables, branch, and write to what they made; what they call has
-to be `repeatable`. Lines that do anything else stay as they are.
+lines from the product that the softmax is taken of to the product that takes its result are run as a function, by
+:func:`attend` where that computes what they do (described.py), else under a checkpoint: what they read is kept. They may
+assign to variables, branch, and write to what they made; what they call has to be `repeatable`. Lines that do anything
+else stay as they are.
 """
 
 from __future__ import annotations

@@ -63,13 +63,13 @@ def reach(code: CodeType, names: dict[str, Any], cls: Any) -> Names | None:
 def reach_of(layer: nn.Module) -> Names | None:
     """Of a call of a layer that may be run again; None for PyTorch's and memkit's."""
     forward: Any = type(layer).forward
-    is_known = type(layer).__module__.startswith(OWN) or type(forward) is not FunctionType
+    is_known = is_torchs(layer) or type(forward) is not FunctionType
     return None if is_known else reach(forward.__code__, forward.__globals__, type(layer))
 
 
 def is_readable(module: nn.Module, known: Names) -> bool:
     """Whether what it reads of a layer is layers that change nothing of their own, and values."""
-    if hasattr(type(module), "__del__"):  # of which there will be another object
+    if hasattr(type(module), "__del__") or _has_ways(type(module)):  # there will be another object
         return False
     held = vars(module)
     for name in known:
@@ -135,18 +135,33 @@ def _is_own(name: str, cls: Any, found: set[str], seen: set[Any]) -> bool:
     return isinstance(held, CONSTANTS)
 
 
+def is_torchs(layer: nn.Module) -> bool:
+    return type(layer).__module__.startswith(OWN)
+
+
 def is_layer(layer: nn.Module) -> bool:
     """One that changes nothing of its own, nor what it is given."""
     if has_hooks(layer) or "parametrizations" in layer._modules:
         return False
-    if type(layer).__module__.startswith(OWN):
+    if is_torchs(layer):
         parts = [part for part in layer._modules.values() if part is not None]
         if isinstance(layer, nn.Sequential):  # what a layer before it has made may be overwritten
             parts = [part for i, part in enumerate(parts) if not (i and _overwrites(part, parts[i - 1]))]
         own = any(getattr(layer, name, None) for name in ("track_running_stats", "inplace", "max_norm"))
         return not own and all(map(is_layer, parts))
-    known = reach_of(layer)
+    known = None if _has_ways(type(layer)) else reach_of(layer)
     return known is not None and _repeats(type(layer).forward.__code__) and is_readable(layer, known)
+
+
+def _has_ways(cls: type[nn.Module]) -> bool:
+    """Of its own, to be called or asked."""
+    ways = (
+        getattr(cls, name, None) for name in ("__call__", "__getattr__", "__getattribute__", "__setattr__")
+    )
+    return any(
+        type(way) is FunctionType and not str(way.__module__).startswith(("torch.", "memkit."))
+        for way in ways
+    )
 
 
 def _overwrites(layer: nn.Module, before: nn.Module) -> bool:

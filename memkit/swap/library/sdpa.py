@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..._lean import is_lean
 from ..layers import serves
+from ..trial import HALVES
 from .attend import Scores, attend, may_drop
 from .twin import checkpointed, in_forward_mode
 
@@ -48,6 +49,23 @@ def attending(stock: Callable[..., Tensor], module: nn.Module, dropped: WeakSet[
     return scaled_dot_product_attention
 
 
+def with_learned_mask(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor | None:
+    """By `attend`, where the gradient of the mask is wanted, and there is no dropout."""
+    learned = isinstance(attn_mask, Tensor) and attn_mask.requires_grad and dropout_p == 0.0
+    takes = learned and _takes(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+    return _attended(query, key, value, attn_mask, 0.0, False, scale) if takes else None
+
+
 def _attended(
     query: Tensor,
     key: Tensor,
@@ -64,7 +82,8 @@ def _attended(
     if one_head := query.dim() == 3:
         query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         mask = mask if mask is None else mask.unsqueeze(1)
-    scores = Scores(query.shape[3] ** -0.5 if scale is None else scale, None, dropout)
+    scale = query.shape[3] ** -0.5 if scale is None else scale
+    scores = Scores(scale, None, dropout, wide=query.dtype in HALVES)
     learned = mask is not None and mask.requires_grad
     out, _ = attend(query, key, value, None if learned else mask, mask if learned else None, scores)
     return out.squeeze(1) if one_head else out
