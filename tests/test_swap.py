@@ -1,6 +1,7 @@
 """swap changes what a model's structure proves, and nothing that anybody can notice."""
 
 import copy
+import inspect
 import time
 from collections import OrderedDict
 
@@ -300,3 +301,9 @@ def test_unswap_of_other_things():
     unswap(nn.Linear(2, 2))
     with pytest.raises(TypeError, match=r"unswap: expected a torch\.nn\.Module, got int"):
         unswap(3)
+
+
+def test_help_says_how_it_is_called():
+    assert memkit.swap.__doc__.startswith("swap(model, *, sample=None, ")
+    assert "sample:" in memkit.swap.__doc__
+    assert list(inspect.signature(memkit.swap).parameters) == ["model", "sample", "ops", "exact", "lean"]

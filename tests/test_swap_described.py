@@ -203,6 +203,28 @@ class Unrecorded(Attention):
         return self.merged(weights @ v)
 
 
+class UnrecordedAfter(Attention):
+    def forward(self, x, mask=None):
+        q, k, v = self.projected(x)
+        scores = q @ k.mT
+        with torch.no_grad():
+            y = scores.softmax(-1) @ v
+        return self.merged(y)
+
+
+class Overwrites(Attention):
+    """What it has added."""
+
+    def forward(self, x, mask=None):
+        q, k, v = self.projected(x)
+        scores = q @ k.mT
+        hidden = scores.new_zeros(1, TOKENS)
+        hidden[:, :3] = -1.0
+        scores = scores + hidden
+        hidden += 5.0 * torch.arange(TOKENS)
+        return self.merged(scores.softmax(-1) @ v)
+
+
 class GivesScores(Attention):
     def forward(self, x, mask=None):
         q, k, v = self.projected(x)
@@ -223,7 +245,7 @@ class GivesWeightsBefore(Attention):
 
 LEFT = [
     *(Normed, Detached, Asked, OtherAxis, Scaled, LearnedScale, OfEachSample),
-    *(Unrecorded, GivesScores, GivesWeightsBefore),
+    *(Unrecorded, UnrecordedAfter, Overwrites, GivesScores, GivesWeightsBefore),
 ]
 
 
@@ -324,17 +346,21 @@ class Wants(WithMask):
 
     def forward(self, x, mask=None):
         q, k, v = self.projected(x)
-        scores = q @ k.mT
+        scores = self.dropout(q) @ k.mT
+        before = None
         weights = scores.softmax(-1)
-        y = self.dropout(weights) @ v
         if self.wants:
-            y = y + weights.mean()
+            before = weights
+        y = self.dropout(weights) @ v
+        if before is not None:
+            y = y + before.mean()
         return self.merged(y)
 
 
 def test_a_run_that_ends_has_drawn_nothing():
     model, x = swapped(Wants(0.3).double()), given()
     drawn(model, x)
+    assert ways() == {"attend"}
     model.wants = True
     outs = [drawn(model, x)]
     after = torch.rand(1)
@@ -347,11 +373,14 @@ def test_a_run_that_ends_has_drawn_nothing():
 class Changes(WithMask):
     """The factor, and what is hidden, from call to call."""
 
-    factor, hides = 0.5, False
+    factor, hides, adds = 0.5, False, False
 
     def forward(self, x, mask=None):
         q, k, v = self.projected(x)
         scores = q @ k.mT * self.factor
+        if self.adds:
+            scores = scores + self.bias[:, :1]
+            scores = scores * 0.5
         if self.hides:
             scores = scores.masked_fill(self.causal == 0, -1e9)
         return self.merged(scores.softmax(-1) @ v)
@@ -393,10 +422,19 @@ def test_a_checkpoint_that_stops_early(kind):
     torch.testing.assert_close(again, x.grad)
 
 
+def test_stocks_dropout_draws_as_stock_after_evaluation():
+    stock, x = WithAFunction(0.3).double().eval(), given()
+    model = swapped(copy.deepcopy(stock), ops=["attention"])
+    model(x)
+    assert ways() == {"attend"}
+    torch.testing.assert_close(drawn(model.train(), x), drawn(stock.train(), x))
+
+
 def test_each_call_is_described_anew():
     model, x = swapped(Changes().double()), given()
-    for factor, hides in ((0.5, False), (2, True), (0.1, False), (torch.tensor(0.3), True)):
-        model.factor, model.hides = factor, hides
+    cases = [(0.5, False, False), (2, True, False), (0.1, False, True), (torch.tensor(0.3), True, False)]
+    for factor, hides, adds in cases:
+        model.factor, model.hides, model.adds = factor, hides, adds
         assert_as_stock(model, x)
 
 

@@ -27,6 +27,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from inspect import Parameter, Signature, cleandoc, signature
 from types import ModuleType
 from typing import Any, Literal
 
@@ -404,3 +405,6 @@ class _Callable(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Callable
+__signature__ = signature(swap)
+_plain = [each.replace(annotation=Parameter.empty) for each in __signature__.parameters.values()]
+__doc__ = f"swap{Signature(_plain)}\n\n{cleandoc(swap.__doc__ or '')}"  # what `help` says of what is called

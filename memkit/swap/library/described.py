@@ -18,8 +18,6 @@ from ..layers import Pending, serves
 from .attend import Scores, attend, may_drop
 from .sdpa import with_learned_mask
 
-DRAWS = ("dropout", "rand", "bernoulli", "normal", "multinomial", "exponential", "poisson", "uniform")
-"""Parts of the names of functions that draw."""
 FUSED = "scaled_dot_product_attention"
 CASTS: dict[str, torch.dtype | None] = {
     "float": torch.float32,
@@ -75,7 +73,9 @@ class NotAttentionError(Exception):
 
 def attended(function: Callable[..., Any], given: tuple[Any, ...]) -> tuple[Tensor, ...] | None:
     """What the function gives, where `attend` computes it; nothing has been drawn where it does not."""
-    run = _Describing()
+    run, devices = _Describing(), {x.device for x in given if isinstance(x, Tensor) and x.is_cuda}
+    generators = [torch.default_generator, *(torch.cuda.default_generators[each.index] for each in devices)]
+    before = [each.get_state() for each in generators]
     try:
         with run:
             outs = function(*given)
@@ -84,26 +84,16 @@ def attended(function: Callable[..., Any], given: tuple[Any, ...]) -> tuple[Tens
     except Exception as error:  # what it is, the lines will say when they are run as they are
         if type(error).__module__ == "torch.utils.checkpoint":  # that it has got what it came for
             raise
-        if run.before is not None:
-            generator, state = run.before
-            generator.set_state(state)
+    for each, state in zip(generators, before, strict=True):
+        each.set_state(state)
     return None
 
 
 class _Describing(TorchFunctionMode):
-    before: tuple[torch.Generator, Tensor] | None = None
-    """What has drawn, and as it was."""
-
     def __init__(self) -> None:
         super().__init__()
         self._is_first = True
         self.is_done = False
-
-    def note(self, device: torch.device) -> None:
-        """That something will be drawn."""
-        cuda = device.type == "cuda"
-        generator = torch.cuda.default_generators[device.index] if cuda else torch.default_generator
-        self.before = generator, generator.get_state()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
@@ -113,8 +103,6 @@ class _Describing(TorchFunctionMode):
         if any(
             isinstance(each, list | tuple) and any(isinstance(x, _Described) for x in each) for each in args
         ):
-            raise NotAttentionError
-        if any(part in name for part in DRAWS):
             raise NotAttentionError
         if name == FUSED and not torch.is_autocast_enabled("cpu"):
             with torch._C.DisableTorchFunction():
@@ -296,13 +284,11 @@ class _Described(Pending):
         self._are_weights = True
 
     def _fits(self, x: Any) -> bool:
-        """Whether it is a tensor that is smaller than the weights, and expands to them."""
+        """Whether it is a tensor that expands to the scores."""
         if type(x) not in (Tensor, nn.Parameter) or self._are_weights or x.dim() > self.dim():
             return False
         sizes = zip(reversed(x.shape), reversed(self.shape), strict=False)
-        return (
-            all(a in (1, b) for a, b in sizes) and x.numel() < self.shape.numel() and x.device == self.device
-        )
+        return all(a in (1, b) for a, b in sizes) and x.device == self.device
 
     def of(self, value: Any) -> Tensor:
         """The weights times the value."""
@@ -331,8 +317,6 @@ class _Described(Pending):
         if dims == 3:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
             mask, bias = (x if x is None else x.unsqueeze(1) for x in (mask, bias))
-        if self._dropout is not None:
-            self._run.note(query.device)
         scores = Scores(self._scale, None, self._dropout or 0.0, fill)
         with torch._C.DisableTorchFunction():
             out, weights = attend(query, key, value, mask, bias, scores)
