@@ -80,6 +80,20 @@ class Added(WithMask):
         return self.merged(torch.matmul(scores, v))
 
 
+class Unused(Attention):
+    """What nobody takes changes nothing; in place it does."""
+
+    def forward(self, x, mask=None):
+        q, k, v = self.projected(x)
+        scores = q @ k.mT
+        other = scores * 3.0
+        same = scores
+        same *= 0.5
+        other = scores + self.bias[:, :1]
+        weights = scores.softmax(-1)
+        return self.merged(weights @ v)
+
+
 class ByEinsum(Attention):
     """With the tokens before the heads, as many tutorials have it."""
 

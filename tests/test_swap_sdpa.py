@@ -69,6 +69,7 @@ CASES = {
     "causal": (given, lambda: None, {"is_causal": True}),
     "more keys, causal": (lambda: given(keys=KEYS), lambda: None, {"is_causal": True}),
     "scaled": (given, lambda: None, {"scale": 0.1}),
+    "by one": (given, lambda: None, {"scale": 1}),
     "said of pairs": (given, lambda: torch.rand(TOKENS, TOKENS) > 0.3, {}),
     "said of keys": (given, lambda: torch.rand(2, 1, 1, TOKENS) > 0.3, {}),
     "nothing seen": (given, lambda: torch.arange(TOKENS)[:, None].expand(TOKENS, TOKENS) > 2, {}),

@@ -8,8 +8,7 @@ recorded or not, since a checkpoint's two runs have to drop the same. What it is
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -21,60 +20,57 @@ from ..trial import HALVES
 from .attend import Scores, attend, may_drop
 from .twin import checkpointed, in_forward_mode
 
+BY_POSITION = 6
+"""So many arguments stock takes by their place."""
+
+
+class _Given(NamedTuple):
+    """As stock names it."""
+
+    query: Any
+    key: Any
+    value: Any
+    attn_mask: Any = None
+    dropout_p: Any = 0.0
+    is_causal: Any = False
+    scale: Any = None
+    enable_gqa: Any = False
+
 
 def attending(stock: Callable[..., Tensor], module: nn.Module, dropped: WeakSet[nn.Module]) -> Any:
     """The function for that module's calls, which is noted when it drops."""
 
-    def scaled_dot_product_attention(
-        query: Any,
-        key: Any,
-        value: Any,
-        attn_mask: Any = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        given = query, key, value, attn_mask
-        how: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-        if not may_drop(dropout_p) or not _takes(*given, is_causal, scale, enable_gqa):
-            return stock(*given, dropout_p, **how)
+    def scaled_dot_product_attention(*args: Any, **named: Any) -> Tensor:
+        given = _given(args, named)
+        if given is None or not may_drop(given.dropout_p) or not _takes(given):
+            return stock(*args, **named)
         if not torch.is_autocast_enabled("cpu"):
             dropped.add(module)
-            return _attended(*given, dropout_p, is_causal, scale)
-        call = partial(checkpointed, stock) if is_lean() and torch.is_grad_enabled() else stock
-        return call(*given, dropout_p, **how)
+            return _attended(given)
+        again = is_lean() and torch.is_grad_enabled()
+        return checkpointed(stock, *args, **named) if again else stock(*args, **named)
 
     return scaled_dot_product_attention
 
 
-def with_learned_mask(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor | None:
+def with_learned_mask(*args: Any, **named: Any) -> Tensor | None:
     """By `attend`, where the gradient of the mask is wanted, and there is no dropout."""
-    learned = isinstance(attn_mask, Tensor) and attn_mask.requires_grad and dropout_p == 0.0
-    takes = learned and _takes(query, key, value, attn_mask, is_causal, scale, enable_gqa)
-    return _attended(query, key, value, attn_mask, 0.0, False, scale) if takes else None
+    given = _given(args, named)
+    if given is None or given.dropout_p != 0.0 or not isinstance(given.attn_mask, Tensor):
+        return None
+    return _attended(given) if given.attn_mask.requires_grad and _takes(given) else None
 
 
-def _attended(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    is_causal: bool,
-    scale: float | None,
-) -> Tensor:
+def _given(args: tuple[Any, ...], named: dict[str, Any]) -> _Given | None:
+    """None where stock says what is wrong with it."""
+    try:
+        return _Given(*args, **named) if len(args) <= BY_POSITION else None
+    except TypeError:
+        return None
+
+
+def _attended(given: _Given) -> Tensor:
+    query, key, value, mask, dropout, is_causal, scale, _ = given
     if is_causal:
         mask = query.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril_()
     if mask is not None:
@@ -82,15 +78,16 @@ def _attended(
     if one_head := query.dim() == 3:
         query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         mask = mask if mask is None else mask.unsqueeze(1)
-    scale = query.shape[3] ** -0.5 if scale is None else scale
+    scale = query.shape[3] ** -0.5 if scale is None else float(scale)
     scores = Scores(scale, None, dropout, wide=query.dtype in HALVES)
     learned = mask is not None and mask.requires_grad
     out, _ = attend(query, key, value, None if learned else mask, mask if learned else None, scores)
     return out.squeeze(1) if one_head else out
 
 
-def _takes(query: Any, key: Any, value: Any, mask: Any, is_causal: Any, scale: Any, enable_gqa: Any) -> bool:
+def _takes(given: _Given) -> bool:
     """Whether stock would keep the weights, and what it is given is as it should be: stock says what is not."""
+    query, key, value, mask, _, is_causal, scale, enable_gqa = given
     tensors = [query, key, value, *([] if mask is None else [mask])]
     if not all(type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided for x in tensors):
         return False
@@ -111,7 +108,7 @@ def _takes(query: Any, key: Any, value: Any, mask: Any, is_causal: Any, scale: A
         and (dims == 3 or query.shape[1] == key.shape[1] or _are_groups(query, key, enable_gqa))
         and (mask is None or (is_causal is False and _takes_mask(mask, query, key)))
         and type(is_causal) is bool
-        and (scale is None or type(scale) is float)
+        and (scale is None or type(scale) in (int, float))
         and not in_forward_mode()
     )
 
