@@ -246,12 +246,13 @@ class Seen(Block):
     """A function within reads the variable."""
 
     def forward(self, x: Tensor) -> Tensor:
-        def now() -> Tensor:
-            return out
+        def relu(x: Tensor) -> Tensor:
+            return F.relu(x) + out
 
-        out = self.bn1(self.conv1(x))
-        out = F.relu(out)
-        return self.conv2(out + now())
+        out = self.conv1(x)
+        out = self.bn1(out)
+        out = relu(out)
+        return self.conv2(out)
 
 
 class Itself(Block):
@@ -260,6 +261,10 @@ class Itself(Block):
     def forward(self, x: Tensor) -> Tensor:
         out = self.bn1(self.conv1(x))
         out = F.leaky_relu(out, float(out.detach().abs().max()) / 9)
+        lower = self.bns[0](out)[0]
+        lower = self.bns[0](out)
+        lower = F.leaky_relu(lower, lower.ndim)
+        out = out + lower
         with torch.no_grad():
             norm = self.bns[0](out)
             norm = F.relu(norm, inplace=True)
@@ -430,6 +435,29 @@ def test_half_precision_and_autocast(dtype: torch.dtype) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(model(x), stock(x), **tolerance)
         assert model(x).dtype == stock(x).dtype
+
+
+class Direct(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn1, self.conv2 = nn.BatchNorm2d(WIDTH), nn.Conv2d(WIDTH, WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.bn1(x))
+
+
+def test_autocasts_dtype_is_stocks() -> None:
+    model, x = Direct(), images(torch.float32)
+    swap(model, lean="call")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(x).dtype == torch.float32
+
+
+def test_an_empty_batch_counts_once() -> None:
+    model = Direct()
+    swap(model, lean="call")
+    assert model(images(torch.float32)[:0]).shape == (0, WIDTH, SIZE, SIZE)
+    assert model.bn1.num_batches_tracked == 1
 
 
 def test_no_gradient_and_empty() -> None:

@@ -194,6 +194,32 @@ def test_layers_with_ways_of_their_own_are_left(kind, layer):
         assert model.given.calls == 2
 
 
+counted = []
+
+
+def count(x):
+    counted.append(1)
+    return x
+
+
+def by_default(x, function=count):
+    return function(x)
+
+
+class CallsADefault(Attention):
+    def forward(self, x, mask=None):
+        q, k, v = self.projected(x)
+        return self.merged(by_default((q @ k.mT).softmax(-1)) @ v)
+
+
+def test_what_a_function_calls_by_default_is_called_once():
+    model = CallsADefault()
+    swap(model, ops=["attention"], lean="call")
+    counted.clear()
+    model(given(torch.float32)).sum().backward()
+    assert len(counted) == 1
+
+
 class AsksWhichItIs(Attention):
     """Of a layer that it gives, and holds."""
 

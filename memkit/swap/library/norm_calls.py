@@ -76,7 +76,6 @@ def _how(act: Any, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[str, d
         op is not None
         and len(args) <= len(names) + 1
         and not named.keys() & {*(*names, "inplace")[: len(args)]}
-        and given.keys() <= {*names}
         and type(inplace) is bool
         and all(type(each) in (int, float) for each in given.values())
     )

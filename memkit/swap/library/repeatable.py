@@ -149,7 +149,7 @@ def is_layer(layer: nn.Module) -> bool:
             parts = [part for i, part in enumerate(parts) if not (i and _overwrites(part, parts[i - 1]))]
         own = any(getattr(layer, name, None) for name in ("track_running_stats", "inplace", "max_norm"))
         return not own and all(map(is_layer, parts))
-    known = None if _has_ways(type(layer)) else reach_of(layer)
+    known = reach_of(layer)
     return known is not None and _repeats(type(layer).forward.__code__) and is_readable(layer, known)
 
 
