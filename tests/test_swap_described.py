@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from attention_cases import HEADS, TOKENS, WIDTH, Attention, given, small
 from swap_cases import assert_as_stock
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from memkit import lean, swap
@@ -226,6 +227,33 @@ class UnrecordedAfter(Attention):
         return self.merged(y)
 
 
+class PartlyUnrecorded(Attention):
+    def forward(self, x, mask=None):
+        q, k, v = self.projected(x)
+        scores = q @ k.mT
+        with torch.no_grad():
+            weights = scores.softmax(-1)
+        return self.merged(weights @ v)
+
+
+class AsksMore(Attention):
+    """Of scores, what nothing is said of."""
+
+    def forward(self, x, mask=None):
+        q, k, v = self.projected(x)
+        scores = q @ k.mT
+        scores = scores * (2.0 if scores.is_cuda or hasattr(scores, "other") else 1.0)
+        return self.merged(scores.softmax(-1) @ v)
+
+
+class AsksItsType(Attention):
+    def forward(self, x, mask=None):
+        q, k, v = self.projected(x)
+        scores = q @ k.mT
+        scores = scores * (1.0 if type(scores) is torch.Tensor else 2.0)
+        return self.merged(scores.softmax(-1) @ v)
+
+
 class Overwrites(Attention):
     """What it has added."""
 
@@ -259,7 +287,7 @@ class GivesWeightsBefore(Attention):
 
 LEFT = [
     *(Normed, Detached, Asked, OtherAxis, Scaled, LearnedScale, OfEachSample),
-    *(Unrecorded, UnrecordedAfter, Overwrites, GivesScores, GivesWeightsBefore),
+    *(Unrecorded, UnrecordedAfter, PartlyUnrecorded, AsksMore, AsksItsType, Overwrites, GivesScores, GivesWeightsBefore),
 ]
 
 
@@ -467,6 +495,43 @@ def test_error_in_every_dtype(kind, dtype):
         errors.append([float((a.double() - b).detach().norm()) for a, b in pairs if b is not None])
     for ours, theirs in zip(*errors, strict=True):
         assert ours <= 2 * theirs + 1e-6
+
+
+class Wrong(WithMask):
+    how = "right"
+
+    def forward(self, x, mask=None):
+        q, k, v = self.projected(x)
+        scores = q @ k.mT
+        if self.how == "grad":
+            scores.requires_grad = False
+        if self.how == "fill":
+            scores = scores.masked_fill(self.causal == 0, 10**30)
+        return self.merged(F.softmax(scores, dim=-1.0 if self.how == "dim" else -1) @ v)
+
+
+@pytest.mark.parametrize("how", ["grad", "fill", "dim"])
+def test_what_stock_refuses_raises(how):
+    model, x = swapped(Wrong()), given(torch.float32)
+    model(x)
+    assert ways() == {"attend"}
+    model.how = how
+    with pytest.raises((RuntimeError, TypeError, OverflowError)):
+        model(x)
+
+
+class Doubles(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        return out * 2 if function is F.softmax else out
+
+
+def test_modes_see_what_they_see():
+    stock, x = WithMask().double(), given()
+    model = swapped(copy.deepcopy(stock))
+    model(x)
+    with Doubles():
+        torch.testing.assert_close(model(x), stock(x))
 
 
 class HasALayer(nn.Module):

@@ -39,6 +39,11 @@ NAMES = {
     "true_divide": "div",
 }
 """Of functions that do the same."""
+METHODS = {
+    *CASTS,
+    *("mul", "mul_", "div", "div_", "add", "add_", "masked_fill", "masked_fill_", "softmax", "matmul", "bmm"),
+    *("contiguous", "new_zeros", "new_ones", "new_full", "new_empty"),
+}
 
 Axes = tuple[int, ...]
 
@@ -73,6 +78,8 @@ class NotAttentionError(Exception):
 
 def attended(function: Callable[..., Any], given: tuple[Any, ...]) -> tuple[Tensor, ...] | None:
     """What the function gives, where `attend` computes it; nothing has been drawn where it does not."""
+    if torch._C._len_torch_function_stack() or "type" in function.__code__.co_names:  # who looks closer
+        return None
     run, devices = _Describing(), {x.device for x in given if isinstance(x, Tensor) and x.is_cuda}
     generators = [torch.default_generator, *(torch.cuda.default_generators[each.index] for each in devices)]
     before = [each.get_state() for each in generators]
@@ -160,6 +167,8 @@ def _step(name: str, args: Any, named: Any) -> Any:
     if len(at) != 1:
         raise NotAttentionError
     described: _Described = args[at[0]]
+    if not _may_attend(described._query):
+        raise NotAttentionError
     others = [*args[: at[0]], *args[at[0] + 1 :]]
     is_first = at == [0]
     if name in ("matmul", "bmm") and is_first and len(others) == 1 and not named:
@@ -179,7 +188,7 @@ def _step(name: str, args: Any, named: Any) -> Any:
             raise NotAttentionError
         return described
     if name.startswith("new") and is_first:
-        return getattr(described.query, f"new_{name[4:]}")(*others, **named)
+        return getattr(described._query, f"new_{name[4:]}")(*others, **named)
     made = described if in_place else described.copied()
     if name == "mul" and len(others) == 1 and not named:
         made.times(others[0])
@@ -203,7 +212,7 @@ class _Described(Pending):
     """Scores, or the weights that came of them."""
 
     def __init__(self, run: _Describing, query: Tensor, key: Tensor) -> None:
-        self._run, self.query, self._key = run, query, key
+        self._run, self._query, self._key = run, query, key
         self._scale = 1.0
         self._added: Tensor | None = None
         self._seen: Tensor | None = None
@@ -214,16 +223,16 @@ class _Described(Pending):
         self._read = [(x, x._version) for x in (query, key)]
 
     # What code may ask.
-    shape = property(lambda self: torch.Size((*self.query.shape[:-1], self._key.shape[-2])))
-    dtype = property(lambda self: self.query.dtype)
-    device = property(lambda self: self.query.device)
-    ndim = property(lambda self: self.query.dim())
+    shape = property(lambda self: torch.Size((*self._query.shape[:-1], self._key.shape[-2])))
+    dtype = property(lambda self: self._query.dtype)
+    device = property(lambda self: self._query.device)
+    ndim = property(lambda self: self._query.dim())
 
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
 
     def dim(self) -> int:
-        return self.query.dim()
+        return self._query.dim()
 
     def weights(self) -> Tensor:
         """With dropout, once they have been multiplied with a value."""
@@ -271,15 +280,16 @@ class _Described(Pending):
         """Where the mask says so, that number stands for the score."""
         if isinstance(fill, Tensor) and fill.dim() == 0 and not fill.is_cuda and not fill.requires_grad:
             fill = fill.item()
-        plain = self._fits(mask) and mask.dtype == torch.bool and type(fill) in (int, float)
-        if not plain or self._seen is not None:
+        is_number = type(fill) is float or (type(fill) is int and abs(fill) < 2**53)
+        if not (is_number and self._fits(mask) and mask.dtype == torch.bool) or self._seen is not None:
             raise NotAttentionError
         self._read.append((mask, mask._version))
         seen = ~mask if hides else mask
         self._seen, self._fill = seen[(None,) * (self.dim() - seen.dim())], float(fill)
 
     def become_weights(self, dim: Any, dtype: Any) -> None:
-        if self._are_weights or dim not in (-1, self.dim() - 1) or dtype not in (None, self.dtype):
+        is_last = type(dim) is int and dim in (-1, self.dim() - 1)
+        if self._are_weights or not is_last or dtype not in (None, self.dtype):
             raise NotAttentionError
         self._are_weights = True
 
@@ -292,7 +302,7 @@ class _Described(Pending):
 
     def of(self, value: Any) -> Tensor:
         """The weights times the value."""
-        query, key, dims = self.query, self._key, self.dim()
+        query, key, dims = self._query, self._key, self.dim()
         plain = (
             self._are_weights
             and self._result is None
@@ -300,7 +310,6 @@ class _Described(Pending):
             and value.dtype == self.dtype
             and value.shape[:-1] == key.shape[:-1]
             and value.numel() > 0
-            and _may_attend(value)
             and all(x._version == version for x, version in self._read)
         )
         if not plain:
@@ -331,7 +340,14 @@ class _Described(Pending):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(name)
+        if name not in METHODS:
+            raise NotAttentionError
         return lambda *args, **named: _step(name, (self, *args), named)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name[0] != "_":
+            raise NotAttentionError
+        super().__setattr__(name, value)
 
     def __bool__(self) -> bool:
         raise NotAttentionError
