@@ -90,7 +90,7 @@ class Unused(Attention):
         other = scores * 3.0
         same = scores
         same *= 0.5
-        other = scores + self.bias[:, :1]
+        other = scores + self.bias[:, :1]  # noqa: F841
         weights = scores.softmax(-1)
         return self.merged(weights @ v)
 
@@ -287,7 +287,16 @@ class GivesWeightsBefore(Attention):
 
 LEFT = [
     *(Normed, Detached, Asked, OtherAxis, Scaled, LearnedScale, OfEachSample),
-    *(Unrecorded, UnrecordedAfter, PartlyUnrecorded, AsksMore, AsksItsType, Overwrites, GivesScores, GivesWeightsBefore),
+    *(
+        Unrecorded,
+        UnrecordedAfter,
+        PartlyUnrecorded,
+        AsksMore,
+        AsksItsType,
+        Overwrites,
+        GivesScores,
+        GivesWeightsBefore,
+    ),
 ]
 
 

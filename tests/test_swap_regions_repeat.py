@@ -137,7 +137,9 @@ class Doubles(nn.Module):
         return x * 2.0
 
 
-@pytest.mark.parametrize(("layer", "hooked"), [(nn.Dropout(0.0), False), (nn.Dropout(0.0), True), (Doubles(), 0)])
+@pytest.mark.parametrize(
+    ("layer", "hooked"), [(nn.Dropout(0.0), False), (nn.Dropout(0.0), True), (Doubles(), 0)]
+)
 def test_layers_of_torch_that_it_is_given_may_be_run_again(layer, hooked):
     x = given(torch.float32)
     model = Calls(layer)
