@@ -473,6 +473,47 @@ def test_a_checkpoint_that_stops_early(kind):
     torch.testing.assert_close(again, x.grad)
 
 
+class Later(WithMask):
+    """From the second call on, what ends a run or would change its result unseen."""
+
+    how = ""
+
+    def forward(self, x, mask=None):
+        q, k, v = self.projected(x)
+        scores = q @ k.mT
+        hidden = scores.new_zeros(1, TOKENS)
+        scores = scores + hidden
+        if self.how == "written to":
+            hidden += torch.arange(TOKENS)
+        if self.how == "asked" and scores.is_cuda:
+            scores = scores + 1.0 * hidden.sum() * torch.arange(TOKENS)
+            scores = scores.masked_fill(self.causal == 0, -1e9)
+        if self.how == "unused":
+            other = scores.masked_fill(self.causal == 0, -1e9)  # noqa: F841
+        return self.merged(scores.softmax(-1) @ v)
+
+
+class LaterOfItsType(WithMask):
+    how = ""
+
+    def forward(self, x, mask=None):
+        q, k, v = self.projected(x)
+        scores = q @ k.mT
+        if self.how and type(scores) is not torch.Tensor:
+            scores = scores.masked_fill(self.causal == 0, -1e9)
+        return self.merged(scores.softmax(-1) @ v)
+
+
+@pytest.mark.parametrize("how", ["written to", "asked", "unused"])
+@pytest.mark.parametrize("kind", [Later, LaterOfItsType])
+def test_branches_that_come_later(kind, how):
+    model, x = swapped(kind().double()), given()
+    model(x)
+    assert ways() == {"attend" if kind is Later else "again"}
+    model.how = how
+    assert_as_stock(model, x)
+
+
 def test_stocks_dropout_draws_as_stock_after_evaluation():
     stock, x = WithAFunction(0.3).double().eval(), given()
     model = swapped(copy.deepcopy(stock), ops=["attention"])

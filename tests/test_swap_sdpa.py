@@ -201,6 +201,19 @@ WRONG = {
 }
 
 
+class TooMany(nn.Module):
+    def forward(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, None, P, False, 0.5)
+
+
+def test_what_stock_takes_by_name_alone():
+    model = TooMany()
+    with pytest.raises(TypeError):
+        model(*given())
+    with pytest.raises(TypeError):
+        swapped(model)(*given())
+
+
 @pytest.mark.parametrize("case", WRONG)
 def test_bad_input_raises_as_stock(case):
     stock, tensors, mask = WRONG[case]()
