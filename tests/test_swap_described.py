@@ -316,6 +316,19 @@ def test_as_stock_by_attend(kind):
     assert ways() == {"attend"}
 
 
+@pytest.mark.parametrize("kind", [WithMask, WithAFunction, WithoutHeads])
+def test_by_attend_after_a_sample_too(kind):
+    """Which is compared under stock's dropout."""
+    model, x = kind(0.3), given(torch.float32)
+    report = swap(model, sample=x, lean="call")
+    rows = [row for row in report.rows if row.path == "dropout" and row.before == "dropout"]
+    assert [row.after for row in rows] == ["memkit"] * (kind is WithAFunction)
+    rerun_ways = rerun._worth.copy()
+    drawn(model, x)
+    assert rerun._worth == rerun_ways  # asked in the run with dropout
+    assert "attend" in ways()
+
+
 @pytest.mark.parametrize("kind", LEFT)
 def test_as_stock_by_a_checkpoint(kind):
     torch.manual_seed(0)

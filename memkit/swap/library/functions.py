@@ -291,7 +291,10 @@ def _dropping(stock: Any, module: nn.Module) -> Callable[..., Tensor]:
 
     def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         if isinstance(input, Pending) and stock is nn.functional.dropout:
-            return input.drop(p if training else 0.0)  # type: ignore[no-any-return]
+            pending = input.drop(p if training else 0.0)
+            if pending is not input:
+                dropped.add(module)
+            return pending  # type: ignore[no-any-return]
         if (
             training is True
             and inplace is False

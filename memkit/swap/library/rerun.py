@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..._hooks import has_global_hooks
 from ..._lean import is_lean
+from .attend import may_drop
 from .described import attended
 from .repeatable import CONSTANTS, Names, is_layer, is_readable, is_torchs, reach, reach_of
 from .scaled import note_served
@@ -35,7 +36,7 @@ def again(function: Callable[..., Any], first: Any, *given: Any) -> Any:
     made: Any = function
     # Whether lengths are a little longer or shorter makes no difference.
     shapes = ((*(n.bit_length() for n in x.shape), x.dtype, x.requires_grad) for x in tensors)
-    key = (made.__code__, *shapes)
+    key = (made.__code__, may_drop(0.5), *shapes)  # with stock's dropout `attend` is not for some
     worth = _worth.get(key)
     if worth == "":
         return function(*given)
