@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from torch import Tensor
 
@@ -29,6 +29,20 @@ FUNCTION_NAMES = {each.__name__ for each in FUNCTIONS}
 METHODS = {name for name in dir(Tensor) if name[0] != "_"} - {"backward", "register_hook", "retain_grad"}
 LOOKS = {"dtype", "device", "shape", "size", "dim", "ndim"}
 """What is read of a tensor without its numbers."""
+
+
+class OwnLines(ast.NodeTransformer):
+    """Puts calls of memkit's into a function's lines, but not into those of functions within."""
+
+    def __init__(self, called: Callable[[str, list[ast.expr], ast.AST], ast.expr]) -> None:
+        self.found = False
+        self._called = called
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
+        return node
+
+    def visit_Lambda(self, node: ast.Lambda) -> ast.Lambda:
+        return node
 
 
 class Lines:

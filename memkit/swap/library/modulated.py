@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import ast
 import dis
-from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
 from torch import Tensor
 
 from ... import _C
+from .lines import OwnLines
 
 
 def scale_shift(first: Any, second: Any, shift: Any = None) -> Any:
@@ -47,12 +47,8 @@ def may_modulate(code: CodeType) -> bool:
     return False
 
 
-class Modulation(ast.NodeTransformer):
+class Modulation(OwnLines, ast.NodeTransformer):
     """`x * (1 + scale) + shift`, `(1 + scale) * x` and the like, as calls."""
-
-    def __init__(self, called: Callable[[str, list[ast.expr], ast.AST], ast.expr]) -> None:
-        self.found = False
-        self._called = called
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
         product, shift = node, []
@@ -63,12 +59,6 @@ class Modulation(ast.NodeTransformer):
         self.found = True
         factors = [self.visit(product.left), self.visit(product.right)]
         return self._called("scale_shift", [*factors, *shift], node)
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
-        return node
-
-    def visit_Lambda(self, node: ast.Lambda) -> ast.Lambda:
-        return node
 
 
 def _is_modulation(node: ast.BinOp, is_shifted: bool) -> bool:

@@ -12,7 +12,7 @@ input. Where neither is for what it is given, both are called as they are writte
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from types import CodeType
 from typing import Any
 
@@ -28,7 +28,7 @@ from ...nn.norm import batch_norm_of
 from ..layers import InstanceNorm, Norm, has_statistics, serves
 from ..recipes import FUNCTIONS
 from .activations import activation_of
-from .lines import FUNCTION_NAMES, captured, read, root
+from .lines import FUNCTION_NAMES, OwnLines, captured, read, root
 from .mlps import is_batch_norm
 from .scaled import note_served
 from .twin import Ours, is_plain
@@ -156,12 +156,8 @@ def _is_left_by_its_end(line: ast.stmt) -> bool:
     )
 
 
-class Norming(ast.NodeTransformer):
+class Norming(OwnLines, ast.NodeTransformer):
     """`F.relu(self.bn1(x))`, `self.act(norm(x))` as calls."""
-
-    def __init__(self, called: Callable[[str, list[ast.expr], ast.AST], ast.expr]) -> None:
-        self.found = False
-        self._called = called
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         self.generic_visit(node)
@@ -172,12 +168,6 @@ class Norming(ast.NodeTransformer):
         call: Any = self._called("norm_act", [node.func, norm.func, norm.args[0], *node.args[1:]], node)
         call.keywords = node.keywords
         return call  # type: ignore[no-any-return]
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
-        return node
-
-    def visit_Lambda(self, node: ast.Lambda) -> ast.Lambda:
-        return node
 
 
 def _is_act(node: Any) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from .lines import OwnLines
 from .modulated import Modulation, may_modulate, scale_shift
 from .norm_calls import Norming, join_lines, may_norm, norm_act
 from .regions import may_attend, regions_of, with_regions
@@ -103,7 +104,7 @@ def _changed(_file: str, code: CodeType) -> CodeType | None:
 
     def change(function: ast.FunctionDef) -> bool:
         found = attends and with_regions(function, _called)  # first, of lines that say what they call
-        visitors: list[Any] = [_Calls()] if calls else []
+        visitors: list[Any] = [_Calls(_called)] if calls else []
         if modulates:
             visitors.append(Modulation(_called))
         if scales:
@@ -127,11 +128,8 @@ def _may_be_rewritten(name: str) -> bool:
     return any(part in name for part in CALLED)
 
 
-class _Calls(ast.NodeTransformer):
+class _Calls(OwnLines, ast.NodeTransformer):
     """`modulate(x)`, `self.attend(x)` as calls of their other form."""
-
-    def __init__(self) -> None:
-        self.found = False
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         function = node.func
@@ -140,13 +138,7 @@ class _Calls(ast.NodeTransformer):
         self.generic_visit(node)
         if is_own and _may_be_rewritten(name):
             self.found = True
-            node.func = _called("rewritten", [function], function)
-        return node
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
-        return node
-
-    def visit_Lambda(self, node: ast.Lambda) -> ast.Lambda:
+            node.func = self._called("rewritten", [function], function)
         return node
 
 

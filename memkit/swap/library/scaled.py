@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import dis
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import CodeType
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ... import _C
 from ..._lean import may_ask_again
+from .lines import OwnLines
 from .rotary import served
 
 NAMES = ("gamma", "lambda", "layer_scale", "gate")
@@ -77,12 +78,8 @@ def may_scale(code: CodeType) -> bool:
     )
 
 
-class Scaling(ast.NodeTransformer):
+class Scaling(OwnLines, ast.NodeTransformer):
     """`self.gamma * x`, `x * gate[:, None]`, `x.mul(self.gamma.reshape(1, -1, 1, 1))` as calls."""
-
-    def __init__(self, called: Callable[[str, list[ast.expr], ast.AST], ast.expr]) -> None:
-        self.found = False
-        self._called = called
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
         self.generic_visit(node)
@@ -106,12 +103,6 @@ class Scaling(ast.NodeTransformer):
             return node
         self.found = True
         return self._called(name, [first, second], node)
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
-        return node
-
-    def visit_Lambda(self, node: ast.Lambda) -> ast.Lambda:
-        return node
 
 
 def _is_name(name: str) -> bool:
