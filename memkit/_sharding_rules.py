@@ -152,11 +152,12 @@ def _softmax(
 
 
 def _row_norm(
-    op: Any, input: Tensor, dims: int, weight: Tensor | None, bias: Tensor | None, *rest: Any
+    op: Any, input: Tensor, dims: int, behind: int, weight: Tensor | None, bias: Tensor | None, *rest: Any
 ) -> Any:
-    names = _names(input, dims)
+    whole = range(input.dim() - behind - dims, input.dim() - behind)
+    names = tuple(None if i in whole else i for i in range(input.dim()))
     args = [Arg(input, names), Arg(weight), Arg(bias)]
-    return run("norm", lambda x, w, b: op(x, dims, w, b, *rest), args, [Out(names, input.shape)])[0]
+    return run("norm", lambda x, w, b: op(x, dims, behind, w, b, *rest), args, [Out(names, input.shape)])[0]
 
 
 def _add_row_norm(

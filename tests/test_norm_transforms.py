@@ -173,9 +173,9 @@ def test_opcheck(operator: str) -> None:
     last = image.detach().contiguous(memory_format=torch.channels_last)
     calls = {
         "_row_norm": [
-            (x, 1, w, b, 1e-5, True, torch.float32, "input"),
-            (x, 1, w, None, 1e-5, False, torch.bfloat16, "output"),
-            (x, 2, None, None, 1e-5, True, torch.float32, "auto"),
+            (x, 1, 0, w, b, 1e-5, True, torch.float32, "input"),
+            (x, 1, 0, w, None, 1e-5, False, torch.bfloat16, "output"),
+            (x, 2, 0, None, None, 1e-5, True, torch.float32, "auto"),
         ],
         "_add_row_norm": [
             (x, x.detach() * 2, 1, w, b, 1e-5, True, torch.float32, save) for save in ("input", "output")

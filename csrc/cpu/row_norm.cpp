@@ -7,42 +7,12 @@
 #include <algorithm>
 #include <memory>
 
-#include "chunks.h"
+#include "affine.h"
 #include "moments.h"
+#include "row_norm_apart.h"
 
 namespace memkit::cpu {
 namespace {
-
-// Weight and bias as arrays of T; converted once a call where they are not, and made up where there are none.
-template <class Lanes, class T>
-class Affine {
- public:
-  MEMKIT_FN explicit Affine(const RowNormArgs& args) {
-    weight = fill(args.weight, args, T(1), own_weight_);
-    if (args.centered) bias = fill(args.bias, args, T(0), own_bias_);
-  }
-
-  // Of the weight 1 / w, from which the input follows.
-  MEMKIT_FN const T* inverse(int64_t columns) {
-    own_inverse_.reset(new T[columns]);
-    for (int64_t i = 0; i < columns; ++i) own_inverse_[i] = inverse_weight(weight[i]);
-    return own_inverse_.get();
-  }
-
-  const T* weight;
-  const T* bias = nullptr;
-
- private:
-  MEMKIT_FN static const T* fill(const void* from, const RowNormArgs& args, T missing, std::unique_ptr<T[]>& own) {
-    if (from && size_of(args.weight_dtype) == sizeof(T)) return static_cast<const T*>(from);
-    own.reset(new T[args.columns]);
-    if (from) return read<Lanes>(from, args.weight_dtype, 0, args.columns, own.get());
-    for (int64_t i = 0; i < args.columns; ++i) own[i] = missing;
-    return own.get();
-  }
-
-  std::unique_ptr<T[]> own_weight_, own_bias_, own_inverse_;
-};
 
 MEMKIT_FN int64_t chunk_at(int64_t first, int64_t columns) { return std::min(kChunk, columns - first); }
 
@@ -358,10 +328,12 @@ void backward(const RowNormArgs& args, int64_t begin, int64_t end) {
 }  // namespace
 
 void row_norm_forward(const RowNormArgs& args, int64_t begin, int64_t end) {
+  if (args.inner > 1) return row_norm_apart_forward(args, begin, end);
   return args.dtype == Dtype::float64 ? forward<double>(args, begin, end) : forward<float>(args, begin, end);
 }
 
 void row_norm_backward(const RowNormArgs& args, int64_t begin, int64_t end) {
+  if (args.inner > 1) return row_norm_apart_backward(args, begin, end);
   return args.dtype == Dtype::float64 ? backward<double>(args, begin, end) : backward<float>(args, begin, end);
 }
 

@@ -85,10 +85,12 @@ MEMKIT_FN WeightCheck<T> weight_check(Dtype dtype, int64_t columns) {
   return {T(highest[int(dtype)]), T(lowest[int(dtype)]), std::sqrt(T(columns))};
 }
 
-// One call of a norm over rows of `columns` neighbouring elements. Statistics and partial sums are of the type computed
+// One call of a norm over rows of `columns` elements, `inner` apart, as the channels of images are: element c of row r is then
+// element c * inner of what starts at r / inner * inner * columns + r % inner. Statistics and partial sums are of the type computed
 // in: double where dtype is float64, else float.
 struct RowNormArgs {
   int64_t rows = 0, columns = 0;
+  int64_t inner = 1;         // 1: next to each other; else on the CPU alone, and without a residual
   bool centered = true;      // layer norm; else RMS norm
   bool from_output = false;  // backward: `saved` is the output
   double eps = 0;

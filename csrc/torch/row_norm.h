@@ -13,12 +13,21 @@
 namespace memkit {
 
 struct RowNorm {
-  int64_t dims;  // how many dimensions, from the last one
+  int64_t dims;  // how many dimensions, from the last one but `behind`
   double eps;
   bool centered;         // LayerNorm; else RMSNorm
   at::ScalarType dtype;  // of the output
+  int64_t behind = 0;
 
   std::string_view name() const { return centered ? "layer_norm" : "rms_norm"; }
+  // Where those dimensions start and end.
+  int64_t first(int64_t dim) const { return dim - behind - dims; }
+  int64_t last(int64_t dim) const { return dim - behind; }
+  // Their sizes, of an input's.
+  template <class T>
+  c10::ArrayRef<T> shape(c10::ArrayRef<T> sizes) const {
+    return sizes.slice(first(sizes.size()), dims);
+  }
 };
 
 // Raises on what the kernels do not take.
@@ -54,6 +63,8 @@ RowNormGradients row_norm_backward(const RowNorm& norm, const at::Tensor& grad, 
 
 // The same in ATen's own operators, for function transforms and derivatives of derivatives.
 std::vector<int64_t> normalised_dims(const RowNorm& norm);
+// A weight, bias or statistic, ready to broadcast.
+at::Tensor along_columns(const RowNorm& norm, at::Tensor parameter);
 at::Tensor stock_row_norm(const RowNorm& norm, const at::Tensor& input, const OptionalTensor& weight,
                           const OptionalTensor& bias);
 RowNormGradients stock_row_norm_backward(const RowNorm& norm, const at::Tensor& grad, const OptionalTensor& grad_sum,

@@ -22,10 +22,10 @@ RowNormed forward(const RowNorm& norm, const Tensor& input, const OptionalTensor
       (!bias || is_plain(*bias)))
     return row_norm_forward(norm, input, residual, weight, bias, needs_mean);
   auto [out, sum, mean, rstd] = MEMKIT_CALL(
-      "memkit::_row_norm_forward",
-      std::tuple<Tensor, Tensor, Tensor, Tensor>(const Tensor&, const OptionalTensor&, int64_t, const OptionalTensor&,
-                                                 const OptionalTensor&, double, bool, at::ScalarType))(
-      input, residual, norm.dims, weight, bias, norm.eps, norm.centered, norm.dtype);
+      "memkit::_row_norm_forward", std::tuple<Tensor, Tensor, Tensor, Tensor>(
+                                       const Tensor&, const OptionalTensor&, int64_t, int64_t, const OptionalTensor&,
+                                       const OptionalTensor&, double, bool, at::ScalarType))(
+      input, residual, norm.dims, norm.behind, weight, bias, norm.eps, norm.centered, norm.dtype);
   return {out, residual ? sum : Tensor(), norm.centered ? mean : Tensor(), rstd};
 }
 
@@ -84,11 +84,11 @@ struct RowNormBackward : SavedNode {
     } else {
       auto [input, w, b] = MEMKIT_CALL(
           "memkit::_row_norm_backward",
-          std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const OptionalTensor&, const Tensor&, int64_t,
+          std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const OptionalTensor&, const Tensor&, int64_t, int64_t,
                                              const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
                                              const Tensor&, bool, bool, at::ScalarType, std::array<bool, 3>))(
-          grad, grad_sum, x, norm.dims, weight, bias, optional(mean), rstd, norm.centered, kept == Kept::output,
-          input_dtype, wanted);
+          grad, grad_sum, x, norm.dims, norm.behind, weight, bias, optional(mean), rstd, norm.centered,
+          kept == Kept::output, input_dtype, wanted);
       if (wanted[0]) g.input = input;
       if (wanted[1]) g.weight = w;
       if (wanted[2]) g.bias = b;
@@ -122,9 +122,9 @@ auto new_node(const RowNorm& norm, Kept kept, const Tensor& input, autograd::edg
   return node;
 }
 
-Tensor row_norm(const Tensor& input, int64_t dims, const OptionalTensor& weight, const OptionalTensor& bias, double eps,
-                bool centered, at::ScalarType dtype, c10::string_view save) {
-  const RowNorm norm{dims, eps, centered, dtype};
+Tensor row_norm(const Tensor& input, int64_t dims, int64_t behind, const OptionalTensor& weight,
+                const OptionalTensor& bias, double eps, bool centered, at::ScalarType dtype, c10::string_view save) {
+  const RowNorm norm{dims, eps, centered, dtype, behind};
   check_row_norm(norm, input, std::nullopt, weight, bias);
   if (needs_stock(input, weight, bias)) return stock_row_norm(norm, input, weight, bias);
   if (!autograd::compute_requires_grad(input, weight, bias))

@@ -14,15 +14,14 @@ namespace {
 using at::Tensor;
 
 c10::SymInt columns_of(const RowNorm& norm, const Tensor& x) {
-  c10::SymInt columns = 1;
-  for (int64_t d = x.dim() - norm.dims; d < x.dim(); ++d) columns = columns * x.sym_size(d);
-  return columns;
+  return c10::multiply_integers(norm.shape(x.sym_sizes()));
 }
 
 // One statistic a row.
 Tensor empty_statistic(const RowNorm& norm, const Tensor& x) {
-  return at::empty_symint(x.sym_sizes().slice(0, x.dim() - norm.dims),
-                          x.options().dtype(compute_dtype(x.scalar_type())));
+  std::vector<c10::SymInt> sizes = x.sym_sizes().vec();
+  sizes.erase(sizes.begin() + norm.first(x.dim()), sizes.begin() + norm.last(x.dim()));
+  return at::empty_symint(sizes, x.options().dtype(compute_dtype(x.scalar_type())));
 }
 
 // Weight or bias as the kernels read it: contiguous, float64 where that is computed in.
@@ -36,6 +35,7 @@ void describe_call(RowNormArgs& args, const RowNorm& norm, const Tensor& x, at::
                    const OptionalTensor& weight, const OptionalTensor& bias) {
   args.columns = columns_of(norm, x).expect_int();
   args.rows = args.columns ? x.numel() / args.columns : 0;
+  args.inner = c10::multiply_integers(x.sizes().slice(norm.last(x.dim())));
   args.centered = norm.centered;
   args.eps = norm.eps;
   args.dtype = dtype_of(input_dtype);
@@ -47,7 +47,7 @@ void describe_call(RowNormArgs& args, const RowNorm& norm, const Tensor& x, at::
 
 void check_parameter(const RowNorm& norm, const char* what, const Tensor& input, const Tensor& parameter) {
   check_float_tensor(norm.name(), parameter);
-  const auto shape = input.sym_sizes().slice(input.dim() - norm.dims);
+  const auto shape = norm.shape(input.sym_sizes());
   TORCH_CHECK_VALUE(parameter.sym_sizes() == shape, norm.name(), ": expected a ", what, " of shape ", shape, ", got ",
                     parameter.sym_sizes());
   TORCH_CHECK(parameter.device() == input.device(), norm.name(), ": expected input and ", what, " on one device, got ",
@@ -64,8 +64,12 @@ at::ScalarType norm_output_dtype(const Tensor& input) {
 void check_row_norm(const RowNorm& norm, const Tensor& input, const OptionalTensor& residual,
                     const OptionalTensor& weight, const OptionalTensor& bias) {
   check_float_tensor(norm.name(), input);
-  TORCH_CHECK_VALUE(norm.dims >= 1 && norm.dims <= input.dim(), norm.name(), ": expected a normalized_shape of 1 to ",
-                    input.dim(), " dimensions for input ", input.sym_sizes(), ", got ", norm.dims);
+  const int64_t most = input.dim() - norm.behind;
+  TORCH_CHECK_VALUE(norm.behind >= 0 && norm.dims >= 1 && norm.dims <= most, norm.name(),
+                    ": expected a normalized_shape of 1 to ", most, " dimensions for input ", input.sym_sizes(),
+                    ", got ", norm.dims);
+  TORCH_CHECK_VALUE(!norm.behind || !residual, norm.name(), ": expected the last dimensions with a residual, got ",
+                    norm.behind, " behind them");
   TORCH_CHECK((norm.dtype == at::kDouble) == (input.scalar_type() == at::kDouble), norm.name(),
               ": expected an output in float64 for float64 and for nothing else, got ", norm.dtype, " for ",
               describe(input));
@@ -86,9 +90,34 @@ void check_row_norm(const RowNorm& norm, const Tensor& input, const OptionalTens
                    ": expected weight and bias of one dtype, got ", describe(*weight), " and ", describe(*bias));
 }
 
+namespace {
+
+// On CUDA rows whose elements lie apart are laid out next to each other first.
+bool needs_rows(const RowNorm& norm, const Tensor& x) { return norm.behind && x.is_cuda(); }
+
+RowNorm over_last(RowNorm norm) {
+  norm.behind = 0;
+  return norm;
+}
+
+Tensor as_rows(const RowNorm& norm, const Tensor& x) {
+  return x.movedim(normalised_dims(norm), normalised_dims(over_last(norm)));
+}
+
+Tensor from_rows(const RowNorm& norm, const Tensor& x) {
+  return x.movedim(normalised_dims(over_last(norm)), normalised_dims(norm)).contiguous();
+}
+
+}  // namespace
+
 RowNormed row_norm_forward(const RowNorm& norm, const Tensor& input, const OptionalTensor& residual,
                            const OptionalTensor& weight, const OptionalTensor& bias, bool needs_mean, Tensor into) {
   check_row_norm(norm, input, residual, weight, bias);
+  if (needs_rows(norm, input)) {
+    RowNormed made = row_norm_forward(over_last(norm), as_rows(norm, input), std::nullopt, weight, bias, needs_mean);
+    made.out = from_rows(norm, made.out);
+    return made;
+  }
   const Tensor x = input.contiguous();
   const OptionalTensor other = residual ? OptionalTensor(residual->contiguous()) : residual;
   const auto computed = compute_dtype(x.scalar_type());
@@ -122,6 +151,12 @@ RowNormGradients row_norm_backward(const RowNorm& norm, const Tensor& grad, cons
                   saved.scalar_type() == (from_output ? norm.dtype : input_dtype) && grad.scalar_type() == norm.dtype,
               norm.name(), ": expected a saved tensor like the gradient, ", describe(grad), " on ", grad.device(),
               ", got ", describe(saved), " on ", saved.device());
+  if (needs_rows(norm, grad)) {
+    RowNormGradients made = row_norm_backward(over_last(norm), as_rows(norm, grad), std::nullopt, as_rows(norm, saved),
+                                              weight, bias, mean, rstd, from_output, input_dtype, wanted);
+    if (wanted[0]) made.input = from_rows(norm, made.input);
+    return made;
+  }
   const Tensor g = grad.contiguous(), s = saved.contiguous();
   const OptionalTensor more = grad_sum ? OptionalTensor(grad_sum->contiguous()) : grad_sum;
   const auto computed = compute_dtype(input_dtype);
@@ -159,25 +194,26 @@ namespace {
 Tensor or_nothing(const Tensor& x, const Tensor& like) { return x.defined() ? x : at::empty({0}, like.options()); }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> forward_op(const Tensor& input, const OptionalTensor& residual, int64_t dims,
-                                                      const OptionalTensor& weight, const OptionalTensor& bias,
-                                                      double eps, bool centered, at::ScalarType dtype) {
-  RowNormed r = row_norm_forward({dims, eps, centered, dtype}, input, residual, weight, bias);
+                                                      int64_t behind, const OptionalTensor& weight,
+                                                      const OptionalTensor& bias, double eps, bool centered,
+                                                      at::ScalarType dtype) {
+  RowNormed r = row_norm_forward({dims, eps, centered, dtype, behind}, input, residual, weight, bias);
   return {r.out, or_nothing(r.sum, input), or_nothing(r.mean, r.rstd), r.rstd};
 }
 
 std::tuple<Tensor, Tensor, Tensor> backward_op(const Tensor& grad, const OptionalTensor& grad_sum, const Tensor& saved,
-                                               int64_t dims, const OptionalTensor& weight, const OptionalTensor& bias,
-                                               const OptionalTensor& mean, const Tensor& rstd, bool centered,
-                                               bool from_output, at::ScalarType input_dtype,
-                                               std::array<bool, 3> wanted) {
-  RowNormGradients r = row_norm_backward({dims, 0, centered, grad.scalar_type()}, grad, grad_sum, saved, weight, bias,
-                                         mean.value_or(Tensor()), rstd, from_output, input_dtype, wanted);
+                                               int64_t dims, int64_t behind, const OptionalTensor& weight,
+                                               const OptionalTensor& bias, const OptionalTensor& mean,
+                                               const Tensor& rstd, bool centered, bool from_output,
+                                               at::ScalarType input_dtype, std::array<bool, 3> wanted) {
+  RowNormGradients r = row_norm_backward({dims, 0, centered, grad.scalar_type(), behind}, grad, grad_sum, saved, weight,
+                                         bias, mean.value_or(Tensor()), rstd, from_output, input_dtype, wanted);
   return {or_nothing(r.input, grad), or_nothing(r.weight, grad), or_nothing(r.bias, grad)};
 }
 
-Tensor norm_op(const Tensor& input, int64_t dims, const OptionalTensor& weight, const OptionalTensor& bias, double eps,
-               bool centered, at::ScalarType dtype, c10::string_view) {
-  return row_norm_forward({dims, eps, centered, dtype}, input, std::nullopt, weight, bias, false).out;
+Tensor norm_op(const Tensor& input, int64_t dims, int64_t behind, const OptionalTensor& weight,
+               const OptionalTensor& bias, double eps, bool centered, at::ScalarType dtype, c10::string_view) {
+  return row_norm_forward({dims, eps, centered, dtype, behind}, input, std::nullopt, weight, bias, false).out;
 }
 
 std::tuple<Tensor, Tensor> add_norm_op(const Tensor& input, const Tensor& residual, int64_t dims,

@@ -21,7 +21,7 @@ using at::Tensor;
 constexpr int64_t kShortRow = 8;
 
 bool is_short(const RowNorm& norm, const Tensor& input) {
-  return !norm.centered && c10::multiply_integers(input.sizes().slice(input.dim() - norm.dims)) < kShortRow;
+  return !norm.centered && c10::multiply_integers(norm.shape(input.sizes())) < kShortRow;
 }
 
 struct OutputVerdict {

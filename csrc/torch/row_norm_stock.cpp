@@ -10,36 +10,51 @@ using at::Tensor;
 
 namespace {
 
-// The dimensions in front of those that are normalised; none at all would mean all of them to sum().
-std::vector<int64_t> leading(const RowNorm& norm, const Tensor& x) {
-  std::vector<int64_t> dims(x.dim() - norm.dims);
-  for (size_t d = 0; d < dims.size(); ++d) dims[d] = int64_t(d);
+// The dimensions beside those that are normalised; none at all would mean all of them to sum().
+std::vector<int64_t> others(const RowNorm& norm, const Tensor& x) {
+  std::vector<int64_t> dims;
+  for (int64_t d = 0; d < x.dim(); ++d)
+    if (d < norm.first(x.dim()) || d >= norm.last(x.dim())) dims.push_back(d);
+  return dims;
+}
+
+// The last dimensions, of which ATen's norms are.
+std::vector<int64_t> last_dims(const RowNorm& norm) {
+  std::vector<int64_t> dims(norm.dims);
+  for (int64_t d = 0; d < norm.dims; ++d) dims[d] = d - norm.dims;
   return dims;
 }
 
 // The statistic of each row, ready to broadcast.
 Tensor along_rows(const RowNorm& norm, Tensor statistic) {
-  for (int64_t d = 0; d < norm.dims; ++d) statistic = statistic.unsqueeze(-1);
+  const int64_t at = statistic.dim() - norm.behind;
+  for (int64_t d = 0; d < norm.dims; ++d) statistic = statistic.unsqueeze(at);
   return statistic;
 }
 
 }  // namespace
 
 std::vector<int64_t> normalised_dims(const RowNorm& norm) {
-  std::vector<int64_t> dims(norm.dims);
-  for (int64_t d = 0; d < norm.dims; ++d) dims[d] = d - norm.dims;
+  std::vector<int64_t> dims = last_dims(norm);
+  for (int64_t& d : dims) d -= norm.behind;
   return dims;
+}
+
+Tensor along_columns(const RowNorm& norm, Tensor parameter) {
+  for (int64_t d = 0; d < norm.behind; ++d) parameter = parameter.unsqueeze(-1);
+  return parameter;
 }
 
 Tensor stock_row_norm(const RowNorm& norm, const Tensor& input, const OptionalTensor& weight,
                       const OptionalTensor& bias) {
   const auto computed = compute_dtype(input.scalar_type());
   const auto wide = [&](const OptionalTensor& x) { return x ? OptionalTensor(x->to(computed)) : x; };
-  const auto shape = input.sym_sizes().slice(input.dim() - norm.dims);
-  const Tensor x = input.to(computed);
+  const auto shape = norm.shape(input.sym_sizes());
+  const auto own = normalised_dims(norm), last = last_dims(norm);
+  const Tensor x = norm.behind ? input.to(computed).movedim(own, last) : input.to(computed);
   const Tensor y = norm.centered ? at::layer_norm_symint(x, shape, wide(weight), wide(bias), norm.eps)
                                  : at::rms_norm_symint(x, shape, wide(weight), norm.eps);
-  return y.to(norm.dtype);
+  return (norm.behind ? y.movedim(last, own) : y).to(norm.dtype);
 }
 
 RowNormGradients stock_row_norm_backward(const RowNorm& norm, const Tensor& grad, const OptionalTensor& grad_sum,
@@ -47,12 +62,12 @@ RowNormGradients stock_row_norm_backward(const RowNorm& norm, const Tensor& grad
                                          at::ScalarType input_dtype, std::array<bool, 3> wanted) {
   const auto computed = compute_dtype(input_dtype);
   const Tensor g = grad.to(computed);
-  const auto dims = normalised_dims(norm), rows = leading(norm, x_hat);
+  const auto dims = normalised_dims(norm), rows = others(norm, x_hat);
   const auto over_rows = [&](const Tensor& x) { return rows.empty() ? x : x.sum(rows); };
   const auto parameter_dtype = weight ? weight->scalar_type() : computed;
   RowNormGradients result;
   if (wanted[0]) {
-    const Tensor gw = weight ? g * weight->to(computed) : g;
+    const Tensor gw = weight ? g * along_columns(norm, weight->to(computed)) : g;
     const Tensor centered = norm.centered ? gw - gw.mean(dims, true) : gw;
     result.input = rstd * (centered - x_hat * (gw * x_hat).mean(dims, true));
     if (grad_sum) result.input = result.input + grad_sum->to(computed);
@@ -66,9 +81,9 @@ RowNormGradients stock_row_norm_backward(const RowNorm& norm, const Tensor& grad
 namespace {
 
 // Outputs and gradients of vmap's batches.
-Tensor row_norm_batched(const Tensor& input, int64_t dims, const OptionalTensor& weight, const OptionalTensor& bias,
-                        double eps, bool centered, at::ScalarType dtype, c10::string_view) {
-  return stock_row_norm({dims, eps, centered, dtype}, input, weight, bias);
+Tensor row_norm_batched(const Tensor& input, int64_t dims, int64_t behind, const OptionalTensor& weight,
+                        const OptionalTensor& bias, double eps, bool centered, at::ScalarType dtype, c10::string_view) {
+  return stock_row_norm({dims, eps, centered, dtype, behind}, input, weight, bias);
 }
 
 std::tuple<Tensor, Tensor> add_row_norm_batched(const Tensor& input, const Tensor& residual, int64_t dims,
@@ -79,17 +94,21 @@ std::tuple<Tensor, Tensor> add_row_norm_batched(const Tensor& input, const Tenso
 }
 
 std::tuple<Tensor, Tensor, Tensor> backward_batched(const Tensor& grad, const OptionalTensor& grad_sum,
-                                                    const Tensor& saved, int64_t dims, const OptionalTensor& weight,
-                                                    const OptionalTensor& bias, const OptionalTensor& mean,
-                                                    const Tensor& rstd, bool centered, bool from_output,
-                                                    at::ScalarType input_dtype, std::array<bool, 3> wanted) {
-  const RowNorm norm{dims, 0, centered, grad.scalar_type()};
+                                                    const Tensor& saved, int64_t dims, int64_t behind,
+                                                    const OptionalTensor& weight, const OptionalTensor& bias,
+                                                    const OptionalTensor& mean, const Tensor& rstd, bool centered,
+                                                    bool from_output, at::ScalarType input_dtype,
+                                                    std::array<bool, 3> wanted) {
+  const RowNorm norm{dims, 0, centered, grad.scalar_type(), behind};
   const auto computed = compute_dtype(input_dtype);
   const Tensor wide = saved.to(computed), scale = along_rows(norm, rstd);
   Tensor x_hat;
   if (from_output) {
-    x_hat = bias ? wide - bias->to(computed) : wide;
-    if (weight) x_hat = at::where(*weight == 0, at::zeros({}, x_hat.options()), x_hat / weight->to(computed));
+    x_hat = bias ? wide - along_columns(norm, bias->to(computed)) : wide;
+    if (weight) {
+      const Tensor w = along_columns(norm, weight->to(computed));
+      x_hat = at::where(w == 0, at::zeros({}, x_hat.options()), x_hat / w);
+    }
   } else {
     x_hat = (mean ? wide - along_rows(norm, *mean) : wide) * scale;
   }

@@ -146,20 +146,24 @@ TORCH_LIBRARY(memkit, m) {
 #undef MEMKIT_LOSS
 #undef MEMKIT_LINEAR
 
-  // LayerNorm (centered) and RMSNorm over the last `dims` dimensions, of the input or of input + residual; `dtype` is the
+  // LayerNorm (centered) and RMSNorm over the last `dims` dimensions but for the `behind` last ones, of the input or of
+  // input + residual; `dtype` is the
   // output's. save: "auto" | "input" | "output". The last two are the backends' part; `sum` and `mean` have no elements
   // where there are none, nor have gradients that are not `wanted` (of input, weight, bias).
   m.def(
-      "_row_norm(Tensor input, int dims, Tensor? weight, Tensor? bias, float eps, bool centered, ScalarType dtype, str "
+      "_row_norm(Tensor input, int dims, int behind, Tensor? weight, Tensor? bias, float eps, bool centered, "
+      "ScalarType dtype, str "
       "save) -> Tensor");
   m.def(
       "_add_row_norm(Tensor input, Tensor residual, int dims, Tensor? weight, Tensor? bias, float eps, bool centered, "
       "ScalarType dtype, str save) -> (Tensor normed, Tensor sum)");
   m.def(
-      "_row_norm_forward(Tensor input, Tensor? residual, int dims, Tensor? weight, Tensor? bias, float eps, bool "
+      "_row_norm_forward(Tensor input, Tensor? residual, int dims, int behind, Tensor? weight, Tensor? bias, float "
+      "eps, bool "
       "centered, ScalarType dtype) -> (Tensor out, Tensor sum, Tensor mean, Tensor rstd)");
   m.def(
-      "_row_norm_backward(Tensor grad, Tensor? grad_sum, Tensor saved, int dims, Tensor? weight, Tensor? bias, Tensor? "
+      "_row_norm_backward(Tensor grad, Tensor? grad_sum, Tensor saved, int dims, int behind, Tensor? weight, Tensor? "
+      "bias, Tensor? "
       "mean, Tensor rstd, bool centered, bool from_output, ScalarType input_dtype, bool[3] wanted) -> (Tensor, Tensor, "
       "Tensor)");
 

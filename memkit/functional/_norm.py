@@ -1,7 +1,12 @@
 """Norms that keep one tensor and one number a row for backward, and that one the tensor which the next layer keeps anyway.
 
 ``layer_norm``, ``rms_norm``, ``group_norm`` and ``batch_norm_act`` take the arguments of their ``torch.nn.functional``
-twins, in their order; ``add_layer_norm`` and ``add_rms_norm`` add a residual first. The two over rows take two more:
+twins, in their order; ``add_layer_norm`` and ``add_rms_norm`` add a residual first. The norms over rows take more:
+
+``dim``
+    The last of the dimensions that are normalised (``layer_norm`` and ``rms_norm``): -1, the last one, or 1 for the
+    channels of images [N, C, H, W], with a ``normalized_shape`` of (C,). The result is contiguous; for one dimension of
+    a channels_last input it is channels_last, too.
 
 ``save``
     What backward rebuilds the normalised input from. ``"input"``: exact whatever the weights; keeps the input. ``"output"``:
@@ -30,6 +35,7 @@ for; in place refused; a derivative of the gradient with ``save="output"``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -55,10 +61,13 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
     *,
+    dim: int = -1,
     inplace: Inplace = False,
     save: Save = "auto",
 ) -> Tensor:
-    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimensions (Ba et al. 2016)."""
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimensions, or those before (Ba et al. 2016)."""
+    if dim != -1:
+        return _over("layer_norm", input, normalized_shape, weight, bias, eps, dim, inplace, save)
     if not is_dynamo_compiling():
         out: Tensor | None = _C.layer_norm(input, normalized_shape, weight, bias, eps, inplace, save)
         if out is not None:
@@ -72,13 +81,16 @@ def rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
     *,
+    dim: int = -1,
     inplace: Inplace = False,
     save: Save = "auto",
 ) -> Tensor:
-    """x / sqrt(mean of x² + eps) * weight over the last dimensions (Zhang and Sennrich 2019).
+    """x / sqrt(mean of x² + eps) * weight over the last dimensions, or those before (Zhang and Sennrich 2019).
 
     ``eps`` None: the machine epsilon of the type computed in, as in PyTorch.
     """
+    if dim != -1:
+        return _over("rms_norm", input, normalized_shape, weight, None, eps, dim, inplace, save)
     if not is_dynamo_compiling():
         out: Tensor | None = _C.rms_norm(input, normalized_shape, weight, eps, inplace, save)
         if out is not None:
@@ -138,6 +150,33 @@ def norm_saves(normed: Tensor) -> str | None:
     return _C.norm_saves(normed) or None
 
 
+def _over(
+    op: str,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float | None,
+    dim: int,
+    inplace: Inplace,
+    save: Save,
+) -> Tensor:
+    """Whose last dimension is `dim`."""
+    if not -input.dim() <= dim < input.dim():
+        raise ValueError(
+            f"{op}: expected dim in [{-input.dim()}, {input.dim() - 1}], got {dim} for input {list(input.shape)}"
+        )
+    rows = input.movedim(dim, -1)
+    if len(normalized_shape) > 1 or not rows.is_contiguous():
+        behind = input.dim() - 1 - dim % input.dim()
+        return _dispatched(op, input, normalized_shape, weight, bias, eps, inplace, save, behind)
+    if op == "layer_norm":
+        out = layer_norm(rows, normalized_shape, weight, bias, cast(float, eps), inplace=inplace, save=save)
+    else:
+        out = rms_norm(rows, normalized_shape, weight, eps, inplace=inplace, save=save)
+    return input if inplace is True else out.movedim(-1, dim)
+
+
 def _dispatched(
     op: str,
     input: Tensor,
@@ -147,14 +186,16 @@ def _dispatched(
     eps: float | None,
     inplace: Inplace,
     save: str,
+    behind: int = 0,
 ) -> Tensor:
     """Through torch.ops: what a compiler traces, and what DTensors take. Functional, with a copy in place."""
-    _check(op, input, normalized_shape, inplace, save)
+    _check(op, input, normalized_shape, inplace, save, behind)
     dtype = output_dtype(input)
     out: Tensor = call(
         "_row_norm",
         input,
         len(normalized_shape),
+        behind,
         weight,
         bias,
         _resolve_eps(eps, dtype),
@@ -195,14 +236,16 @@ def _dispatched_adding(
     return (out[0], residual.copy_(out[1])) if inplace is True else out
 
 
-def _check(op: str, input: Tensor, shape: Sequence[int], inplace: Inplace, save: str) -> None:
+def _check(
+    op: str, input: Tensor, shape: Sequence[int], inplace: Inplace, save: str, behind: int = 0
+) -> None:
     check_inplace(op, inplace, "auto" if op.startswith("add_") else save)
     if save not in ("auto", "input", "output"):
         raise ValueError(f"{op}: expected save 'auto', 'input' or 'output', got {save!r}")
-    if not 0 < len(shape) <= input.dim() or tuple(input.shape[-len(shape) :]) != tuple(shape):
-        raise ValueError(
-            f"{op}: expected an input whose last dimensions are {list(shape)}, got {list(input.shape)}"
-        )
+    last = input.dim() - behind
+    if not 0 < len(shape) <= last or tuple(input.shape[last - len(shape) : last]) != tuple(shape):
+        where = "last dimensions" if behind == 0 else f"dimensions up to {last - 1}"
+        raise ValueError(f"{op}: expected an input whose {where} are {list(shape)}, got {list(input.shape)}")
 
 
 def output_dtype(input: Tensor) -> torch.dtype:

@@ -93,6 +93,11 @@ class Norm(Layer):
     def _stays(self, input: Tensor) -> bool:
         return self._swap.exact and torch.is_autocast_enabled(input.device.type)
 
+    @staticmethod
+    def row_shape(module: Any, shape: Sequence[int]) -> tuple[int, ...]:
+        """What it takes statistics over, of an input of that shape."""
+        return row_shape(module, shape)
+
     def over_rows(self, input: Tensor) -> Tensor:
         """Of an input whose last dimensions are those of the statistics."""
         return self._memkit(input)
@@ -109,13 +114,13 @@ def serves(input: Tensor, sharded: bool = False) -> bool:
     )
 
 
-def keeps_output(twin: type[Layer], module: Any, shape: Sequence[int], dtype: torch.dtype) -> bool:
+def keeps_output(twin: type[Norm], module: Any, shape: Sequence[int], dtype: torch.dtype) -> bool:
     """Whether save="auto" comes to the output, with these weights and inputs of that shape."""
     norm: Any = twin.__new__(twin)
     vars(norm).update(vars(module))
     norm._swap = Choice("auto", hooked=True, exact=False)
     device = next((p.device for p in module.parameters()), None)
-    x = torch.zeros(1, *row_shape(module, shape), dtype=dtype, device=device, requires_grad=True)
+    x = torch.zeros(1, *twin.row_shape(module, shape), dtype=dtype, device=device, requires_grad=True)
     with torch.enable_grad():
         if x.is_cuda:  # weights are measured beside the program: a call goes by the one before it
             for _ in range(2):
@@ -125,7 +130,7 @@ def keeps_output(twin: type[Layer], module: Any, shape: Sequence[int], dtype: to
 
 
 def row_shape(norm: Any, shape: Sequence[int]) -> tuple[int, ...]:
-    """What it takes statistics over, of an input of that shape."""
+    """The last dimensions that it is said to be of, or the last one."""
     return tuple(norm.normalized_shape if hasattr(norm, "normalized_shape") else shape[-1:])
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..functional import Save
-from .layers import FUSED, Choice, keeps_output, row_shape
+from .layers import FUSED, Choice, keeps_output
 from .sites import LEAN, AnySite, Decision, Decisions, LayerSite, Site
 from .structure import ALREADY, REBUILT, check, takes_bit
 from .trial import Trial
@@ -153,9 +153,10 @@ def _after_norm(site: LayerSite, calls: list[Call], watch: Watch, save: Save) ->
 def _statistics(site: LayerSite, call: Call, from_output: bool) -> int:
     """Bytes beside the tensor: a number a row, or two where the mean is needed as well; two of float64 a group."""
     module: Any = site.module
+    twin: Any = site.twin
     if site.name == "group_norm":
         return 16 * call.shape[0] * int(module.num_groups)
-    rows: int = call.shape.numel() // max(1, math.prod(row_shape(module, call.shape)))
+    rows: int = call.shape.numel() // max(1, math.prod(twin.row_shape(module, call.shape)))
     return (
         (2 if site.name == "layer_norm" and not from_output else 1)
         * rows

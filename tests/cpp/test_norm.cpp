@@ -96,52 +96,75 @@ struct Expected {
   }
 };
 
-template <class T>
-void test_rows(Dtype dtype, double tolerance) {
-  constexpr int64_t kMargin = 16;
-  for (bool centered : {true, false}) {
-    for (int64_t columns : {1, 3, 31, 32, 33, 2048, 2049, 5000}) {
-      const int64_t rows = columns > 1000 ? 3 : 19;
-      const auto x = values<T>(rows * columns, 1, 0.5), g = values<T>(rows * columns, 2);
-      const auto w = values<T>(columns, 3, 2), b = values<T>(columns, 4);
-      const Expected<T> want(centered, rows, columns, 1e-3, x, g, w, b);
-      for (int64_t step : {int64_t(1), int64_t(4), rows}) {
-        std::vector<T> y(rows * columns + 2 * kMargin, T(77)), mean(rows), rstd(rows), dw(columns), db(columns);
-        RowNormArgs args;
-        args.rows = rows, args.columns = columns, args.centered = centered, args.eps = 1e-3;
-        args.dtype = args.out_dtype = args.weight_dtype = dtype;
-        args.weight = w.data(), args.bias = centered ? b.data() : nullptr;
-        args.mean = mean.data(), args.rstd = rstd.data(), args.x = x.data(), args.y = y.data() + kMargin;
-        for (int64_t r = 0; r < rows; r += step) cpu::row_norm_forward(args, r, std::min(r + step, rows));
-        for (int64_t i = 0; i < kMargin; ++i) CHECK(y[i] == 77 && y[y.size() - 1 - i] == 77, "margin %d", int(i));
-        for (int64_t i = 0; i < rows * columns; ++i)
-          CHECK(close(y[kMargin + i], double(want.y[i]), tolerance), "y %d of %d columns", int(i), int(columns));
+// Row by row, with columns next to each other, as they lie `inner` apart.
+template <class X>
+std::vector<X> laid_out(const std::vector<X>& from, int64_t rows, int64_t columns, int64_t inner) {
+  std::vector<X> to(from.size());
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t c = 0; c < columns; ++c)
+      to[r / inner * inner * columns + c * inner + r % inner] = from[r * columns + c];
+  return to;
+}
 
-        // From the input and from the output, into the gradient's own memory.
-        for (bool from_output : {false, true}) {
-          std::vector<T> gradient = g;
-          std::vector<double> partial(2 * columns * rows);
-          args.from_output = from_output;
-          args.saved = from_output ? y.data() + kMargin : x.data();
-          args.grad = args.grad_input = gradient.data();
-          int64_t parts = 0;
-          for (int64_t r = 0; r < rows; r += step, ++parts) {
-            args.partial = partial.data() + parts * 2 * columns;
-            cpu::row_norm_backward(args, r, std::min(r + step, rows));
-          }
-          cpu::row_norm_reduce(args, partial.data(), parts, dw.data(), db.data(), 0, columns / 2);
-          cpu::row_norm_reduce(args, partial.data(), parts, dw.data(), db.data(), columns / 2, columns);
-          for (int64_t i = 0; i < rows * columns; ++i)
-            CHECK(close(gradient[i], double(want.dx[i]), 20 * tolerance), "dx %d of %d columns, from %d: %g, not %g",
-                  int(i), int(columns), from_output, double(gradient[i]), double(want.dx[i]));
-          for (int64_t i = 0; i < columns; ++i) {
-            CHECK(close(dw[i], double(want.dw[i]), 20 * tolerance), "dw %d of %d", int(i), int(columns));
-            CHECK(!centered || close(db[i], double(want.db[i]), 20 * tolerance), "db %d of %d", int(i), int(columns));
-          }
+template <class T>
+void test_rows(Dtype dtype, double tolerance, int64_t rows, int64_t columns, int64_t inner) {
+  constexpr int64_t kMargin = 16;
+  const int64_t size = rows * columns;
+  for (bool centered : {true, false}) {
+    const auto rows_of_x = values<T>(size, 1, 0.5), rows_of_g = values<T>(size, 2);
+    const auto w = values<T>(columns, 3, 2), b = values<T>(columns, 4);
+    const Expected<T> want(centered, rows, columns, 1e-3, rows_of_x, rows_of_g, w, b);
+    const auto laid = [&](const auto& from) { return laid_out(from, rows, columns, inner); };
+    const auto x = laid(rows_of_x), g = laid(rows_of_g);
+    const auto want_y = laid(want.y), want_dx = laid(want.dx);
+    for (int64_t step : {inner, 4 * inner - (inner > 1), rows}) {
+      std::vector<T> y(size + 2 * kMargin, T(77)), mean(rows), rstd(rows), dw(columns), db(columns);
+      RowNormArgs args;
+      args.rows = rows, args.columns = columns, args.inner = inner, args.centered = centered, args.eps = 1e-3;
+      args.dtype = args.out_dtype = args.weight_dtype = dtype;
+      args.weight = w.data(), args.bias = centered ? b.data() : nullptr;
+      args.mean = mean.data(), args.rstd = rstd.data(), args.x = x.data(), args.y = y.data() + kMargin;
+      for (int64_t r = 0; r < rows; r += step) cpu::row_norm_forward(args, r, std::min(r + step, rows));
+      for (int64_t i = 0; i < kMargin; ++i) CHECK(y[i] == 77 && y[y.size() - 1 - i] == 77, "margin %d", int(i));
+      for (int64_t i = 0; i < size; ++i)
+        CHECK(close(y[kMargin + i], double(want_y[i]), tolerance), "y %d of %d columns", int(i), int(columns));
+
+      // From the input and from the output, into the gradient's own memory.
+      for (bool from_output : {false, true}) {
+        std::vector<T> gradient = g;
+        std::vector<double> partial(2 * columns * rows);
+        args.from_output = from_output;
+        args.saved = from_output ? y.data() + kMargin : x.data();
+        args.grad = args.grad_input = gradient.data();
+        int64_t parts = 0;
+        for (int64_t r = 0; r < rows; r += step, ++parts) {
+          args.partial = partial.data() + parts * 2 * columns;
+          cpu::row_norm_backward(args, r, std::min(r + step, rows));
+        }
+        cpu::row_norm_reduce(args, partial.data(), parts, dw.data(), db.data(), 0, columns / 2);
+        cpu::row_norm_reduce(args, partial.data(), parts, dw.data(), db.data(), columns / 2, columns);
+        for (int64_t i = 0; i < size; ++i)
+          CHECK(close(gradient[i], double(want_dx[i]), 20 * tolerance), "dx %d of %d columns, from %d: %g, not %g",
+                int(i), int(columns), from_output, double(gradient[i]), double(want_dx[i]));
+        for (int64_t i = 0; i < columns; ++i) {
+          CHECK(close(dw[i], double(want.dw[i]), 20 * tolerance), "dw %d of %d", int(i), int(columns));
+          CHECK(!centered || close(db[i], double(want.db[i]), 20 * tolerance), "db %d of %d", int(i), int(columns));
         }
       }
     }
   }
+}
+
+template <class T>
+void test_all_rows(Dtype dtype, double tolerance) {
+  for (int64_t columns : {1, 3, 31, 32, 33, 2048, 2049, 5000})
+    test_rows<T>(dtype, tolerance, columns > 1000 ? 3 : 19, columns, 1);
+  // Of two images.
+  test_rows<T>(dtype, tolerance, 6, 1, 3);
+  test_rows<T>(dtype, tolerance, 4, 3, 2);
+  test_rows<T>(dtype, tolerance, 600, 17, 300);
+  test_rows<T>(dtype, tolerance, 2048, 5, 1024);
+  test_rows<T>(dtype, tolerance, 70, 1100, 35);
 }
 
 // x + residual into either's memory, and the gradient of the sum on top.
@@ -256,8 +279,8 @@ void test_channels() {
 int main() {
   test_moments();
   test_weight_check();
-  test_rows<float>(Dtype::float32, 2e-6);
-  test_rows<double>(Dtype::float64, 1e-14);
+  test_all_rows<float>(Dtype::float32, 2e-6);
+  test_all_rows<double>(Dtype::float64, 1e-14);
   test_residual();
   test_channels();
   return finish("norms");

@@ -18,6 +18,7 @@ from ..trial import HALVES, exact_convolutions, own_copy, untouched
 from .activations import CLASSES, activation_of, activation_twin, library_activation
 from .again import drops, made_again, may_be_idle, needs_lean
 from .attention import attention_twin, is_attention, why_not_rotary
+from .channel_norms import channel_norm_kinds
 from .functions import dropped, what_drops
 from .gated_norms import GATES, gated_norm_probe, is_gated_norm
 from .losses import has_library_loss, hold, release
@@ -90,7 +91,7 @@ def candidates(module: nn.Module, names: frozenset[str], exact: bool) -> list[Ma
     if isinstance(module, torch.jit.ScriptModule):
         return []
     found = []
-    for kind in norm_kinds(module):
+    for kind in (*norm_kinds(module), *channel_norm_kinds(module)):
         op = norm_op(kind)
         if op in names:
             behind = module._modules.keys() & {"act", "activation"}

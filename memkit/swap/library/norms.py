@@ -16,6 +16,7 @@ from .twin import Twin, numbers
 
 GAINS = "gamma", "g"
 """What libraries call a norm's weight besides."""
+OFFSETS = "bias", "beta", "b"
 LEAST_LENGTH = 1e-12
 """Of torch.nn.functional.normalize."""
 WIDTH = 16
@@ -43,7 +44,7 @@ class RMSNorm(_RMSNorm, kind="rms_norm"):
         return (weight is not None and weight.dtype != input.dtype) or super()._stays(input)
 
     def _gain(self, input: Tensor) -> Tensor | None:
-        return _held(self, "weight")
+        return parameter_of(self, "weight")
 
 
 class OffsetRMSNorm(_RMSNorm, kind="rms_norm+1"):
@@ -51,14 +52,14 @@ class OffsetRMSNorm(_RMSNorm, kind="rms_norm+1"):
 
     def _gain(self, input: Tensor) -> Tensor:
         weight: Any = self.weight
-        return _made(1.0 + (weight if input.dtype == torch.float64 else weight.float()), weight)
+        return made_of(1.0 + (weight if input.dtype == torch.float64 else weight.float()), weight)
 
 
 class Normalized(_RMSNorm, kind="normalized"):
     """sqrt(d) * x / max(|x|, 1e-12) * gamma, as in x-transformers and vit-pytorch, for rows of d numbers."""
 
     def _stays(self, input: Tensor) -> bool:
-        gain = _held(self, *GAINS)
+        gain = parameter_of(self, *GAINS)
         width = _width(self) if gain is None else gain.shape[0]
         promotes = gain is not None and gain.dtype != input.dtype
         return promotes or input.dim() == 0 or input.shape[-1] != width or super()._stays(input)
@@ -68,13 +69,13 @@ class Normalized(_RMSNorm, kind="normalized"):
         return F.rms_norm(input, (width,), self._gain(input), LEAST_LENGTH**2 / width, save=self.save)
 
     def _gain(self, input: Tensor) -> Tensor | None:
-        return _held(self, *GAINS)
+        return parameter_of(self, *GAINS)
 
 
 class OffsetNormalized(Normalized, kind="normalized+1"):
     def _gain(self, input: Tensor) -> Tensor | None:
-        gain = _held(self, *GAINS)
-        return None if gain is None else _made(gain + 1, gain)
+        gain = parameter_of(self, *GAINS)
+        return None if gain is None else made_of(gain + 1, gain)
 
 
 class LayerNorm(Norm, Twin, kind="layer_norm"):
@@ -96,12 +97,12 @@ class LayerNorm(Norm, Twin, kind="layer_norm"):
         )
 
     def _memkit(self, input: Tensor) -> Tensor:
-        weight, bias = self._gain(), _held(self, "bias", "beta")
+        weight, bias = self._gain(), parameter_of(self, *OFFSETS)
         eps = 1e-5 if (own := eps_of(self)) is None else own
         return F.layer_norm(input, row_shape(self, input.shape), weight, bias, eps, save=self.save)
 
     def _gain(self) -> Tensor | None:
-        return _held(self, "weight", *GAINS)
+        return parameter_of(self, "weight", *GAINS)
 
 
 class OffsetLayerNorm(LayerNorm, kind="layer_norm+1"):
@@ -109,7 +110,7 @@ class OffsetLayerNorm(LayerNorm, kind="layer_norm+1"):
 
     def _gain(self) -> Tensor | None:
         module: Any = self
-        return _made(module.weight + 1, module.weight)
+        return made_of(module.weight + 1, module.weight)
 
 
 class LayerNorm2d(LayerNorm, kind="layer_norm_2d"):
@@ -135,20 +136,25 @@ class GroupNorm(Norm, Twin, kind="group_norm"):
         return F.group_norm(input, module.num_groups, module.weight, module.bias, module.eps)
 
 
+def row_of(parameter: Tensor | None) -> Tensor | None:
+    """Of shape (C,) if it is of (C, 1, 1) or (1, C, 1, 1)."""
+    return parameter if parameter is None or parameter.dim() == 1 else parameter.flatten()
+
+
 def _width(module: Any) -> int:
     """Of the rows that a norm without a weight multiplies by its square root."""
     width: int = round(module.scale**2)
     return width
 
 
-def _made(weight: Tensor, parameter: Tensor) -> Tensor:
+def made_of(weight: Tensor, parameter: Tensor) -> Tensor:
     """What a call computes from a parameter, as the weight of a norm."""
     if weight.is_cuda and not is_compiling():
         _C.follow_weight(weight, parameter)
     return weight
 
 
-def _held(module: nn.Module, *names: str) -> Tensor | None:
+def parameter_of(module: nn.Module, *names: str) -> Tensor | None:
     """A parameter of the first of these names that there is, or what else goes by it; nn.Module's own way to it takes four
     times as long."""
     for name in names:
@@ -175,11 +181,9 @@ def norm_kinds(module: nn.Module) -> tuple[str, ...]:
         return ()
     if any(name in module._parameters for name in GAINS):
         return _kinds_by_gain(module, rms)
-    weight, bias, shape = (getattr(module, name, None) for name in ("weight", "bias", "normalized_shape"))
-    if not all(isinstance(each, Tensor | None) for each in (weight, bias)):
+    if holds_others(module, "weight", "bias"):
         return ()
-    if "normalized_shape" in vars(module) and not isinstance(shape, tuple | list):
-        return ()
+    weight, shape = (getattr(module, name, None) for name in ("weight", "normalized_shape"))
     held = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
     if weight is None and not held and not module._buffers:
         known = eps_of(module) is not None if rms else shape is not None
@@ -192,6 +196,13 @@ def norm_kinds(module: nn.Module) -> tuple[str, ...]:
         return ("layer_norm",) if not rms and held.keys() == {"weight", "bias"} else ()
     # T5's kin names the one as the other.
     return ("rms_norm", "rms_norm+1") if rms else ("layer_norm", "rms_norm")
+
+
+def holds_others(module: nn.Module, *names: str) -> bool:
+    """Whether those, which a norm's parameters have, or its shape's stand for something else."""
+    shape = vars(module).get("normalized_shape", ())
+    parameters = (getattr(module, name, None) for name in names)
+    return not isinstance(shape, tuple | list) or not all(isinstance(x, Tensor | None) for x in parameters)
 
 
 def _kinds_by_gain(module: nn.Module, rms: bool) -> tuple[str, ...]:
@@ -223,25 +234,31 @@ def _kinds_of_subclass(module: Any) -> tuple[str, ...]:
 
 
 def norm_probe(module: nn.Module, kind: str) -> tuple[Tensor, ...]:
-    weight: Any = _held(module, "weight", *GAINS)
+    weight: Any = parameter_of(module, "weight", *GAINS)
     if isinstance(module, nn.BatchNorm2d):
         return (numbers((2, module.num_features, 3, 2), weight),)
     if isinstance(module, nn.GroupNorm):
         return (of_two_sizes(numbers((2, module.num_channels, 3, 2), weight)),)
     width = _width(module) if weight is None and kind == "normalized" else WIDTH
-    row = row_shape(module, (width,) if weight is None else weight.shape)
-    shape = (2, *row, 3, 2) if kind.endswith("_2d") else (2, 3, *row)
+    row = row_shape(module, (width,) if (own := row_of(weight)) is None else own.shape)
+    shape = (2, *row, 3, 2) if _is_of_images(kind) else (2, 3, *row)
     return (of_two_sizes(numbers(shape, weight)),)
 
 
 def further_probes(module: nn.Module, kind: str) -> tuple[tuple[Tensor, ...], ...]:
     """Of a norm without a weight, which would say of what dtype and width its input is: of others, of more dimensions."""
-    if kind not in ("rms_norm", "layer_norm") or _held(module, "weight", *GAINS) is not None:
+    if (
+        kind not in ("rms_norm", "layer_norm", "channel_rms_norm")
+        or parameter_of(module, "weight", *GAINS) is not None
+    ):
         return ()
     row = row_shape(module, (WIDTH + 8,))
-    return tuple(
-        (of_two_sizes(numbers((2, 5, 3, *row), None)).to(dtype),) for dtype in (torch.bfloat16, torch.float64)
-    )
+    shape = (2, *row, 5, 3) if _is_of_images(kind) else (2, 5, 3, *row)
+    return tuple((of_two_sizes(numbers(shape, None)).to(dtype),) for dtype in (torch.bfloat16, torch.float64))
+
+
+def _is_of_images(kind: str) -> bool:
+    return kind.endswith("_2d") or kind.startswith("channel_")
 
 
 def of_two_sizes(rows: Tensor) -> Tensor:
