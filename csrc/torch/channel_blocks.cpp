@@ -94,7 +94,7 @@ void gradients_of_channels(ChannelCall call, ChannelCall last, double* dz, doubl
 }  // namespace
 
 bool by_blocks(const ChannelCall& call) {
-  return call.groups && !call.args.columns() && call.args.outer * call.groups >= at::get_num_threads();
+  return call.groups && !call.samples && !call.args.columns() && call.args.outer * call.groups >= at::get_num_threads();
 }
 
 void norm_by_blocks(const ChannelCall& call) {

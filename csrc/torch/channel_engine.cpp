@@ -1,6 +1,7 @@
 #include "channel_engine.h"
 
 #include "channel_blocks.h"
+#include "channel_samples.h"
 #include "channel_steps.h"
 #include "channel_streams.h"
 #include "engine.h"
@@ -35,6 +36,7 @@ void for_elements(const ChannelArgs& args, const F& f) {
 
 void run_channel_moments(const ChannelCall& whole) {
   if (!runs_on_threads(whole.device)) return moments_on_stream(whole);
+  if (whole.samples) return moments_by_samples(whole);
   const ChannelCall call = by_columns(by_groups(whole), kSmallPlaneOfSums);
   const ChannelParts parts = parts_of(call);
   with_computed(call, [&](auto computed) {
@@ -52,6 +54,7 @@ void run_channel_moments(const ChannelCall& whole) {
 
 void run_channel_forward(const ChannelCall& whole) {
   if (!runs_on_threads(whole.device)) return forward_on_stream(whole);
+  if (whole.samples) return forward_by_samples(whole);
   ChannelCall call = by_long_rows(by_columns(whole, kSmallPlane));
   with_computed(call, [&](auto computed) {
     const Room terms = make_terms<decltype(computed)>(call, nullptr, nullptr);
@@ -61,6 +64,7 @@ void run_channel_forward(const ChannelCall& whole) {
 
 void run_channel_sums(const ChannelCall& whole, double* dz, double* dz_x_hat, double* c1, double* c2) {
   if (!runs_on_threads(whole.device)) return sums_on_stream(whole, dz, dz_x_hat, c1, c2);
+  if (whole.samples) return sums_by_samples(whole, dz, dz_x_hat, c1, c2);
   ChannelCall call = by_long_rows(by_columns(whole, kSmallPlaneOfSums));
   const ChannelParts parts = parts_of(call);
   with_computed(call, [&](auto computed) {
@@ -83,6 +87,7 @@ void run_channel_sums(const ChannelCall& whole, double* dz, double* dz_x_hat, do
 
 void run_channel_backward(const ChannelCall& whole, const double* c1, const double* c2) {
   if (!runs_on_threads(whole.device)) return backward_on_stream(whole, c1, c2);
+  if (whole.samples) return backward_by_samples(whole, c1, c2);
   ChannelCall call = by_long_rows(by_columns(whole, kSmallPlane));
   with_computed(call, [&](auto computed) {
     const Room terms = make_terms<decltype(computed)>(call, c1, c2);
@@ -108,7 +113,7 @@ void run_channel_gradients(const ChannelCall& whole, double* dz, double* dz_x_ha
   if (args.has_act && holds_dz) call.dz = args.grad_input;
   ChannelCall last = call;
   if (call.dz) last.args.has_act = false, last.args.grad = call.dz;
-  const int64_t statistics = call.groups ? args.outer * call.groups : args.channels;
+  const int64_t statistics = call.groups ? (call.samples ? call.samples : args.outer) * call.groups : args.channels;
   const Room means = doubles(call, 2 * statistics);
   double *const c1 = means.as<double>(), *const c2 = c1 + statistics;
   if (by_channels(call)) return gradients_by_channels(call, last, dz, dz_x_hat, c1, c2);

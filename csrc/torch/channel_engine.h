@@ -12,6 +12,7 @@ struct ChannelCall {
   ChannelArgs args;
   at::ScalarType computed;  // what terms are of; on the CPU weight and bias too, and statistics are double
   int64_t groups = 0;       // of group norm
+  int64_t samples = 0;      // of group norm of channels last, whose args are of one; else 0
   // The engine may split channels and join rows: those of args are `repeat` times all channels, each `together` times in a row.
   int64_t together = 1, repeat = 1;
   double eps = 0;

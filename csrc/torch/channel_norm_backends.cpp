@@ -20,9 +20,9 @@ namespace {
 using at::Tensor;
 using Params = c10::ArrayRef<double>;
 
-// Batch norm takes channels last as it is; all else is made contiguous.
+// Channels last is taken as it is, of group norm on the CPU; all else is made contiguous.
 at::MemoryFormat format_of(const ChannelNorm& norm, const Tensor& x) {
-  if (norm.groups || x.is_contiguous()) return at::MemoryFormat::Contiguous;
+  if ((norm.groups && x.is_cuda()) || x.is_contiguous()) return at::MemoryFormat::Contiguous;
   if (x.dim() == 4 && x.is_contiguous(at::MemoryFormat::ChannelsLast)) return at::MemoryFormat::ChannelsLast;
   if (x.dim() == 5 && x.is_contiguous(at::MemoryFormat::ChannelsLast3d)) return at::MemoryFormat::ChannelsLast3d;
   return at::MemoryFormat::Contiguous;
@@ -33,11 +33,12 @@ ChannelCall call_of(const ChannelNorm& norm, const Tensor& x, at::ScalarType dty
   ChannelCall call;
   ChannelArgs& args = call.args;
   const int64_t spatial = x.numel() ? x.numel() / (x.size(0) * x.size(1)) : 0;
-  const bool columns = !norm.groups && !x.is_contiguous();
-  args.outer = columns ? x.size(0) * spatial : x.size(0);
+  const bool columns = !x.is_contiguous();
+  if (columns && norm.groups) call.samples = x.size(0);
+  args.outer = call.samples ? spatial : columns ? x.size(0) * spatial : x.size(0);
   args.channels = x.size(1);
   args.inner = columns ? 1 : spatial;
-  args.sets = norm.groups ? args.planes() : args.channels;
+  args.sets = norm.groups && !columns ? args.planes() : args.channels;
   if (!norm.act.empty()) {
     const ActivationSpec spec(norm.act, norm.params);
     args.has_act = true;

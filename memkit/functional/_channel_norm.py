@@ -29,14 +29,18 @@ def group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Each group of channels of each sample normalised (Wu and He 2018). The result is contiguous."""
+    """Each group of channels of each sample normalised (Wu and He 2018).
+
+    As in PyTorch, the result is channels_last where the input is, on the CPU, and else contiguous.
+    """
     if num_groups < 1:
         raise ValueError(f"group_norm: expected num_groups of at least 1, got {num_groups}")
     if not is_dynamo_compiling():
         out: Tensor | None = _C.group_norm(input, num_groups, weight, bias, eps)
         if out is not None:
             return out
-    found: Tensor = call("_group_norm", input, num_groups, weight, bias, eps, output_dtype(input))
+    x = input.contiguous() if input.is_cuda else input
+    found: Tensor = call("_group_norm", x, num_groups, weight, bias, eps, output_dtype(input))
     return found
 
 
