@@ -68,9 +68,9 @@ class RMSNorm2d(nn.Module):
 class RMSNorm(nn.Module):
     """As in denoising-diffusion-pytorch."""
 
-    def __init__(self, offset=0):
+    def __init__(self, offset=0, shape=(1, C, 1, 1)):
         super().__init__()
-        self.g, self.scale, self.offset = parameter(1, C, 1, 1), C**0.5, offset
+        self.g, self.scale, self.offset = parameter(*shape), C**0.5, offset
 
     def forward(self, x):
         return nn.functional.normalize(x, dim=1) * (self.g + self.offset) * self.scale
@@ -98,6 +98,15 @@ KNOWN = {
     "rms_norm": (RMSNorm2d, some),
     "normalized": (RMSNorm, some),
     "normalized, offset": (lambda: RMSNorm(1), some),
+    "normalized, sequences": (lambda: RMSNorm(shape=(1, C, 1)), lambda: torch.randn(2, C, 7).double()),
+    "normalized, sequences without the first": (
+        lambda: RMSNorm(shape=(C, 1)),
+        lambda: torch.randn(2, C, 7).double(),
+    ),
+    "normalized, volumes": (
+        lambda: RMSNorm(shape=(1, C, 1, 1, 1)),
+        lambda: torch.randn(2, C, 3, 4, 2).double(),
+    ),
     "pixels": (PixelNorm, some),
 }
 known = pytest.mark.parametrize("name", KNOWN)
@@ -125,7 +134,7 @@ def between_convolutions(norm):
     return nn.Sequential(nn.Conv2d(C, C, 1), norm, nn.Conv2d(C, C, 1))
 
 
-@pytest.mark.parametrize("name", [name for name in KNOWN if name != "layer_norm, channels last"])
+@pytest.mark.parametrize("name", [name for name in KNOWN if KNOWN[name][1] is some])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
 def test_what_is_kept_and_how_results_lie(name, layout):
     """One tensor, which the next convolution keeps, or which is there again in backward."""
@@ -200,7 +209,7 @@ def test_what_holds_something_else_is_left():
         setattr(norm, name, held)
         assert not swap(nn.Sequential(nn.Conv2d(C, C, 1), norm)).changed
     mixed = ChanLayerNorm()
-    mixed.b = nn.Parameter(torch.zeros(1, 1, 1, 1))
+    mixed.b = nn.Parameter(torch.zeros(C, 1, 1))
     wide = RMSNorm2d()
     wide.weight = parameter(C, 4, 4)
     for norm in (mixed, wide):

@@ -1,6 +1,7 @@
-"""Norms over the channels of images [N, C, H, W], as model libraries write them out.
+"""Norms over the channels of images [N, C, H, W], as model libraries write them out, and of sequences and volumes.
 
-Weights are of shape (C,), (C, 1, 1) or (1, C, 1, 1). The result is channels_last where the input is, else contiguous.
+Weights are of shape (C,), (C, 1, 1) or (1, C, 1, 1), which say of how many dimensions inputs are. The result is
+channels_last where the input is, else contiguous.
 """
 
 from __future__ import annotations
@@ -12,7 +13,17 @@ from torch import Tensor, nn
 
 from ... import functional as F
 from ..layers import Norm
-from .norms import GAINS, LEAST_LENGTH, OFFSETS, eps_of, holds_others, made_of, parameter_of, row_of
+from .norms import (
+    GAINS,
+    LEAST_LENGTH,
+    OFFSETS,
+    eps_of,
+    holds_others,
+    input_dims,
+    made_of,
+    parameter_of,
+    row_of,
+)
 from .twin import Twin
 
 PIXEL_EPS = 1e-8
@@ -25,7 +36,7 @@ class ChannelNorm(Norm, Twin):
     def _stays(self, input: Tensor) -> bool:
         weight, bias = self._weight(), row_of(parameter_of(self, *OFFSETS))
         promotes = any(each is not None and each.dtype != input.dtype for each in (weight, bias))
-        return promotes or input.dim() != 4 or super()._stays(input)
+        return promotes or input.dim() != input_dims(self) or super()._stays(input)
 
     @staticmethod
     def row_shape(module: Any, shape: Sequence[int]) -> tuple[int, ...]:
@@ -89,7 +100,7 @@ def channel_norm_kinds(module: nn.Module) -> tuple[str, ...]:
         or holds_others(module, *known)
         or not held.keys() <= known
         or not all(map(_is_row, held.values()))
-        or len({each.numel() for each in held.values()}) > 1
+        or len({each.shape for each in held.values()}) > 1
     ):
         return ()
     if not rms:
@@ -99,6 +110,8 @@ def channel_norm_kinds(module: nn.Module) -> tuple[str, ...]:
 
 
 def _is_row(parameter: Tensor) -> bool:
-    """Whether it has a number for each channel of an image."""
-    shape = (1,) * (4 - parameter.dim()) + tuple(parameter.shape)
-    return parameter.dim() == 1 or (len(shape) == 4 and shape[0] == shape[2] == shape[3] == 1)
+    """Whether it has a number for each channel."""
+    if parameter.dim() < 2:
+        return parameter.dim() == 1
+    first, second = parameter.shape[:2]
+    return (second if first == 1 else first) == parameter.numel()

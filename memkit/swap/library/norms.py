@@ -141,6 +141,14 @@ def row_of(parameter: Tensor | None) -> Tensor | None:
     return parameter if parameter is None or parameter.dim() == 1 else parameter.flatten()
 
 
+def input_dims(module: nn.Module) -> int:
+    """Of a norm over channels: of how many dimensions its inputs are, by the weight that is broadcast to them."""
+    parameter = parameter_of(module, "weight", *GAINS)
+    if parameter is None or parameter.dim() == 1:
+        return 4
+    return parameter.dim() + (parameter.shape[0] != 1)
+
+
 def _width(module: Any) -> int:
     """Of the rows that a norm without a weight multiplies by its square root."""
     width: int = round(module.scale**2)
@@ -241,7 +249,8 @@ def norm_probe(module: nn.Module, kind: str) -> tuple[Tensor, ...]:
         return (of_two_sizes(numbers((2, module.num_channels, 3, 2), weight)),)
     width = _width(module) if weight is None and kind == "normalized" else WIDTH
     row = row_shape(module, (width,) if (own := row_of(weight)) is None else own.shape)
-    shape = (2, *row, 3, 2) if _is_of_images(kind) else (2, 3, *row)
+    behind = (3, 2, 2)[: input_dims(module) - 2]
+    shape = (2, *row, *behind) if _is_of_images(kind) else (2, 3, *row)
     return (of_two_sizes(numbers(shape, weight)),)
 
 
