@@ -5,7 +5,8 @@
     return weights @ value
 
 Stock keeps a number for each pair of tokens, of the softmax and of each step beside it. Inside :class:`memkit.lean` the
-lines from the product that the softmax is taken of to the product that takes its result are run as a function, by
+lines from the product that the softmax is taken of (or from the softmax, in attention that is linear in the number of
+tokens) to the product that takes its result are run as a function, by
 :func:`attend` where that computes what they do (described.py), else under a checkpoint: what they read is kept. They may
 assign to variables, branch, and write to what they made; what they call has to be `repeatable`. Lines that do anything
 else stay as they are.
@@ -158,8 +159,8 @@ def _region(block: _Block, at: int, function: ast.FunctionDef) -> _Region | None
     return _Region(first, last, body, product, check.reads, outs)
 
 
-def _first(lines: list[ast.stmt], at: int) -> int | None:
-    """The line of the first product that leads to a softmax without another one in between."""
+def _first(lines: list[ast.stmt], at: int) -> int:
+    """The line of the first product that leads to a softmax without another one in between; the softmax's without one."""
     softmax = next(filter(is_softmax, ast.walk(lines[at])))
     first = at if any(map(is_product, ast.walk(softmax))) else None
     needed = used(lines[at])
@@ -175,7 +176,7 @@ def _first(lines: list[ast.stmt], at: int) -> int | None:
             needed |= used(line) & found
         else:
             needed |= used(line)
-    return first
+    return at if first is None else first
 
 
 def _end(lines: list[ast.stmt], at: int) -> tuple[int, ast.expr | None] | None:
