@@ -216,6 +216,11 @@ def test_what_holds_something_else_is_left():
         assert not swap(nn.Sequential(norm)).changed
 
 
+def test_torchs_norms_are_left_to_their_own_twins():
+    model = nn.Sequential(nn.LayerNorm(C), nn.RMSNorm(C), type("LayerNorm2d", (nn.LayerNorm,), {})(C))
+    assert [row.path for row in swap(model, sample=torch.randn(4, C)).rows] == ["0", "1", "2"]
+
+
 def test_in_a_block_with_an_activation():
     """Its norm's result is made again, and the activation's from that."""
 

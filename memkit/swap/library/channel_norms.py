@@ -95,7 +95,7 @@ def channel_norm_kinds(module: nn.Module) -> tuple[str, ...]:
     known = {"weight", *GAINS, *(() if rms else OFFSETS)}
     if (
         not (rms or name.endswith("layernorm"))
-        or isinstance(module, nn.RMSNorm)
+        or isinstance(module, nn.LayerNorm | nn.RMSNorm)
         or module._modules
         or holds_others(module, *known)
         or not held.keys() <= known
