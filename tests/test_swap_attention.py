@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from memkit import lean, swap, unswap
 from memkit.memory import measure
 from memkit.swap.library import attention as attention_module
+from memkit.swap.library import written_attention
 from memkit.swap.library.attend import Scores, attend
 
 pytestmark = pytest.mark.usefixtures("repeatable")
@@ -248,7 +249,7 @@ def written_out_as(monkeypatch):
     """Makes the function that layers write out another one, of which nothing is known."""
 
     def patch(function):
-        monkeypatch.setattr(attention_module, "_same", {})
+        monkeypatch.setattr(written_attention, "_same", {})
         monkeypatch.setitem(globals(), "written_out", function)
 
     return patch

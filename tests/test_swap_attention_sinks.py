@@ -8,7 +8,7 @@ from torch import nn
 
 from memkit import swap
 from memkit.memory import measure
-from memkit.swap.library import attention as attention_module
+from memkit.swap.library import written_attention
 from memkit.swap.library.attend import Scores, attend
 
 pytestmark = pytest.mark.usefixtures("repeatable")
@@ -104,7 +104,7 @@ def step(model, x):
 def verdicts(monkeypatch):
     """What the check of functions says from now on."""
     said = {}
-    monkeypatch.setattr(attention_module, "_same", said)
+    monkeypatch.setattr(written_attention, "_same", said)
     return said
 
 
