@@ -82,6 +82,18 @@ def test_float64_and_derivatives(layout: str) -> None:
     torch.library.opcheck(torch.ops.memkit._group_norm.default, arguments)
 
 
+def test_parts_of_images_lie_as_stocks() -> None:
+    image = torch.randn(2, 32, 7, 6).contiguous(memory_format=torch.channels_last)
+    for x in (image.chunk(2, 1)[1], image[:, :, 1:-1], image.expand(2, 32, 7, 6)[:1], image[..., ::2]):
+        mine, theirs = M.group_norm(x, 4), F.group_norm(x, 4)
+        assert mine.stride() == theirs.stride()
+        torch.testing.assert_close(mine, theirs)
+        if x.stride(1) == 1 and x.shape[-1] == 6:
+            rows = M.layer_norm(x, (x.shape[1],), dim=1)
+            assert rows.stride() == theirs.stride()
+            torch.testing.assert_close(rows, F.layer_norm(x.movedim(1, -1), (x.shape[1],)).movedim(-1, 1))
+
+
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_nothing_and_not_a_number(layout: str) -> None:
     form = LAYOUTS[layout]

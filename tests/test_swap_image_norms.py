@@ -42,6 +42,15 @@ class ChanLayerNorm(nn.Module):
         return (x - x.mean(dim=1, keepdim=True)) / (variance + self.eps).sqrt() * self.g + self.b
 
 
+class PermutedLayerNorm(LayerNorm2d):
+    """Whose result is channels_last."""
+
+    def forward(self, x):
+        shape = self.weight.shape
+        normed = nn.functional.layer_norm(x.permute(0, 2, 3, 1), shape, self.weight, self.bias, self.eps)
+        return normed.permute(0, 3, 1, 2)
+
+
 class FormattedLayerNorm(nn.Module):
     """As in ConvNeXt's own code."""
 
@@ -95,6 +104,7 @@ KNOWN = {
         lambda: FormattedLayerNorm("channels_last").double(),
         lambda: torch.randn(2, 5, 4, C).double(),
     ),
+    "layer_norm, permuted": (lambda: PermutedLayerNorm().double(), some),
     "rms_norm": (RMSNorm2d, some),
     "normalized": (RMSNorm, some),
     "normalized, offset": (lambda: RMSNorm(1), some),
@@ -134,7 +144,9 @@ def between_convolutions(norm):
     return nn.Sequential(nn.Conv2d(C, C, 1), norm, nn.Conv2d(C, C, 1))
 
 
-@pytest.mark.parametrize("name", [name for name in KNOWN if KNOWN[name][1] is some])
+@pytest.mark.parametrize(
+    "name", [name for name in KNOWN if KNOWN[name][1] is some and "permuted" not in name]
+)
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
 def test_what_is_kept_and_how_results_lie(name, layout):
     """One tensor, which the next convolution keeps, or which is there again in backward."""
@@ -214,6 +226,45 @@ def test_what_holds_something_else_is_left():
     wide.weight = parameter(C, 4, 4)
     for norm in (mixed, wide):
         assert not swap(nn.Sequential(norm)).changed
+
+
+def test_results_lie_as_stocks():
+    """What follows may ask for a view of them."""
+    stock = PermutedLayerNorm()
+    norm = nn.Sequential(stock)
+    x = torch.randn(2, C, 5, 4)
+    want = stock(x)
+    assert swap(norm).changed
+    assert norm(x).stride() == want.stride() != x.stride()
+    torch.testing.assert_close(norm(x), want)
+
+
+def test_verified_without_autocast():
+    """Under which a norm that shall be exact stays stock's, and would compare with itself."""
+    stock, model = RMSNorm(offset=1), nn.Sequential(RMSNorm(offset=1))
+    with torch.no_grad():
+        stock.g.zero_()
+    model[0].load_state_dict(stock.state_dict())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert swap(model).changed
+    x = torch.randn(2, C, 5, 4)
+    torch.testing.assert_close(model(x), stock(x))
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+def test_a_twin_that_leaves_the_probe_to_stock_is_none(dtypes):
+    class LayerNorm2dThrice(LayerNorm2d):
+        def forward(self, x):
+            return 3 * super().forward(x)
+
+    LayerNorm2dThrice.__name__ = "LayerNorm2d"
+    norm = LayerNorm2dThrice()
+    norm.weight.data, norm.bias.data = (
+        p.data.to(dtype) for p, dtype in zip((norm.weight, norm.bias), dtypes, strict=True)
+    )
+    assert not swap(nn.Sequential(norm)).changed
+    deep = type("RMSNorm", (RMSNorm,), {"forward": lambda self, x: 3 * RMSNorm.forward(self, x)})
+    assert not swap(nn.Sequential(deep(shape=(1, 2, 1, 1, 1, 1)))).changed
 
 
 def test_torchs_norms_are_left_to_their_own_twins():

@@ -167,7 +167,7 @@ def _over(
             f"{op}: expected dim in [{-input.dim()}, {input.dim() - 1}], got {dim} for input {list(input.shape)}"
         )
     rows = input.movedim(dim, -1)
-    if len(normalized_shape) > 1 or not rows.is_contiguous():
+    if len(normalized_shape) > 1 or not _are_rows(rows):
         behind = input.dim() - 1 - dim % input.dim()
         return _dispatched(op, input, normalized_shape, weight, bias, eps, inplace, save, behind)
     if op == "layer_norm":
@@ -175,6 +175,14 @@ def _over(
     else:
         out = rms_norm(rows, normalized_shape, weight, eps, inplace=inplace, save=save)
     return input if inplace is True else out.movedim(-1, dim)
+
+
+def _are_rows(x: Tensor) -> bool:
+    """Whether the elements of the last dimension are neighbours, and the others in their order."""
+    if is_dynamo_compiling() or x.numel() == 0:
+        return x.is_contiguous()
+    strides = [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
+    return x.is_contiguous() or (x.stride(-1) == 1 and strides == sorted(strides, reverse=True))
 
 
 def _dispatched(

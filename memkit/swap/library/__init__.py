@@ -8,12 +8,13 @@ is either the same function or left alone, with the reason in the report.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..layers import Choice
+from ..layers import Choice, Norm
 from ..trial import HALVES, exact_convolutions, own_copy, untouched
 from .activations import CLASSES, activation_of, activation_twin, library_activation
 from .again import drops, made_again, may_be_idle, needs_lean
@@ -31,7 +32,7 @@ from .residual import BLOCKS, DENSE, OPTIONAL, is_dense_layer
 from .rotary import NAME as ROTARY
 from .rotary import served
 from .sequences import is_ff_layer, pairs_of, steps_of
-from .twin import TOLERANCE, InLean, Twin, fits, numbers, twin_of, why_not_fits
+from .twin import MIXINS, TOLERANCE, InLean, Twin, fits, numbers, twin_of, why_not_fits
 from .written import written
 
 __all__ = [
@@ -185,9 +186,13 @@ class Verifier:
             return "its parameters have no values yet"
         if not match.probe:
             return "its first layer is none that memkit knows what to give"
-        if why := why_not_fits(module, twin_of(match.kind, type(module))):
+        twin = twin_of(match.kind, type(module))
+        if why := why_not_fits(module, twin):
             return why
-        with exact_convolutions(match.probe[0].device):
+        device = match.probe[0].device
+        # Under autocast norms stay stock's, if asked to be exact: nothing would be compared.
+        plain = torch.autocast(device.type, enabled=False) if issubclass(twin, Norm) else nullcontext()
+        with exact_convolutions(device), plain:
             # In both modes: a dropout that its forward writes out would not show in evaluation.
             for training in (module.training, not module.training):
                 for probe in (match.probe, *match.further):
@@ -282,8 +287,17 @@ def _why_not(module: nn.Module, match: Match, training: bool) -> str:
     if isinstance(theirs, Exception):
         where = "" if training == module.training else f" in {'training' if training else 'evaluation'}"
         return f"{name} takes other arguments{where}: {type(theirs).__name__}"
-    same = ours is not None and _agree(ours, theirs, len(match.probe), _tolerance(match))
+    same = (
+        ours is not None
+        and _agree(ours, theirs, len(match.probe), _tolerance(match))
+        and (not issubclass(MIXINS[match.kind], Norm) or _lie_alike(ours[0], theirs[0]))
+    )
     return "" if same else f"{name} computes something else than memkit's {match.op}"
+
+
+def _lie_alike(ours: Tensor | None, theirs: Tensor | None) -> bool:
+    """In memory, by which what follows goes."""
+    return ours is not None and theirs is not None and ours.stride() == theirs.stride()
 
 
 def _tolerance(match: Match) -> float:
@@ -318,6 +332,10 @@ def _both(module: nn.Module, match: Match, training: bool) -> tuple[Values | Exc
             return error, None
         changed._swap, changed.__class__ = match.choice, twin
         try:
+            if isinstance(changed, Norm):  # which may leave it to stock
+                changed._memkit(match.probe[0])
+                if changed._stays(match.probe[0]):
+                    return theirs, None
             return theirs, _values(module, match)
         except Exception:  # names propose a twin, whose shapes may not even fit
             return theirs, None

@@ -104,7 +104,7 @@ def channel_norm_kinds(module: nn.Module) -> tuple[str, ...]:
     ):
         return ()
     if not rms:
-        return ("channel_layer_norm",) if held and eps_of(module) is not None else ()
+        return ("channel_layer_norm", "layer_norm_2d") if held and eps_of(module) is not None else ()
     written = ("channel_rms_norm",) if name.endswith("pixelnorm") or eps_of(module) is not None else ()
     return (*written, "channel_normalized", "channel_normalized+1") if held else written
 
