@@ -309,28 +309,32 @@ struct ColumnMoments {
   struct Body {
     MEMKIT_FN static void run(const ChannelArgs& args, int64_t begin, int64_t end, double* means, double* m2) {
       T space[kBlockRows * kBlockColumns];
-      const T* x[kBlockRows];
+      const bool direct = size_of(args.dtype) == sizeof(T);
       for (int64_t first = 0; first < args.channels; first += kBlockColumns) {
         const int64_t n = std::min(kBlockColumns, args.channels - first);
         double *mean = means + first, *squares = m2 + first;
         for (int64_t i = 0; i < n; ++i) mean[i] = squares[i] = 0;
-        for (int64_t row = begin; row < end; row += kBlockRows) {
-          const int64_t rows = std::min(kBlockRows, end - row);
-          T sum[kBlockColumns] = {}, rest[kBlockColumns] = {}, own[kBlockColumns] = {};
-          const bool whole = n == args.channels;  // rows that lie one after the other
-          if (whole) x[0] = read<Lanes>(args.x, args.dtype, row * n, rows * n, space);
+        const bool whole = n == args.channels;  // rows that lie one after the other
+        const int64_t most = direct  ? 2 * kBlockRows
+                             : whole ? std::min(2 * kBlockRows, kBlockRows * kBlockColumns / n)
+                                     : kBlockRows;
+        const int64_t pitch = direct ? args.channels : n;
+        for (int64_t row = begin, rows = 0; row < end; row += rows) {
+          rows = std::min(most, end - row);
+          T sum[kBlockColumns], rest[kBlockColumns], own[kBlockColumns];
+          for (T* each : {sum, rest, own}) std::fill_n(each, n, T(0));
+          const int64_t at = row * args.channels + first;
+          const T* const x = read<Lanes>(args.x, args.dtype, at, whole ? rows * n : n, space);
           for (int64_t r = 0; r < rows; ++r) {
-            x[r] = whole ? x[0] + r * n
-                         : read<Lanes>(args.x, args.dtype, (row + r) * args.channels + first, n,
-                                       space + r * kBlockColumns);
+            if (!direct && !whole && r) read<Lanes>(args.x, args.dtype, at + r * args.channels, n, space + r * n);
             MEMKIT_LOOP
-            for (int64_t i = 0; i < n; ++i) sum[i] += x[r][i];
+            for (int64_t i = 0; i < n; ++i) sum[i] += x[r * pitch + i];
           }
           for (int64_t i = 0; i < n; ++i) sum[i] /= T(rows);
           for (int64_t r = 0; r < rows; ++r) {
             MEMKIT_LOOP
             for (int64_t i = 0; i < n; ++i) {
-              const T d = x[r][i] - sum[i];
+              const T d = x[r * pitch + i] - sum[i];
               rest[i] += d, own[i] += d * d;
             }
           }

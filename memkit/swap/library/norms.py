@@ -11,7 +11,7 @@ from torch.compiler import is_compiling
 from ... import _C
 from ... import functional as F
 from ..._hooks import only_read
-from ..layers import Norm, row_shape
+from ..layers import Norm, is_stocks, row_shape
 from .twin import Twin, numbers
 
 GAINS = "gamma", "g"
@@ -129,7 +129,7 @@ class GroupNorm(Norm, Twin, kind="group_norm"):
     _op = "group_norm"
 
     def _stays(self, input: Tensor) -> bool:
-        return _looks_on(self) or super()._stays(input)
+        return _looks_on(self) or is_stocks(input) or super()._stays(input)
 
     def _memkit(self, input: Tensor) -> Tensor:
         module: Any = self
