@@ -5,7 +5,8 @@
 
 namespace memkit::cpu {
 
-// Body is a class template over the lanes (lanes.h) with one always-inline static function `run`.
+// Body is a class template over the lanes (lanes.h) with one always-inline static function `run`. Also in an unnamed namespace
+// its name has to be its own among those that take the same arguments: GCC gives these functions external linkage then.
 template <template <class> class Body>
 struct Compiled {
   template <class... Args>

@@ -101,7 +101,7 @@ struct RowSums {
 };
 
 template <class T, bool centered>
-struct Forward {
+struct ForwardApart {
   template <class Lanes>
   struct Body {
     MEMKIT_FN static void run(const RowNormArgs& args, int64_t begin, int64_t end) {
@@ -160,7 +160,7 @@ struct Forward {
 };
 
 template <class T, bool centered, bool from_output_, bool parameters>
-struct Backward {
+struct BackwardApart {
   template <class Lanes>
   struct Body {
     MEMKIT_FN static void run(const RowNormArgs& args, int64_t begin, int64_t end) {
@@ -223,14 +223,15 @@ struct Backward {
 
 template <class T>
 void forward(const RowNormArgs& args, int64_t begin, int64_t end) {
-  if (args.centered) return Compiled<Forward<T, true>::template Body>::run(args, begin, end);
-  Compiled<Forward<T, false>::template Body>::run(args, begin, end);
+  if (args.centered) return Compiled<ForwardApart<T, true>::template Body>::run(args, begin, end);
+  Compiled<ForwardApart<T, false>::template Body>::run(args, begin, end);
 }
 
 template <class T, bool centered, bool from_output>
 void backward(const RowNormArgs& args, int64_t begin, int64_t end) {
-  if (args.partial) return Compiled<Backward<T, centered, from_output, true>::template Body>::run(args, begin, end);
-  Compiled<Backward<T, centered, from_output, false>::template Body>::run(args, begin, end);
+  if (args.partial)
+    return Compiled<BackwardApart<T, centered, from_output, true>::template Body>::run(args, begin, end);
+  Compiled<BackwardApart<T, centered, from_output, false>::template Body>::run(args, begin, end);
 }
 
 template <class T>
