@@ -94,6 +94,23 @@ def test_parts_of_images_lie_as_stocks() -> None:
             torch.testing.assert_close(rows, F.layer_norm(x.movedim(1, -1), (x.shape[1],)).movedim(-1, 1))
 
 
+def test_swapped_and_of_channels_last_it_is_stocks_where_nothing_is_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = nn.Sequential(nn.GroupNorm(4, 32))
+    assert memkit.swap(model).changed
+    image = torch.randn(2, 32, 5, 6)
+    calls: list[Tensor] = []
+    monkeypatch.setattr(type(model[0]), "_memkit", lambda _, x: calls.append(x) or x)
+    with torch.no_grad():
+        model(image.contiguous(memory_format=torch.channels_last))
+        assert not calls
+        model(image)
+        assert len(calls) == 1
+    model(image.contiguous(memory_format=torch.channels_last))
+    assert len(calls) == 2
+
+
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_nothing_and_not_a_number(layout: str) -> None:
     form = LAYOUTS[layout]
