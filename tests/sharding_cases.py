@@ -219,6 +219,11 @@ CASES = {
         [X, (4, 6)],
         ["S0 R -> S0 | S0 P", "S1 R -> R !"],
     ),
+    "layer_norm of the second": (
+        lambda x, w: F.layer_norm(x, [4], w, dim=1),
+        [X, (4,)],
+        ["S0 R -> S0 | S0 P", "S2 R -> S2 | S2 P", "S1 R -> R !"],
+    ),
     "add_rms_norm": (
         lambda x, r, w: F.add_rms_norm(x, r, [6], w),
         [X, X, (6,)],

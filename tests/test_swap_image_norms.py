@@ -214,6 +214,25 @@ def test_what_computes_something_else_is_left(forward):
     assert not swap(nn.Sequential(norm)).changed
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_pixels_that_become_of_one_dtype_are_left(dtype):
+    """Without a weight that would say of what dtype they are."""
+
+    class OwnPixelNorm(PixelNorm):
+        def forward(self, x):
+            return super().forward(x.to(dtype))
+
+    assert not swap(nn.Sequential(OwnPixelNorm())).changed
+
+
+def test_channels_that_are_broadcast_to_the_weight_stay_stocks():
+    stock, norm = RMSNorm(), RMSNorm()
+    norm.load_state_dict(stock.state_dict())
+    assert swap(nn.Sequential(norm)).changed
+    x = torch.randn(2, 1, 5, 4)
+    assert torch.equal(norm(x), stock(x))
+
+
 def test_what_holds_something_else_is_left():
     for name, held in (("weight", 1.0), ("bias", [1.0])):
         norm = LayerNorm2d()

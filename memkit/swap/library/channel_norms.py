@@ -68,10 +68,6 @@ class ChannelNormalized(ChannelNorm, kind="channel_normalized"):
 
     _op = "rms_norm"
 
-    def _stays(self, input: Tensor) -> bool:
-        weight = self._weight()
-        return weight is None or input.shape[1:2] != weight.shape or super()._stays(input)
-
     def _memkit(self, input: Tensor) -> Tensor:
         eps = LEAST_LENGTH**2 / input.shape[1]
         return F.rms_norm(input, input.shape[1:2], self._weight(), eps, dim=1, save=self.save)
