@@ -19,14 +19,16 @@ constexpr int64_t kShared = 1024;     // bytes: columns a multiple of this apart
 constexpr int64_t kWhole = 64;        // no vector is longer
 constexpr int64_t kGroup = 16;        // columns added up at a time: a sum of many in T would lose digits
 
+// How many rows of so many columns go together.
+MEMKIT_FN int64_t together(int64_t columns) { return std::clamp(kElements / columns / 32 * 32, int64_t(32), kMost); }
+
 // The block of rows from one on, at most as many as go together and none of the next `inner`.
 struct Block {
   int64_t rows, at;
 
   MEMKIT_FN Block(const RowNormArgs& args, int64_t row, int64_t end) {
     const int64_t outer = row / args.inner, place = row % args.inner;
-    const int64_t together = std::clamp(kElements / args.columns / 32 * 32, int64_t(32), kMost);
-    rows = std::min({together, args.inner - place, end - row});
+    rows = std::min({together(args.columns), args.inner - place, end - row});
     at = outer * args.inner * args.columns + place;
   }
 };
@@ -38,7 +40,7 @@ class Columns {
   MEMKIT_FN Columns(const RowNormArgs& args, const void* array, Dtype dtype)
       : args_(args), array_(array), dtype_(dtype) {
     const bool shares = args.inner * int64_t(sizeof(T)) % kShared == 0;
-    if (size_of(dtype) != sizeof(T) || shares) space_.reset(new T[args.columns * kMost]);
+    if (size_of(dtype) != sizeof(T) || shares) space_.reset(new T[args.columns * together(args.columns)]);
   }
 
   MEMKIT_FN void take(const Block& block) {
