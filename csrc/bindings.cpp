@@ -10,6 +10,7 @@
 #include "torch/optimizer_call.h"
 #include "torch/planning.h"
 #include "torch/pool_python.h"
+#include "torch/saved_tensor.h"
 #include "torch/tap.h"
 
 PYBIND11_MODULE(_C, m) {
@@ -26,6 +27,7 @@ PYBIND11_MODULE(_C, m) {
   memkit::bind_rotary(m);
   memkit::bind_softmax(m);
   memkit::bind_lean(m);
+  memkit::bind_saved_tensor(m);
   memkit::bind_losses(m);
   memkit::bind_norms(m);
   memkit::bind_channel_norms(m);

@@ -218,6 +218,15 @@ def linear_scale(first: Tensor, second: Tensor) -> Tensor | None:
     """first * second, where one is what a linear layer made and the other has few elements, which the first is not kept for
     in the graph; None where the caller does better with the product."""
 
+# csrc/torch/saved_tensor.cpp
+
+class SavedTensor:
+    """A tensor as autograd saves one, by the saved-tensor hooks around."""
+
+    def __init__(self, tensor: Tensor) -> None: ...
+    def tensor(self) -> Tensor:
+        """It, or autograd's error where it was changed in place in between."""
+
 # csrc/torch/lean.cpp
 
 def recipe(tensor: Tensor) -> object | None:

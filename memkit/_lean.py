@@ -12,6 +12,9 @@ from torch.compiler import is_compiling
 
 from . import _C
 
+CHECKPOINTS = "torch.utils.checkpoint", "memkit.swap.library.checkpoint"
+"""Modules whose hooks make again what was saved."""
+
 
 class lean:  # noqa: N801  a context, named as torch.no_grad is
     """Inside, a tensor that autograd saves is dropped where one of memkit's cheap operators made it from what is kept.
@@ -103,7 +106,7 @@ def _hooks() -> saved_tensors_hooks:
     # A checkpoint keeps nothing, and what it computes again need not have as many zeros: other draws of dropout, other
     # rounding. It would refuse another number of them.
     around = getattr(keep, "__module__", None)
-    packs = around != "torch.utils.checkpoint"
+    packs = around not in CHECKPOINTS
     # What concatenations share is asked for more than once, which other hooks may not be made for.
     asks_again = around in ("torch.autograd.graph", "memkit.memory._saved")
 

@@ -22,10 +22,11 @@ from ..._sharding import is_dtensor
 from ..layers import serves
 from .activations import library_activation
 from .attention import is_attention
+from .checkpoint import checkpointed
 from .functions import Dropouts, Functions, StockDropouts, functions_kind, why_idle
 from .scans import Scan, calls_scan
 from .standardized import StandardizedConv, is_standardized
-from .twin import Twin, checkpointed, own_tensors
+from .twin import Twin, own_tensors
 
 ACTIVATIONS = "XIELUActivation", "Snake1d", "SnakeBeta"
 """How names end of classes that call no other modules, which might work in place."""

@@ -28,10 +28,10 @@ from torch.compiler import is_compiling
 
 from ..._lean import is_lean
 from .attend import attend, may_drop
+from .checkpoint import checkpointed
 from .rotary import NAME, calls_rotary, is_rotary, rotary_of
 from .twin import (
     Twin,
-    checkpointed,
     is_tracing,
     own_tensors,
     twin_of,

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..layers import Pending, serves
 from .attend import Scores, attend, may_drop
+from .checkpoint import generators
 from .sdpa import with_learned_mask
 
 FUSED = "scaled_dot_product_attention"
@@ -81,8 +82,7 @@ def attended(function: Callable[..., Any], given: tuple[Any, ...]) -> tuple[Tens
     if torch._C._len_torch_function_stack() or "type" in function.__code__.co_names:  # who looks closer
         return None
     run, devices = _Describing(), {x.device for x in given if isinstance(x, Tensor) and x.is_cuda}
-    generators = [torch.default_generator, *(torch.cuda.default_generators[each.index] for each in devices)]
-    before = [each.get_state() for each in generators]
+    before = [(each, each.get_state()) for each in generators(devices)]
     try:
         with run:
             outs = function(*given)
@@ -91,7 +91,7 @@ def attended(function: Callable[..., Any], given: tuple[Any, ...]) -> tuple[Tens
     except Exception as error:  # what it is, the lines will say when they are run as they are
         if type(error).__module__ == "torch.utils.checkpoint":  # that it has got what it came for
             raise
-    for each, state in zip(generators, before, strict=True):
+    for each, state in before:
         each.set_state(state)
     return None
 

@@ -20,7 +20,8 @@ from ..._lean import is_lean
 from ..layers import serves
 from ..trial import HALVES
 from .attend import Scores, attend, may_drop
-from .twin import Twin, checkpointed, in_forward_mode, is_tracing, twin_of
+from .checkpoint import checkpointed
+from .twin import Twin, in_forward_mode, is_tracing, twin_of
 
 Mask = Tensor | None
 

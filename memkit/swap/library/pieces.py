@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as stock
 
-from .twin import checkpointed
+from .checkpoint import checkpointed
 
 PIECE = 512
 LEAST = -80.0

@@ -18,7 +18,8 @@ from ..._lean import is_lean
 from ..layers import serves
 from ..trial import HALVES
 from .attend import Scores, attend, may_drop
-from .twin import checkpointed, in_forward_mode
+from .checkpoint import checkpointed
+from .twin import in_forward_mode
 
 BY_POSITION = 6
 """So many arguments stock takes by their place."""

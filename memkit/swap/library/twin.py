@@ -7,7 +7,7 @@ they are, and a pickle or a copy says: this mixin before that class.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial, update_wrapper, wraps
 from threading import RLock, get_ident
 from types import CellType, CodeType, FunctionType, ModuleType
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
-from torch.utils.checkpoint import checkpoint
 
 from ..._hooks import has_global_hooks, has_hooks, only_read
 from ..._lean import lean
@@ -253,24 +252,6 @@ def is_tracing() -> bool:
 def in_forward_mode() -> bool:
     """Whether results may have tangents: our functions have no rule for them, and a checkpoint would make others again."""
     return forward_ad._current_level >= 0
-
-
-def checkpointed(
-    function: Callable[..., Any], *given: Any, reads: Iterable[Tensor] = (), rng: bool = True, **named: Any
-) -> Any:
-    """A call that backward makes again. Its tensors and those that it ``reads`` besides are a checkpoint's arguments by
-    position, of which alone it keeps the version: changed in between, they raise as they do where autograd saved them."""
-    if in_forward_mode():
-        return function(*given, **named)
-    tensors = {name: held for name, held in named.items() if isinstance(held, Tensor)}
-
-    def call(*args: Any, **others: Any) -> Any:
-        by_name = dict(zip(tensors, args[len(given) :], strict=False))
-        return function(*args[: len(given)], **by_name, **others)
-
-    others = {name: held for name, held in named.items() if name not in tensors}
-    how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": rng, "determinism_check": "none"}
-    return checkpoint(call, *given, *tensors.values(), *reads, **how, **others)
 
 
 def own_tensors(module: nn.Module, function: Any) -> list[Tensor]:

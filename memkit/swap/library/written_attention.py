@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..layers import serves
 from ..trial import HALVES
 from .attend import Scores, attend
+from .checkpoint import generators
 from .twin import TOLERANCE, in_forward_mode, itself, near, numbers
 
 FUSED = "sdpa_attention_forward"
@@ -109,10 +110,7 @@ def _is_same(function: Any, module: Any, tensors: Any, args: Any, how: Any, kwar
         _disable_current_modes(),
         torch.random.fork_rng(devices),
     ):
-        for generator in (
-            torch.default_generator,
-            *(torch.cuda.default_generators[d.index] for d in devices),
-        ):
+        for generator in generators(devices):
             generator.manual_seed(0)
         query, key, value = (
             numbers((2, x.shape[1], (i + 1) * TOKENS, x.shape[3]), x)[:, :, -TOKENS:]
