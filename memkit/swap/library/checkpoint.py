@@ -101,8 +101,9 @@ class _Call:
 
         def keep(x: Tensor) -> Tensor:
             place = next(places)
+            x = x.detach() if x.requires_grad else x  # the graph of what is returned would hold itself
             if (saved := place()) is not None:
-                saved.tensor = x.detach() if x.requires_grad else x
+                saved.tensor = x
             if place is last:
                 raise _Stop
             return x

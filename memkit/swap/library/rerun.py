@@ -20,7 +20,7 @@ from .scaled import note_served
 from .twin import in_forward_mode, in_transform, is_tracing, itself, near
 
 LEAST = 2**20
-"""Bytes that a call has to keep less, which takes some 0.5 ms."""
+"""Bytes that a call has to keep less, which takes some 0.2 ms and what it computes."""
 
 INTERNAL = {*vars(nn.Module()), "_swap"}
 
