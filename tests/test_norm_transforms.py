@@ -176,6 +176,8 @@ def test_opcheck(operator: str) -> None:
             (x, 1, 0, w, b, 1e-5, True, torch.float32, "input"),
             (x, 1, 0, w, None, 1e-5, False, torch.bfloat16, "output"),
             (x, 2, 0, None, None, 1e-5, True, torch.float32, "auto"),
+            (x, 1, 0, w, None, 1e-5, False, torch.bfloat16, "output", "norm"),
+            (x, 1, 0, w, b, 1e-5, True, torch.float32, "input", "sample_deviation"),
         ],
         "_add_row_norm": [
             (x, x.detach() * 2, 1, w, b, 1e-5, True, torch.float32, save) for save in ("input", "output")

@@ -102,7 +102,7 @@ struct Forward {
           add_moments(piece, x, x == space ? 0 : piece.ahead(), moments);
         });
         for (int64_t r = 0; r < count; ++r) {
-          rstd[r] = reciprocal_root(moments[r].m2 / T(args.columns), T(args.eps));
+          rstd[r] = args.reciprocal(moments[r].m2);
           if (args.mean) static_cast<T*>(args.mean)[row + r] = moments[r].mean;
           if (args.rstd) static_cast<T*>(args.rstd)[row + r] = rstd[r];
         }
@@ -238,7 +238,7 @@ struct Backward {
           const T *w = weight + first, *v = from_output_ ? inverse + first : w, *c = centered ? bias + first : w;
           for (int64_t r = 0; r < count; ++r) {
             const T *s = saved + r * n, *from = g + r * n, mean = means[r], rstd = rstds[r];
-            const T a = total[r].a / T(args.columns), b = total[r].b / T(args.columns);
+            const T a = total[r].a / T(args.columns), b = total[r].b / T(args.columns) * args.slope(rstd);
             T* const to = dx + r * n;
             const auto gradient = [&](int64_t i) MEMKIT_INLINE {
               return norm_gradient(from[i] * w[i], x_hat(s[i], mean, rstd, v[i], c[i]), rstd, a, b);

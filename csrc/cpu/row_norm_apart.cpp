@@ -141,7 +141,7 @@ struct ForwardApart {
             const auto moments = Moments<T>::from_sums(count, mean[r], sums.a[r], m2);
             mean[r] = moments.mean, m2 = moments.m2;
           }
-          rstd[r] = reciprocal_root(m2 / count, T(args.eps));
+          rstd[r] = args.reciprocal(m2);
           if (args.mean) static_cast<T*>(args.mean)[row + r] = mean[r];
           if (args.rstd) static_cast<T*>(args.rstd)[row + r] = rstd[r];
         }
@@ -211,7 +211,7 @@ struct BackwardApart {
         });
         if (!args.grad_input) continue;
         MEMKIT_LOOP
-        for (int64_t r = 0; r < rows; ++r) sums.a[r] /= count, sums.b[r] /= count;
+        for (int64_t r = 0; r < rows; ++r) sums.a[r] /= count, sums.b[r] = sums.b[r] / count * args.slope(rstd[r]);
         write_columns<Lanes, T>(args, block, args.grad_input, args.dtype, [&](int64_t c, T* to) MEMKIT_INLINE {
           const T *g = grad[c], *s = saved[c], w = weight[c];
           MEMKIT_LOOP

@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(kForwardThreads, 2) forward_kernel(const RowNo
       mean = moments.mean, squares = moments.m2;
     }
     if (!exists) return;
-    const T rstd = reciprocal_root(squares / T(columns), T(args.eps));
+    const T rstd = args.reciprocal(squares);
     if (threadIdx.x == 0) {
       if (args.mean) static_cast<T*>(args.mean)[row] = mean;
       static_cast<T*>(args.rstd)[row] = rstd;
@@ -229,7 +229,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) backward_kernel(const Row
     if (!args.grad_input) return;
     sum = block_sum(sum);
     if (!exists) return;
-    const T mean_gw = sum.a / T(columns), mean_gw_x_hat = sum.b / T(columns);
+    const T mean_gw = sum.a / T(columns), mean_gw_x_hat = sum.b / T(columns) * args.slope(rstd);
     const int64_t at = row * columns;
     for (int64_t turn = 0; turn < turns; ++turn) {
       if (!held) load(turn, [](int, int, T) {});

@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(kTeamMost) forward_held_kernel(const RowNormAr
     const Moments<float> moments = row_moments(own, count);
     mean = moments.mean, squares = moments.m2;
   }
-  const float rstd = reciprocal_root(squares / count, float(args.eps));
+  const float rstd = args.reciprocal(squares);
   if (real && thread == 0) {
     if (args.mean) static_cast<float*>(args.mean)[row] = mean;
     static_cast<float*>(args.rstd)[row] = rstd;

@@ -4,6 +4,9 @@
 //   y     = x_hat w + b
 //   dx    = rstd (w g - mean(w g) - x_hat mean(w g x_hat))      means over what was normalised together
 //   dw    = sum of g x_hat, db = sum of g                       (Ba et al. 2016, Zhang and Sennrich 2019)
+//
+// Other denominators are s + eps or max(s, eps), where s^2 = sum of (x - mean)^2 / divisor. With 1 / rstd instead of the root,
+//   dx    = rstd (w g - mean(w g) - c x_hat mean(w g x_hat))    c = -2 (d rstd / d variance) / rstd^3, the `slope`
 #pragma once
 
 #include "arguments.h"
@@ -85,6 +88,9 @@ MEMKIT_FN WeightCheck<T> weight_check(Dtype dtype, int64_t columns) {
   return {T(highest[int(dtype)]), T(lowest[int(dtype)]), std::sqrt(T(columns))};
 }
 
+// What a row is divided by: the root of its variance and eps; its deviation, that of a sample (of columns - 1), or its 2-norm.
+enum class Denominator : int { root, deviation, sample_deviation, norm };
+
 // One call of a norm over rows of `columns` elements, `inner` apart, as the channels of images are: element c of row r is then
 // element c * inner of what starts at r / inner * inner * columns + r % inner. Statistics and partial sums are of the type computed
 // in: double where dtype is float64, else float.
@@ -94,6 +100,7 @@ struct RowNormArgs {
   bool centered = true;      // layer norm; else RMS norm
   bool from_output = false;  // backward: `saved` is the output
   double eps = 0;
+  Denominator denominator = Denominator::root;
   Dtype dtype;                   // of the input, the residual, their sum and their gradients
   Dtype out_dtype;               // of the output and its gradient
   Dtype weight_dtype;            // of weight and bias
@@ -115,6 +122,29 @@ struct RowNormArgs {
   void* grad_input = nullptr;      // null: not wanted
   void* partial = nullptr;  // sums of g x_hat and of g over some rows, `columns` each, on the CPU in double; null:
                             // not wanted
+
+  // rstd, of the sum of a row's squared distances from its mean.
+  template <class T>
+  MEMKIT_FN T reciprocal(T squares) const {
+    if (denominator == Denominator::root) return reciprocal_root(squares / T(columns), T(eps));
+    const T size = std::sqrt(squares / T(divisor()));
+    return T(1) / (denominator == Denominator::norm ? at_least(size, T(eps)) : size + T(eps));
+  }
+  // c, of rstd. Where nothing is left of 1 - eps rstd, x_hat is no more than its rounding.
+  template <class T>
+  MEMKIT_FN T slope(T rstd) const {
+    if (denominator == Denominator::root) return T(1);
+    const T share = T(columns) / T(divisor());
+    if (denominator == Denominator::norm) return rstd < T(1) / T(eps) ? share : T(0);
+    const T left = T(1) - T(eps) * rstd;
+    return left > T(0) ? share / left : T(0);
+  }
+
+ private:
+  MEMKIT_FN int64_t divisor() const {
+    if (denominator == Denominator::norm) return 1;
+    return denominator == Denominator::sample_deviation ? columns - 1 : columns;
+  }
 };
 
 }  // namespace memkit

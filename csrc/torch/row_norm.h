@@ -8,6 +8,7 @@
 #include <tuple>
 #include <vector>
 
+#include "../formulas/norm.h"
 #include "optional.h"
 
 namespace memkit {
@@ -18,6 +19,7 @@ struct RowNorm {
   bool centered;         // LayerNorm; else RMSNorm
   at::ScalarType dtype;  // of the output
   int64_t behind = 0;
+  Denominator denominator = Denominator::root;
 
   std::string_view name() const { return centered ? "layer_norm" : "rms_norm"; }
   // Where those dimensions start and end.
@@ -29,6 +31,10 @@ struct RowNorm {
     return sizes.slice(first(sizes.size()), dims);
   }
 };
+
+// By its name, "root", "deviation", "sample_deviation" or "norm".
+Denominator denominator_of(std::string_view name);
+std::string_view name_of(Denominator denominator);
 
 // Raises on what the kernels do not take.
 void check_row_norm(const RowNorm& norm, const at::Tensor& input, const OptionalTensor& residual,
@@ -63,6 +69,8 @@ RowNormGradients row_norm_backward(const RowNorm& norm, const at::Tensor& grad, 
 
 // The same in ATen's own operators, for function transforms and derivatives of derivatives.
 std::vector<int64_t> normalised_dims(const RowNorm& norm);
+// rstd of a row whose elements are so far from its mean.
+at::Tensor stock_rstd(const RowNorm& norm, const at::Tensor& distance);
 // A weight, bias or statistic, ready to broadcast.
 at::Tensor along_columns(const RowNorm& norm, at::Tensor parameter);
 at::Tensor stock_row_norm(const RowNorm& norm, const at::Tensor& input, const OptionalTensor& weight,

@@ -24,8 +24,9 @@ RowNormed forward(const RowNorm& norm, const Tensor& input, const OptionalTensor
   auto [out, sum, mean, rstd] = MEMKIT_CALL(
       "memkit::_row_norm_forward", std::tuple<Tensor, Tensor, Tensor, Tensor>(
                                        const Tensor&, const OptionalTensor&, int64_t, int64_t, const OptionalTensor&,
-                                       const OptionalTensor&, double, bool, at::ScalarType))(
-      input, residual, norm.dims, norm.behind, weight, bias, norm.eps, norm.centered, norm.dtype);
+                                       const OptionalTensor&, double, bool, at::ScalarType, c10::string_view))(
+      input, residual, norm.dims, norm.behind, weight, bias, norm.eps, norm.centered, norm.dtype,
+      name_of(norm.denominator));
   return {out, residual ? sum : Tensor(), norm.centered ? mean : Tensor(), rstd};
 }
 
@@ -86,9 +87,10 @@ struct RowNormBackward : SavedNode {
           "memkit::_row_norm_backward",
           std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const OptionalTensor&, const Tensor&, int64_t, int64_t,
                                              const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                                             const Tensor&, bool, bool, at::ScalarType, std::array<bool, 3>))(
+                                             const Tensor&, bool, bool, at::ScalarType, std::array<bool, 3>, double,
+                                             c10::string_view))(
           grad, grad_sum, x, norm.dims, norm.behind, weight, bias, optional(mean), rstd, norm.centered,
-          kept == Kept::output, input_dtype, wanted);
+          kept == Kept::output, input_dtype, wanted, norm.eps, name_of(norm.denominator));
       if (wanted[0]) g.input = input;
       if (wanted[1]) g.weight = w;
       if (wanted[2]) g.bias = b;
@@ -108,7 +110,7 @@ struct RowNormBackward : SavedNode {
     const Tensor wide = x.to(compute_dtype(input_dtype));
     const auto dims = normalised_dims(norm);
     const Tensor distance = norm.centered ? wide - wide.mean(dims, true) : wide;
-    const Tensor rstd = (distance.square().mean(dims, true) + norm.eps).rsqrt();
+    const Tensor rstd = stock_rstd(norm, distance);
     return stock_row_norm_backward(norm, grad, grad_sum, distance * rstd, weight, rstd, input_dtype, wanted);
   }
 };
@@ -123,8 +125,9 @@ auto new_node(const RowNorm& norm, Kept kept, const Tensor& input, autograd::edg
 }
 
 Tensor row_norm(const Tensor& input, int64_t dims, int64_t behind, const OptionalTensor& weight,
-                const OptionalTensor& bias, double eps, bool centered, at::ScalarType dtype, c10::string_view save) {
-  const RowNorm norm{dims, eps, centered, dtype, behind};
+                const OptionalTensor& bias, double eps, bool centered, at::ScalarType dtype, c10::string_view save,
+                c10::string_view denominator) {
+  const RowNorm norm{dims, eps, centered, dtype, behind, denominator_of(denominator)};
   check_row_norm(norm, input, std::nullopt, weight, bias);
   if (needs_stock(input, weight, bias)) return stock_row_norm(norm, input, weight, bias);
   if (!autograd::compute_requires_grad(input, weight, bias))

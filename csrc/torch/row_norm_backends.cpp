@@ -2,6 +2,8 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
+#include <algorithm>
+
 #include "autocast.h"
 #include "checks.h"
 #include "engine.h"
@@ -38,6 +40,7 @@ void describe_call(RowNormArgs& args, const RowNorm& norm, const Tensor& x, at::
   args.inner = c10::multiply_integers(x.sizes().slice(norm.last(x.dim())));
   args.centered = norm.centered;
   args.eps = norm.eps;
+  args.denominator = norm.denominator;
   args.dtype = dtype_of(input_dtype);
   args.out_dtype = dtype_of(norm.dtype);
   args.weight_dtype = weight ? dtype_of(*weight) : bias ? dtype_of(*bias) : Dtype::float32;
@@ -61,6 +64,21 @@ at::ScalarType norm_output_dtype(const Tensor& input) {
   return dtype != at::kDouble && is_autocast(input) ? at::autocast::get_autocast_dtype(input.device().type()) : dtype;
 }
 
+namespace {
+
+constexpr std::string_view kDenominators[] = {"root", "deviation", "sample_deviation", "norm"};
+
+}  // namespace
+
+Denominator denominator_of(std::string_view name) {
+  const auto* const found = std::find(std::begin(kDenominators), std::end(kDenominators), name);
+  TORCH_CHECK_VALUE(found != std::end(kDenominators),
+                    "norm: expected denominator 'root', 'deviation', 'sample_deviation' or 'norm', got '", name, "'");
+  return Denominator(found - std::begin(kDenominators));
+}
+
+std::string_view name_of(Denominator denominator) { return kDenominators[int(denominator)]; }
+
 void check_row_norm(const RowNorm& norm, const Tensor& input, const OptionalTensor& residual,
                     const OptionalTensor& weight, const OptionalTensor& bias) {
   check_float_tensor(norm.name(), input);
@@ -68,6 +86,9 @@ void check_row_norm(const RowNorm& norm, const Tensor& input, const OptionalTens
   TORCH_CHECK_VALUE(norm.behind >= 0 && norm.dims >= 1 && norm.dims <= most, norm.name(),
                     ": expected a normalized_shape of 1 to ", most, " dimensions for input ", input.sym_sizes(),
                     ", got ", norm.dims);
+  // Behind it a bias is large beside what is left: the output would say little of the input.
+  TORCH_CHECK_VALUE(!norm.centered || norm.denominator != Denominator::norm, norm.name(),
+                    ": expected denominator 'root', 'deviation' or 'sample_deviation', got 'norm', which is rms_norm's");
   TORCH_CHECK_VALUE(!norm.behind || !residual, norm.name(), ": expected the last dimensions with a residual, got ",
                     norm.behind, " behind them");
   TORCH_CHECK((norm.dtype == at::kDouble) == (input.scalar_type() == at::kDouble), norm.name(),
@@ -196,8 +217,9 @@ Tensor or_nothing(const Tensor& x, const Tensor& like) { return x.defined() ? x 
 std::tuple<Tensor, Tensor, Tensor, Tensor> forward_op(const Tensor& input, const OptionalTensor& residual, int64_t dims,
                                                       int64_t behind, const OptionalTensor& weight,
                                                       const OptionalTensor& bias, double eps, bool centered,
-                                                      at::ScalarType dtype) {
-  RowNormed r = row_norm_forward({dims, eps, centered, dtype, behind}, input, residual, weight, bias);
+                                                      at::ScalarType dtype, c10::string_view denominator) {
+  const RowNorm norm{dims, eps, centered, dtype, behind, denominator_of(denominator)};
+  RowNormed r = row_norm_forward(norm, input, residual, weight, bias);
   return {r.out, or_nothing(r.sum, input), or_nothing(r.mean, r.rstd), r.rstd};
 }
 
@@ -205,15 +227,19 @@ std::tuple<Tensor, Tensor, Tensor> backward_op(const Tensor& grad, const Optiona
                                                int64_t dims, int64_t behind, const OptionalTensor& weight,
                                                const OptionalTensor& bias, const OptionalTensor& mean,
                                                const Tensor& rstd, bool centered, bool from_output,
-                                               at::ScalarType input_dtype, std::array<bool, 3> wanted) {
-  RowNormGradients r = row_norm_backward({dims, 0, centered, grad.scalar_type(), behind}, grad, grad_sum, saved, weight,
-                                         bias, mean.value_or(Tensor()), rstd, from_output, input_dtype, wanted);
+                                               at::ScalarType input_dtype, std::array<bool, 3> wanted, double eps,
+                                               c10::string_view denominator) {
+  const RowNorm norm{dims, eps, centered, grad.scalar_type(), behind, denominator_of(denominator)};
+  RowNormGradients r = row_norm_backward(norm, grad, grad_sum, saved, weight, bias, mean.value_or(Tensor()), rstd,
+                                         from_output, input_dtype, wanted);
   return {or_nothing(r.input, grad), or_nothing(r.weight, grad), or_nothing(r.bias, grad)};
 }
 
 Tensor norm_op(const Tensor& input, int64_t dims, int64_t behind, const OptionalTensor& weight,
-               const OptionalTensor& bias, double eps, bool centered, at::ScalarType dtype, c10::string_view) {
-  return row_norm_forward({dims, eps, centered, dtype, behind}, input, std::nullopt, weight, bias, false).out;
+               const OptionalTensor& bias, double eps, bool centered, at::ScalarType dtype, c10::string_view,
+               c10::string_view denominator) {
+  const RowNorm norm{dims, eps, centered, dtype, behind, denominator_of(denominator)};
+  return row_norm_forward(norm, input, std::nullopt, weight, bias, false).out;
 }
 
 std::tuple<Tensor, Tensor> add_norm_op(const Tensor& input, const Tensor& residual, int64_t dims,

@@ -25,6 +25,25 @@ std::vector<int64_t> last_dims(const RowNorm& norm) {
   return dims;
 }
 
+// The sum over a row by what the squares' is divided by.
+Tensor over_divisor(const RowNorm& norm, const Tensor& x) {
+  const auto dims = normalised_dims(norm);
+  if (norm.denominator == Denominator::norm) return x.sum(dims, true);
+  if (norm.denominator != Denominator::sample_deviation) return x.mean(dims, true);
+  const c10::SymInt columns = c10::multiply_integers(norm.shape(x.sym_sizes()));
+  return x.sum(dims, true) / at::Scalar(columns - 1);
+}
+
+// The mean of gw x_hat times the slope of formulas/norm.h, of gw_x_hat.
+Tensor projection(const RowNorm& norm, const Tensor& gw_x_hat, const Tensor& rstd) {
+  const Tensor along = over_divisor(norm, gw_x_hat);
+  if (norm.denominator == Denominator::root) return along;
+  const Tensor infinite = at::full({}, std::numeric_limits<double>::infinity(), rstd.options());
+  if (norm.denominator == Denominator::norm) return at::where(rstd < 1 / norm.eps, along, along / infinite);
+  const Tensor left = 1 - norm.eps * rstd;
+  return along / at::where(left > 0, left, infinite);
+}
+
 // The statistic of each row, ready to broadcast.
 Tensor along_rows(const RowNorm& norm, Tensor statistic) {
   const int64_t at = statistic.dim() - norm.behind;
@@ -40,6 +59,13 @@ std::vector<int64_t> normalised_dims(const RowNorm& norm) {
   return dims;
 }
 
+Tensor stock_rstd(const RowNorm& norm, const Tensor& distance) {
+  const auto dims = normalised_dims(norm);
+  if (norm.denominator == Denominator::root) return (distance.square().mean(dims, true) + norm.eps).rsqrt();
+  const Tensor size = over_divisor(norm, distance.square()).sqrt();
+  return (norm.denominator == Denominator::norm ? size.clamp_min(norm.eps) : size + norm.eps).reciprocal();
+}
+
 Tensor along_columns(const RowNorm& norm, Tensor parameter) {
   for (int64_t d = 0; d < norm.behind; ++d) parameter = parameter.unsqueeze(-1);
   return parameter;
@@ -51,6 +77,13 @@ Tensor stock_row_norm(const RowNorm& norm, const Tensor& input, const OptionalTe
   const auto wide = [&](const OptionalTensor& x) { return x ? OptionalTensor(x->to(computed)) : x; };
   const auto shape = norm.shape(input.sym_sizes());
   const auto own = normalised_dims(norm), last = last_dims(norm);
+  if (norm.denominator != Denominator::root) {
+    const Tensor x = input.to(computed), distance = norm.centered ? x - x.mean(own, true) : x;
+    Tensor y = distance * stock_rstd(norm, distance);
+    if (weight) y = y * along_columns(norm, weight->to(computed));
+    if (bias) y = y + along_columns(norm, bias->to(computed));
+    return y.to(norm.dtype);
+  }
   const Tensor x = norm.behind ? input.to(computed).movedim(own, last) : input.to(computed);
   const Tensor y = norm.centered ? at::layer_norm_symint(x, shape, wide(weight), wide(bias), norm.eps)
                                  : at::rms_norm_symint(x, shape, wide(weight), norm.eps);
@@ -69,7 +102,7 @@ RowNormGradients stock_row_norm_backward(const RowNorm& norm, const Tensor& grad
   if (wanted[0]) {
     const Tensor gw = weight ? g * along_columns(norm, weight->to(computed)) : g;
     const Tensor centered = norm.centered ? gw - gw.mean(dims, true) : gw;
-    result.input = rstd * (centered - x_hat * (gw * x_hat).mean(dims, true));
+    result.input = rstd * (centered - x_hat * projection(norm, gw * x_hat, rstd));
     if (grad_sum) result.input = result.input + grad_sum->to(computed);
     result.input = result.input.to(input_dtype);
   }
@@ -82,8 +115,10 @@ namespace {
 
 // Outputs and gradients of vmap's batches.
 Tensor row_norm_batched(const Tensor& input, int64_t dims, int64_t behind, const OptionalTensor& weight,
-                        const OptionalTensor& bias, double eps, bool centered, at::ScalarType dtype, c10::string_view) {
-  return stock_row_norm({dims, eps, centered, dtype, behind}, input, weight, bias);
+                        const OptionalTensor& bias, double eps, bool centered, at::ScalarType dtype, c10::string_view,
+                        c10::string_view denominator) {
+  const RowNorm norm{dims, eps, centered, dtype, behind, denominator_of(denominator)};
+  return stock_row_norm(norm, input, weight, bias);
 }
 
 std::tuple<Tensor, Tensor> add_row_norm_batched(const Tensor& input, const Tensor& residual, int64_t dims,
@@ -98,8 +133,9 @@ std::tuple<Tensor, Tensor, Tensor> backward_batched(const Tensor& grad, const Op
                                                     const OptionalTensor& weight, const OptionalTensor& bias,
                                                     const OptionalTensor& mean, const Tensor& rstd, bool centered,
                                                     bool from_output, at::ScalarType input_dtype,
-                                                    std::array<bool, 3> wanted) {
-  const RowNorm norm{dims, 0, centered, grad.scalar_type(), behind};
+                                                    std::array<bool, 3> wanted, double eps,
+                                                    c10::string_view denominator) {
+  const RowNorm norm{dims, eps, centered, grad.scalar_type(), behind, denominator_of(denominator)};
   const auto computed = compute_dtype(input_dtype);
   const Tensor wide = saved.to(computed), scale = along_rows(norm, rstd);
   Tensor x_hat;

@@ -152,20 +152,18 @@ TORCH_LIBRARY(memkit, m) {
   // where there are none, nor have gradients that are not `wanted` (of input, weight, bias).
   m.def(
       "_row_norm(Tensor input, int dims, int behind, Tensor? weight, Tensor? bias, float eps, bool centered, "
-      "ScalarType dtype, str "
-      "save) -> Tensor");
+      "ScalarType dtype, str save, str denominator=\"root\") -> Tensor");
   m.def(
       "_add_row_norm(Tensor input, Tensor residual, int dims, Tensor? weight, Tensor? bias, float eps, bool centered, "
       "ScalarType dtype, str save) -> (Tensor normed, Tensor sum)");
   m.def(
       "_row_norm_forward(Tensor input, Tensor? residual, int dims, int behind, Tensor? weight, Tensor? bias, float "
-      "eps, bool "
-      "centered, ScalarType dtype) -> (Tensor out, Tensor sum, Tensor mean, Tensor rstd)");
+      "eps, bool centered, ScalarType dtype, str denominator=\"root\") -> (Tensor out, Tensor sum, Tensor mean, Tensor "
+      "rstd)");
   m.def(
       "_row_norm_backward(Tensor grad, Tensor? grad_sum, Tensor saved, int dims, int behind, Tensor? weight, Tensor? "
-      "bias, Tensor? "
-      "mean, Tensor rstd, bool centered, bool from_output, ScalarType input_dtype, bool[3] wanted) -> (Tensor, Tensor, "
-      "Tensor)");
+      "bias, Tensor? mean, Tensor rstd, bool centered, bool from_output, ScalarType input_dtype, bool[3] wanted, float "
+      "eps=0, str denominator=\"root\") -> (Tensor, Tensor, Tensor)");
 
   // Batch norm with an activation behind it (a name as above, '' for none), by the statistics given or else its own,
   // which it returns; what a batch norm with running statistics does in eager mode; group norm. The rest is the backends' part: with groups 0 one statistic a channel, else one for each

@@ -8,6 +8,13 @@ twins, in their order; ``add_layer_norm`` and ``add_rms_norm`` add a residual fi
     channels of images [N, C, H, W], with a ``normalized_shape`` of (C,). The result is contiguous; for one dimension of
     a channels_last input it is channels_last, too.
 
+``denominator``
+    What is divided by (``layer_norm`` and ``rms_norm``). ``"root"``: sqrt(variance + eps). ``"deviation"``: the root of the
+    variance, plus eps, as in the RMS norm's own code; ``"sample_deviation"``: that of a sample, whose squares are divided
+    by one less than there are, plus eps, as in "The Annotated Transformer"; ``"norm"``: the 2-norm, or eps where that is
+    more, as in :func:`normalize`. In ``rms_norm`` the mean is 0. Where a row has no deviation the gradient is that of the
+    distances from the mean over eps, as in stock PyTorch.
+
 ``save``
     What backward rebuilds the normalised input from. ``"input"``: exact whatever the weights; keeps the input. ``"output"``:
     ``(y - bias) / weight``; keeps the output, which a following Linear keeps too, so that it costs nothing. ``"auto"``:
@@ -35,7 +42,7 @@ for; in place refused; a derivative of the gradient with ``save="output"``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -50,8 +57,13 @@ __all__ = [
     "add_rms_norm",
     "layer_norm",
     "norm_saves",
+    "normalize",
     "rms_norm",
 ]
+
+
+Denominator = Literal["root", "deviation", "sample_deviation", "norm"]
+DENOMINATORS = get_args(Denominator)
 
 
 def layer_norm(
@@ -62,12 +74,14 @@ def layer_norm(
     eps: float = 1e-5,
     *,
     dim: int = -1,
+    denominator: Denominator = "root",
     inplace: Inplace = False,
     save: Save = "auto",
 ) -> Tensor:
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimensions, or those before (Ba et al. 2016)."""
-    if dim != -1:
-        return _over("layer_norm", input, normalized_shape, weight, bias, eps, dim, inplace, save)
+    if dim != -1 or denominator != "root":
+        how = (eps, denominator, inplace, save)
+        return _over("layer_norm", input, normalized_shape, weight, bias, dim, *how)
     if not is_dynamo_compiling():
         out: Tensor | None = _C.layer_norm(input, normalized_shape, weight, bias, eps, inplace, save)
         if out is not None:
@@ -82,6 +96,7 @@ def rms_norm(
     eps: float | None = None,
     *,
     dim: int = -1,
+    denominator: Denominator = "root",
     inplace: Inplace = False,
     save: Save = "auto",
 ) -> Tensor:
@@ -89,13 +104,34 @@ def rms_norm(
 
     ``eps`` None: the machine epsilon of the type computed in, as in PyTorch.
     """
-    if dim != -1:
-        return _over("rms_norm", input, normalized_shape, weight, None, eps, dim, inplace, save)
+    if dim != -1 or denominator != "root":
+        how = (eps, denominator, inplace, save)
+        return _over("rms_norm", input, normalized_shape, weight, None, dim, *how)
     if not is_dynamo_compiling():
         out: Tensor | None = _C.rms_norm(input, normalized_shape, weight, eps, inplace, save)
         if out is not None:
             return out
     return _dispatched("rms_norm", input, normalized_shape, weight, None, eps, inplace, save)
+
+
+def normalize(
+    input: Tensor,
+    p: float = 2.0,
+    dim: int = 1,
+    eps: float = 1e-12,
+    *,
+    inplace: Inplace = False,
+    save: Save = "auto",
+) -> Tensor:
+    """x / max(|x|, eps) over one dimension, with the arguments of ``torch.nn.functional.normalize``; ``p`` is 2."""
+    if p != 2:
+        raise ValueError(f"normalize: expected p=2, got {p}; use torch.nn.functional.normalize")
+    if not -input.dim() <= dim < input.dim():
+        raise ValueError(
+            f"normalize: expected dim in [{-input.dim()}, {input.dim() - 1}], got {dim} for {list(input.shape)}"
+        )
+    shape, how = (input.shape[dim],), (eps, "norm", inplace, save)
+    return _over("rms_norm", input, shape, None, None, dim, *how)
 
 
 def add_layer_norm(
@@ -156,21 +192,25 @@ def _over(
     normalized_shape: Sequence[int],
     weight: Tensor | None,
     bias: Tensor | None,
-    eps: float | None,
     dim: int,
+    eps: float | None,
+    denominator: str,
     inplace: Inplace,
     save: Save,
 ) -> Tensor:
-    """Whose last dimension is `dim`."""
+    """Whose last dimension is `dim`, with any denominator."""
     if not -input.dim() <= dim < input.dim():
         raise ValueError(
             f"{op}: expected dim in [{-input.dim()}, {input.dim() - 1}], got {dim} for input {list(input.shape)}"
         )
     rows = input.movedim(dim, -1)
+    parameters = (weight, bias, eps)
     if len(normalized_shape) > 1 or not _are_rows(rows):
         behind = input.dim() - 1 - dim % input.dim()
-        return _dispatched(op, input, normalized_shape, weight, bias, eps, inplace, save, behind)
-    if op == "layer_norm":
+        return _dispatched(op, input, normalized_shape, *parameters, inplace, save, denominator, behind)
+    if denominator != "root":
+        out = _dispatched(op, rows, normalized_shape, *parameters, inplace, save, denominator)
+    elif op == "layer_norm":
         out = layer_norm(rows, normalized_shape, weight, bias, cast(float, eps), inplace=inplace, save=save)
     else:
         out = rms_norm(rows, normalized_shape, weight, eps, inplace=inplace, save=save)
@@ -194,9 +234,12 @@ def _dispatched(
     eps: float | None,
     inplace: Inplace,
     save: str,
+    denominator: str = "root",
     behind: int = 0,
 ) -> Tensor:
     """Through torch.ops: what a compiler traces, and what DTensors take. Functional, with a copy in place."""
+    if denominator not in DENOMINATORS:
+        raise ValueError(f"{op}: expected denominator in {DENOMINATORS}, got {denominator!r}")
     _check(op, input, normalized_shape, inplace, save, behind)
     dtype = output_dtype(input)
     out: Tensor = call(
@@ -210,6 +253,7 @@ def _dispatched(
         op == "layer_norm",
         dtype,
         save_of(save, inplace),
+        denominator,
     )
     return input.copy_(out) if inplace is True else out
 

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
+#include <utility>
 #include <vector>
 
 #include "../../csrc/cpu/channel_norm.h"
@@ -54,6 +55,35 @@ void test_moments() {
   none.add(Moments<float>());
   CHECK(none.count == 0 && none.mean == 0 && none.m2 == 0, "nothing and nothing is nothing");
   CHECK((Moments<float>::from_sums(2, 0, 2, 1.5f).m2 == 0), "no negative variance");
+}
+
+// The slope against differences of what it is the slope of, and where a row has no deviation or little beside eps.
+void test_denominators() {
+  RowNormArgs args;
+  args.columns = 10, args.eps = 1e-2;
+  const double root = args.columns;
+  for (auto [denominator, divisor] : {std::pair{Denominator::root, root}, {Denominator::deviation, root},
+                                      {Denominator::sample_deviation, root - 1}, {Denominator::norm, 1.0}}) {
+    args.denominator = denominator;
+    for (double squares : {1e-6, 1e-4, 0.3, 4e4}) {
+      const double size = std::sqrt(squares / divisor), eps = args.eps;
+      const double want = denominator == Denominator::root   ? 1 / std::sqrt(size * size + eps)
+                          : denominator == Denominator::norm ? 1 / std::max(size, eps)
+                                                             : 1 / (size + eps);
+      const double rstd = args.reciprocal(squares), step = 1e-6 * squares;
+      CHECK(close(rstd, want, 1e-12), "%d of %g: %g, not %g", int(denominator), squares, rstd, want);
+      if (denominator == Denominator::norm && squares == 1e-4) continue;  // the kink
+      // By the variance, which is squares over columns.
+      const double by_variance =
+          (args.reciprocal(squares + step) - args.reciprocal(squares - step)) / (2 * step) * double(args.columns);
+      const double slope = -2 * by_variance / (rstd * rstd * rstd);
+      CHECK(std::fabs(args.slope(rstd) - slope) <= 1e-5 * (1 + slope), "%d of %g: slope %g, not %g", int(denominator),
+            squares, args.slope(rstd), slope);
+    }
+    if (denominator == Denominator::root) continue;
+    CHECK(args.slope(args.reciprocal(0.0f)) == 0, "%d: a slope without deviation", int(denominator));
+    CHECK(args.slope(args.reciprocal(1e-30f)) * 1e-13f < 1e-5f, "%d: a slope without digits", int(denominator));
+  }
 }
 
 void test_weight_check() {
@@ -278,6 +308,7 @@ void test_channels() {
 
 int main() {
   test_moments();
+  test_denominators();
   test_weight_check();
   test_all_rows<float>(Dtype::float32, 2e-6);
   test_all_rows<double>(Dtype::float64, 1e-14);

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ... import functional as F
+from ...functional._norm import Denominator
 from ..layers import Norm
 from .norms import (
     GAINS,
@@ -48,11 +49,20 @@ class ChannelNorm(Norm, Twin):
 
 class ChannelLayerNorm(ChannelNorm, kind="channel_layer_norm"):
     _op = "layer_norm"
+    _denominator: Denominator = "root"
 
     def _memkit(self, input: Tensor) -> Tensor:
         weight, bias = self._weight(), row_of(parameter_of(self, *OFFSETS))
-        eps = eps_of(self)
-        return F.layer_norm(input, input.shape[1:2], weight, bias, eps, dim=1, save=self.save)
+        shape, eps, denominator = input.shape[1:2], eps_of(self), self._denominator
+        return F.layer_norm(
+            input, shape, weight, bias, eps, dim=1, denominator=denominator, save=self.save
+        )
+
+
+class DeviationChannelLayerNorm(ChannelLayerNorm, kind="channel_layer_norm/deviation"):
+    """(x - mean) / (deviation + eps), as in older ones of lucidrains' diffusion models."""
+
+    _denominator = "deviation"
 
 
 class ChannelRMSNorm(ChannelNorm, kind="channel_rms_norm"):
@@ -93,14 +103,15 @@ def channel_norm_kinds(module: nn.Module) -> tuple[str, ...]:
         not (rms or name.endswith("layernorm"))
         or isinstance(module, nn.LayerNorm | nn.RMSNorm)
         or module._modules
-        or holds_others(module, *known)
+        or holds_others(module, *(known - {"scale"}))  # of x / |x| it may be a number
         or not held.keys() <= known
         or not all(map(_is_row, held.values()))
         or len({each.shape for each in held.values()}) > 1
     ):
         return ()
     if not rms:
-        return ("channel_layer_norm", "layer_norm_2d") if held and eps_of(module) is not None else ()
+        known_eps = held and eps_of(module) is not None
+        return ("channel_layer_norm", "layer_norm_2d", "channel_layer_norm/deviation") if known_eps else ()
     written = ("channel_rms_norm",) if name.endswith("pixelnorm") or eps_of(module) is not None else ()
     return (*written, "channel_normalized", "channel_normalized+1") if held else written
 

@@ -45,6 +45,7 @@ DROPOUTS: dict[Any, Callable[..., Tensor]] = {
 DROPS = {"dropout", "attention"}
 """What is dropout, or has it."""
 SDPA: Any = nn.functional.scaled_dot_product_attention
+NORMALIZE: Any = nn.functional.normalize
 KEEP_RESULT = {"relu", "sigmoid", "tanh"}
 """Of which stock keeps the result, as what follows does."""
 WRITTEN_OUT = {
@@ -66,6 +67,8 @@ NEEDS = {
     "attend elsewhere": {"attention"},
 }
 """Which names what is rewritten belongs to."""
+BELONGS = {"gelu_tanh": "gelu", "normalize": "rms_norm"}
+"""Names in `ops` of what goes by another one here."""
 WHY_IDLE = {
     "attend": "not called on the sample, or without a MiB of weights to make again",
     "norm and act": "not called on the sample, or of no norm whose result is made again",
@@ -121,7 +124,7 @@ def _acts(module: nn.Module, names: frozenset[str]) -> bool:
     if any(NEEDS[what] <= names for what in rewrites(module)):
         return True
     called = {*_functions(type(module)).values()} - DROPS
-    return bool(called) and {"gelu" if op == "gelu_tanh" else op for op in called} <= names
+    return bool(called) and {BELONGS.get(op, op) for op in called} <= names
 
 
 def why_idle(module: nn.Module) -> str:
@@ -221,11 +224,13 @@ def _path(node: ast.AST) -> tuple[str, ...] | None:
 
 
 def _op(name: str, held: Any) -> str | None:
-    """Which activation a function is, or a dropout, or attention."""
+    """Which activation a function is, or a dropout, attention or a norm."""
     if type(held) not in (FunctionType, BuiltinFunctionType):
         return None
     if held in DROPOUTS:
         return "dropout"
+    if held is NORMALIZE:
+        return "normalize"
     if held is SDPA:
         return "attention"
     if (op := FUNCTIONS.get(held)) is not None:
@@ -272,8 +277,10 @@ def _instead(name: str, held: Any, acts: bool, drops: nn.Module | None) -> Any:
         return held if drops is None else _dropping(held, drops)
     if op == "attention":
         return held if drops is None else attending(held, drops, dropped)
+    if op is not None and acts:
+        return Ours(_normalize, held) if op == "normalize" else Ours(_call, op, held)
     if op is not None:
-        return Ours(_call, op, held) if acts else held
+        return held
     return _WithOurs(held, _choice=(acts, drops)) if _is_module(held) else held
 
 
@@ -332,6 +339,32 @@ def _call(op: str, stock: Callable[..., Any], /, *args: Any, **kwargs: Any) -> A
         except (TypeError, ValueError):  # by what it is called with: stock says what it thinks of it
             pass
     return stock(*args, **kwargs)
+
+
+def _normalize(stock: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Ours, with its input kept, where that is by a 2-norm of one dimension and of stock's dtype."""
+    names = ("input", "p", "dim", "eps")
+    given: dict[str, Any] = {"input": None, "p": 2.0, "dim": 1, "eps": 1e-12}
+    given |= {**dict(zip(names, args, strict=False)), **kwargs}
+    input, p, dim, eps = (given[name] for name in names)
+    ours = (
+        isinstance(input, Tensor)
+        and input.requires_grad
+        and serves(input)
+        and not torch.is_autocast_enabled(input.device.type)  # which norms in float32, and gives that
+        and len(args) <= len(names) == len(given)
+        and not kwargs.keys() & names[: len(args)]
+        and type(p) in (int, float)
+        and (p, type(dim), type(eps)) == (2, int, float)
+        and -input.dim() <= dim < input.dim()
+        and 0 not in input.stride()
+    )
+    if not ours:
+        return stock(*args, **kwargs)
+    # Stock's results lie in memory in the order of what they are of.
+    order = sorted(range(input.dim()), key=lambda i: -input.stride(i))
+    out = F.normalize(input.permute(order), 2.0, order.index(dim % input.dim()), eps, save="input")
+    return out.permute(sorted(range(input.dim()), key=order.__getitem__))
 
 
 def _lies_alike(x: Tensor) -> bool:

@@ -11,25 +11,32 @@ from torch.compiler import is_compiling
 from ... import _C
 from ... import functional as F
 from ..._hooks import only_read
+from ...functional._norm import Denominator
 from ..layers import Norm, is_stocks, row_shape
+from ..trial import HALVES
 from .twin import Twin, numbers
 
-GAINS = "gamma", "g"
+GAINS = "gamma", "g", "scale", "alpha", "a_2", "a"
 """What libraries call a norm's weight besides."""
-OFFSETS = "bias", "beta", "b"
+OFFSETS = "bias", "beta", "b", "shift", "b_2", "offset"
 LEAST_LENGTH = 1e-12
 """Of torch.nn.functional.normalize."""
+BY_RMS, BY_DEVIATION = (
+    ("rms_norm/deviation", "rms_norm/least"),
+    ("layer_norm/sample", "layer_norm/deviation"),
+)
+"""Kinds that divide by something else than a root of a sum with eps."""
 WIDTH = 16
 """Of the numbers that a norm without a weight is tried on."""
 
 
 class _RMSNorm(Norm, Twin):
     _op = "rms_norm"
+    _denominator: Denominator = "root"
 
     def _memkit(self, input: Tensor) -> Tensor:
-        return F.rms_norm(
-            input, row_shape(self, input.shape), self._gain(input), eps_of(self), save=self.save
-        )
+        shape, gain, eps = row_shape(self, input.shape), self._gain(input), eps_of(self)
+        return F.rms_norm(input, shape, gain, eps, denominator=self._denominator, save=self.save)
 
     def _gain(self, input: Tensor) -> Tensor | None:
         raise NotImplementedError
@@ -44,7 +51,33 @@ class RMSNorm(_RMSNorm, kind="rms_norm"):
         return (weight is not None and weight.dtype != input.dtype) or super()._stays(input)
 
     def _gain(self, input: Tensor) -> Tensor | None:
-        return parameter_of(self, "weight")
+        return parameter_of(self, "weight", *GAINS)
+
+
+class DeviationRMSNorm(RMSNorm, kind="rms_norm/deviation"):
+    """weight * x / (rms + eps), as in Zhang and Sennrich's own code."""
+
+    _denominator = "deviation"
+
+
+class LeastRMSNorm(RMSNorm, kind="rms_norm/least"):
+    """weight * x / max(rms, eps), as in x-transformers' older ones."""
+
+    def _memkit(self, input: Tensor) -> Tensor:
+        gain: Any = self._gain(input)
+        root = input.shape[-1] ** 0.5
+        weight, eps = made_of(gain * root, gain), eps_of(self) * root
+        return F.rms_norm(input, input.shape[-1:], weight, eps, denominator="norm", save=self.save)
+
+
+class ScaleNorm(RMSNorm, kind="scale_norm"):
+    """g * x / max(|x|, eps), of one g (Nguyen and Salazar, "Transformers without tears", 2019)."""
+
+    def _memkit(self, input: Tensor) -> Tensor:
+        gain: Any = self._gain(input)
+        weight = made_of(gain.expand(input.shape[-1]), gain)
+        eps = eps_of(self)
+        return F.rms_norm(input, input.shape[-1:], weight, eps, denominator="norm", save=self.save)
 
 
 class OffsetRMSNorm(_RMSNorm, kind="rms_norm+1"):
@@ -83,6 +116,7 @@ class LayerNorm(Norm, Twin, kind="layer_norm"):
     OLMo's, that computes the same."""
 
     _op = "layer_norm"
+    _denominator: Denominator = "root"
 
     def _stays(self, input: Tensor) -> bool:
         own = not isinstance(self, nn.LayerNorm)
@@ -91,15 +125,19 @@ class LayerNorm(Norm, Twin, kind="layer_norm"):
     def _promotes(self, input: Tensor) -> bool:
         """Whether weights of another dtype may decide the result's, in a class that adds a bias itself."""
         module: Any = self
-        biased = getattr(module, "bias", None) is not None
+        weight = self._gain()
         return (
-            biased and module.weight.dtype != input.dtype and not torch.is_autocast_enabled(input.device.type)
+            weight is not None
+            and weight.dtype != input.dtype
+            and parameter_of(self, *OFFSETS) is not None
+            and not torch.is_autocast_enabled(input.device.type)
         )
 
     def _memkit(self, input: Tensor) -> Tensor:
         weight, bias = self._gain(), parameter_of(self, *OFFSETS)
         eps = 1e-5 if (own := eps_of(self)) is None else own
-        return F.layer_norm(input, row_shape(self, input.shape), weight, bias, eps, save=self.save)
+        shape, denominator = row_shape(self, input.shape), self._denominator
+        return F.layer_norm(input, shape, weight, bias, eps, denominator=denominator, save=self.save)
 
     def _gain(self) -> Tensor | None:
         return parameter_of(self, "weight", *GAINS)
@@ -111,6 +149,18 @@ class OffsetLayerNorm(LayerNorm, kind="layer_norm+1"):
     def _gain(self) -> Tensor | None:
         module: Any = self
         return made_of(module.weight + 1, module.weight)
+
+
+class DeviationLayerNorm(LayerNorm, kind="layer_norm/deviation"):
+    """weight * (x - mean) / (deviation + eps) + bias."""
+
+    _denominator = "deviation"
+
+
+class SampleLayerNorm(LayerNorm, kind="layer_norm/sample"):
+    """With the deviation of a sample, which `x.std()` is, as in "The Annotated Transformer"."""
+
+    _denominator = "sample_deviation"
 
 
 class LayerNorm2d(LayerNorm, kind="layer_norm_2d"):
@@ -164,10 +214,14 @@ def made_of(weight: Tensor, parameter: Tensor) -> Tensor:
 
 def parameter_of(module: nn.Module, *names: str) -> Tensor | None:
     """A parameter of the first of these names that there is, or what else goes by it; nn.Module's own way to it takes four
-    times as long."""
+    times as long, and more where there is none."""
     for name in names:
         parameter = module._parameters.get(name)
-        if parameter is not None or (parameter := getattr(module, name, None)) is not None:
+        if parameter is None and (
+            name in module._buffers or name in vars(module) or hasattr(type(module), name)
+        ):
+            parameter = getattr(module, name, None)
+        if isinstance(parameter, Tensor):
             return parameter
     return None
 
@@ -183,8 +237,9 @@ def norm_kinds(module: nn.Module) -> tuple[str, ...]:
     cls = type(module)
     if isinstance(module, nn.BatchNorm2d | nn.GroupNorm | nn.LayerNorm):
         return () if cls in (nn.GroupNorm, nn.LayerNorm) else _kinds_of_subclass(module)
-    rms = cls.__name__.lower().endswith(("rmsnorm", "l2norm"))
-    rows = rms or cls.__name__.endswith("LayerNorm")
+    name = cls.__name__.lower()
+    rms = name.endswith(("rmsnorm", "l2norm", "scalenorm"))
+    rows = rms or name.endswith(("layernorm", "normalization")) or (name.endswith("norm") and not module._buffers)
     if not rows or isinstance(module, nn.RMSNorm) or module._modules:
         return ()
     if any(name in module._parameters for name in GAINS):
@@ -203,7 +258,7 @@ def norm_kinds(module: nn.Module) -> tuple[str, ...]:
     if held.keys() != {"weight"}:  # DeBERTa's
         return ("layer_norm",) if not rms and held.keys() == {"weight", "bias"} else ()
     # T5's kin names the one as the other.
-    return ("rms_norm", "rms_norm+1") if rms else ("layer_norm", "rms_norm")
+    return ("rms_norm", "rms_norm+1", *BY_RMS) if rms else ("layer_norm", "rms_norm", *BY_DEVIATION)
 
 
 def holds_others(module: nn.Module, *names: str) -> bool:
@@ -214,16 +269,21 @@ def holds_others(module: nn.Module, *names: str) -> bool:
 
 
 def _kinds_by_gain(module: nn.Module, rms: bool) -> tuple[str, ...]:
-    """Of one whose weight is called gamma, a layer norm's bias beta."""
+    """Of one whose weight is called gamma, say, a layer norm's bias beta."""
     held = {
         name: each
         for name, each in (*module._parameters.items(), *module._buffers.items())
         if each is not None
     }
-    allowed = {*GAINS} if rms else {*GAINS, "beta"}
+    eps = eps_of(module)
+    if rms and held.keys() <= {*GAINS} and all(each.numel() == 1 for each in held.values()):
+        return () if eps is None else ("scale_norm",)
+    allowed = {*GAINS} if rms else {*GAINS, *OFFSETS}
     if not held.keys() <= allowed or any(each.dim() != 1 for each in held.values()):
         return ()
-    return ("normalized", "normalized+1") if rms else ("layer_norm",)
+    if rms:
+        return (*(() if eps is None else ("rms_norm", *BY_RMS)), "normalized", "normalized+1")
+    return ("layer_norm", *(() if eps is None else BY_DEVIATION))
 
 
 def _kinds_of_subclass(module: Any) -> tuple[str, ...]:
@@ -248,14 +308,19 @@ def norm_probe(module: nn.Module, kind: str) -> tuple[Tensor, ...]:
     if isinstance(module, nn.GroupNorm):
         return (of_two_sizes(numbers((2, module.num_channels, 3, 2), weight)),)
     width = _width(module) if weight is None and kind == "normalized" else WIDTH
-    row = row_shape(module, (width,) if (own := row_of(weight)) is None else own.shape)
+    own = None if kind == "scale_norm" else row_of(weight)
+    row = row_shape(module, (width,) if own is None else own.shape)
     behind = (3, 2, 2)[: input_dims(module) - 2]
     shape = (2, *row, *behind) if _is_of_images(kind) else (2, 3, *row)
     return (of_two_sizes(numbers(shape, weight)),)
 
 
 def further_probes(module: nn.Module, kind: str) -> tuple[tuple[Tensor, ...], ...]:
-    """Of a norm without a weight, which would say of what dtype and width its input is: of others, of more dimensions."""
+    """Of a norm without a weight, which would say of what dtype and width its input is: of others, of more dimensions. Of one
+    that adds eps to a deviation, or divides by it at least: of about that size."""
+    if "/" in kind or kind == "scale_norm":
+        (rows,) = norm_probe(module, kind)
+        return () if rows.dtype in HALVES else ((rows * eps_of(module),),)
     if (
         kind not in ("rms_norm", "layer_norm", "channel_rms_norm")
         or parameter_of(module, "weight", *GAINS) is not None
