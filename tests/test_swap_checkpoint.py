@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import nullcontext
 from threading import Thread
 from weakref import ref
 
@@ -271,8 +272,75 @@ def test_other_tensors_than_before() -> None:
         return x.exp().sin().cos() if len(runs) == 1 else x.exp()
 
     (x,) = leaves(1)
-    with pytest.raises(RuntimeError, match="fewer tensors than in forward"):
+    with pytest.raises(RuntimeError, match="got another one: fewer tensors were saved"):
         checkpointed(function, x).sum().backward()
+
+
+def test_a_tensor_of_another_shape() -> None:
+    runs = []
+
+    def function(x: Tensor) -> Tensor:
+        runs.append(x)
+        return x[: 3 - len(runs)].exp().sin()
+
+    (x,) = leaves(1)
+    with pytest.raises(RuntimeError, match=r"was saved as \[2, 5, 4\] of torch.float64, is now \[1, 5, 4\]"):
+        checkpointed(function, x).sum().backward()
+
+
+def test_a_function_that_swallows_the_stop() -> None:
+    def function(x: Tensor) -> Tensor:
+        x = x.exp()
+        try:
+            x = x.sin()
+        except BaseException:
+            x = x.sin()
+        return x
+
+    (x,) = leaves(1)
+    with pytest.raises(RuntimeError, match="got another one: more tensors were saved"):
+        checkpointed(function, x).sum().backward()
+
+
+def test_changed_between_two_backwards() -> None:
+    x = leaves(1)[0] * 1
+    out, other = checkpointed(lambda x: (x.sin(), x.cos()), x)
+    out.sum().backward(inputs=[x], retain_graph=True)
+    with torch.no_grad():
+        x.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        other.sum().backward(inputs=[x])
+
+
+@pytest.mark.parametrize("lean", [True, False])
+@pytest.mark.parametrize("trained", [True, False])
+def test_frozen_in_between(trained: bool, lean: bool) -> None:
+    """Or no longer: what is saved, and which gradients there are, was decided in forward."""
+    (x,) = leaves(1)
+    scale = torch.nn.Parameter(torch.full((4,), 0.3, dtype=torch.float64), requires_grad=trained)
+    held = torch.nn.Parameter(torch.full((4,), 0.7, dtype=torch.float64), requires_grad=trained)
+
+    def function(x: Tensor, scale: Tensor) -> Tensor:
+        return x + (x * scale).sin().square() / held
+
+    def gradient(how: Callable[..., Tensor]) -> Tensor:
+        for each in (scale, held):
+            each.requires_grad_(trained)
+        with memkit.lean() if lean else nullcontext():
+            out = how(x, scale).sin().sum()
+        for each in (scale, held):
+            each.requires_grad_(not trained)
+        return torch.autograd.grad(out, x)[0]
+
+    ours = gradient(lambda *given: checkpointed(function, *given, reads=[held]))
+    assert scale.requires_grad is held.requires_grad is not trained
+    assert torch.equal(ours, gradient(function))
+
+
+def test_compiled() -> None:
+    given = leaves()
+    compiled = torch.compile(lambda *x: checkpointed(attention, *x), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(grads(compiled(*given), given), grads(attention(*given), given))
 
 
 def test_errors_of_the_function() -> None:

@@ -12,8 +12,9 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.compiler import is_compiling
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
@@ -27,13 +28,11 @@ def checkpointed(
     """A call that backward makes again, in the same autocast and on the same default device, and, where ``rng`` says that
     it may draw random numbers, with the same. Its tensors and those that it ``reads`` besides are saved as autograd saves
     one: changed in between, they raise."""
+    if is_compiling() or in_forward_mode() or not torch.is_grad_enabled():
+        return function(*given, **named)
     reads = list(reads)
-    given_tensors = (x for x in (*given, *named.values(), *reads) if isinstance(x, Tensor))
-    devices = {x.device for x in given_tensors if x.is_cuda}
-    draws_in_graph = (
-        rng and devices and torch.cuda.is_current_stream_capturing()
-    )  # nothing to draw again from
-    if in_forward_mode() or not torch.is_grad_enabled() or draws_in_graph:
+    devices = {x.device for x in _tensors((*given, *named.values(), *reads)) if x.is_cuda}
+    if rng and devices and torch.cuda.is_current_stream_capturing():  # there is nothing to draw again from
         return function(*given, **named)
     call = _Call(function, given, named, reads, _Setting(devices, rng))
     with saved_tensors_hooks(call.pack, call.unpack):
@@ -45,17 +44,22 @@ def generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
     return [torch.default_generator, *(torch.cuda.default_generators[each.index] for each in devices)]
 
 
+DIFFERS = "memkit.lean: expected a call made again in backward to do what it did in forward, got another one:"
+
+
 class _Stop(BaseException):
     """All that was saved is made."""
 
 
 class _Saved:
-    """What stands for a saved tensor; has the tensor from when it is made again until it is asked for."""
+    """What stands for a saved tensor; has the tensor from when a backward makes it again until that asks for it."""
 
-    __slots__ = "__weakref__", "tensor"
+    __slots__ = "__weakref__", "dtype", "shape", "task", "tensor"
 
-    def __init__(self) -> None:
+    def __init__(self, x: Tensor) -> None:
+        self.shape, self.dtype = x.shape, x.dtype
         self.tensor: Tensor | None = None
+        self.task = -1
 
 
 class _Call:
@@ -73,26 +77,28 @@ class _Call:
         self._given = [_held(x) for x in given]
         self._named = {name: _held(x) for name, x in named.items()}
         self._reads = [_held(x) for x in reads]
+        parameters = (x for x in (*given, *named.values(), *reads) if isinstance(x, nn.Parameter))
+        self._trained = [(x, x.requires_grad) for x in parameters]
         self._saved: list[ref[_Saved]] = []
         self._lock = RLock()  # other threads run backward on other devices
 
-    def pack(self, _: Tensor) -> _Saved:
-        saved = _Saved()
+    def pack(self, x: Tensor) -> _Saved:
+        saved = _Saved(x)
         self._saved.append(ref(saved))
         return saved
 
     def unpack(self, saved: _Saved) -> Tensor:
+        task = torch._C._current_graph_task_id()
         with self._lock:
-            if saved.tensor is None:
-                self._make()
+            # What another backward has left may be of arguments that were changed since: those are looked at again.
+            if saved.tensor is None or saved.task != task or task == -1:
+                self._make(task)
             tensor, saved.tensor = saved.tensor, None
         if tensor is None:
-            raise RuntimeError(
-                "memkit.lean: a call made again in backward saved fewer tensors than in forward"
-            )
+            raise RuntimeError(f"{DIFFERS} fewer tensors were saved")
         return tensor
 
-    def _make(self) -> None:
+    def _make(self, task: int) -> None:
         given = [_given(x) for x in self._given]
         named = {name: _given(x) for name, x in self._named.items()}
         for x in self._reads:
@@ -100,10 +106,14 @@ class _Call:
         places, last = iter(self._saved), self._saved[-1]
 
         def keep(x: Tensor) -> Tensor:
-            place = next(places)
+            if (place := next(places, None)) is None:
+                raise RuntimeError(f"{DIFFERS} more tensors were saved")
             x = x.detach() if x.requires_grad else x  # the graph of what is returned would hold itself
             if (saved := place()) is not None:
-                saved.tensor = x
+                if (saved.shape, saved.dtype) != (x.shape, x.dtype):
+                    was, now = (f"{list(each.shape)} of {each.dtype}" for each in (saved, x))
+                    raise RuntimeError(f"{DIFFERS} a tensor was saved as {was}, is now {now}")
+                saved.tensor, saved.task = x, task
             if place is last:
                 raise _Stop
             return x
@@ -112,7 +122,25 @@ class _Call:
             with suppress(_Stop), torch.enable_grad(), saved_tensors_hooks(keep, itself):
                 self._function(*given, **named)
 
-        self._setting.run(call)
+        with _as_trained(self._trained):
+            self._setting.run(call)
+
+
+@contextmanager
+def _as_trained(parameters: list[tuple[nn.Parameter, bool]]) -> Iterator[None]:
+    """With what asked for gradients in forward, by which autograd saves: they may be frozen by now, or no longer."""
+    changed = [(x, was) for x, was in parameters if x.requires_grad != was]
+    for x, was in changed:
+        x.requires_grad_(was)
+    try:
+        yield
+    finally:
+        for x, was in changed:
+            x.requires_grad_(not was)
+
+
+def _tensors(given: Iterable[Any]) -> list[Tensor]:
+    return [x for x in given if isinstance(x, Tensor)]
 
 
 def _held(x: Any) -> Any:
