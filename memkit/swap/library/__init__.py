@@ -201,6 +201,8 @@ class Verifier:
                         module, probed, training
                     ):
                         return reason
+                if issubclass(twin, Norm) and (reason := _why_not_wide(module, match, training)):
+                    return reason
                 feeds_forward = match.op in ("act_linear", "gated") and match.kind != "gated_norm"
                 if feeds_forward and (reason := _why_not_far(module, match, training)):
                     return reason
@@ -213,13 +215,33 @@ FAR = 1e4
 def _why_not_far(module: nn.Module, match: Match, training: bool) -> str:
     """The same for inputs that show what a function does with large values, such as a limit. In float32 for half precision,
     which may not have them."""
-    half = match.probe[0].dtype in HALVES
-    wide = own_copy(module) if half else module
+    wide = _wide(module, match)
     if wide is None:
-        return f"{type(module).__name__} cannot be copied to be verified in float32"
-    probe = tuple(FAR * (x.float() if half else x) for x in match.probe)
+        return f"{type(module).__name__} {_NO_COPY}"
+    probe = tuple(FAR * (x.float() if x.dtype in HALVES else x) for x in match.probe)
     with torch.autocast(probe[0].device.type, enabled=False):
-        return _why_not(wide.float() if half else wide, match._replace(probe=probe), training)
+        return _why_not(wide, match._replace(probe=probe), training)
+
+
+def _why_not_wide(module: nn.Module, match: Match, training: bool) -> str:
+    """Of a norm in half precision, in float32: rounding hides by what a row's squares are divided."""
+    if match.probe[0].dtype not in HALVES:
+        return ""
+    wide = _wide(module, match)
+    if wide is None:
+        return f"{type(module).__name__} {_NO_COPY}"
+    probes = (tuple(x.float() for x in match.probe), *further_probes(wide, match.kind))
+    return next(
+        filter(None, (_why_not(wide, match._replace(probe=probe), training) for probe in probes)), ""
+    )
+
+
+def _wide(module: nn.Module, match: Match) -> nn.Module | None:
+    """In float32, if it is in half precision and can be copied."""
+    if match.probe[0].dtype not in HALVES:
+        return module
+    wide = own_copy(module)
+    return None if wide is None else wide.float()
 
 
 def _rounds_alike(module: nn.Module, match: Match, training: bool) -> bool:
@@ -308,6 +330,7 @@ def _tolerance(match: Match) -> float:
 
 
 Values = list[Tensor | None]
+_NO_COPY = "cannot be copied to be verified in float32"
 _NO_MODE = "a part whose mode cannot be set"
 
 
