@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
+from torch.nn import functional as F
 
 import memkit.functional as M
 from memkit._reference_norm import STOCK
@@ -65,9 +66,38 @@ def channels(call: Callable[..., Any], name: str, *args: Any) -> Op:
     )
 
 
+def over_channels(name: str) -> Op:
+    """Stock has norms over the last dimension alone."""
+
+    def stock(x: Tensor, *parameters: Tensor) -> Tensor:
+        return STOCK[name](x.permute(0, 2, 3, 1), (CHANNELS,), *parameters, 1e-5).permute(0, 3, 1, 2)
+
+    def ours(x: Tensor, *parameters: Tensor) -> Tensor:
+        return getattr(M, name)(x, (CHANNELS,), *parameters, eps=1e-5, dim=1)  # type: ignore[no-any-return]
+
+    return Op(stock, ours, None, image, parameters(2 if name == "layer_norm" else 1, CHANNELS))
+
+
+def annotated(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Rush, "The Annotated Transformer", 2018."""
+    return weight * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-6) + bias
+
+
+def by_sample_deviation(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return M.layer_norm(x, (COLUMNS,), weight, bias, 1e-6, denominator="sample_deviation")
+
+
+def row(size: Size) -> list[Tensor]:
+    return [size.normal(-1, COLUMNS)]
+
+
 OPS = {
     "layer_norm": rows("layer_norm", 1, 2),
     "rms_norm": rows("rms_norm", 1, 1),
+    "layer_norm, channels": over_channels("layer_norm"),
+    "rms_norm, channels": over_channels("rms_norm"),
+    "layer_norm, x.std() + eps": Op(annotated, by_sample_deviation, None, row, parameters(2, COLUMNS)),
+    "normalize": Op(partial(F.normalize, dim=-1), partial(M.normalize, dim=-1), None, row),
     "add_layer_norm": rows("add_layer_norm", 2, 2),
     "add_rms_norm": rows("add_rms_norm", 2, 1),
     "group_norm": channels(group, "group_norm"),

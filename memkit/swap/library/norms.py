@@ -124,7 +124,6 @@ class LayerNorm(Norm, Twin, kind="layer_norm"):
 
     def _promotes(self, input: Tensor) -> bool:
         """Whether weights of another dtype may decide the result's, in a class that adds a bias itself."""
-        module: Any = self
         weight = self._gain()
         return (
             weight is not None
@@ -316,8 +315,8 @@ def norm_probe(module: nn.Module, kind: str) -> tuple[Tensor, ...]:
 
 
 def further_probes(module: nn.Module, kind: str) -> tuple[tuple[Tensor, ...], ...]:
-    """Of a norm without a weight, which would say of what dtype and width its input is: of others, of more dimensions. Of one
-    that adds eps to a deviation, or divides by it at least: of about that size."""
+    """Of a norm without a weight, which would say of what dtype and width its input is: of others, of more dimensions. Of
+    one that adds eps to a deviation, or divides by it at least: of about that size."""
     if "/" in kind or kind == "scale_norm":
         (rows,) = norm_probe(module, kind)
         return () if rows.dtype in HALVES else ((rows * eps_of(module),),)
