@@ -181,7 +181,9 @@ def test_refused() -> None:
         M.layer_norm(x, (3,), denominator="std")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"expected denominator 'root', .*, got 'std'"):
         torch.ops.memkit._row_norm(x, 1, 0, None, None, 1e-5, True, x.dtype, "auto", "std")
-    with pytest.raises(ValueError, match=r"layer_norm: expected denominator 'root', 'deviation' or .* got 'norm'"):
+    with pytest.raises(
+        ValueError, match=r"layer_norm: expected denominator 'root', 'deviation' or .* got 'norm'"
+    ):
         M.layer_norm(x, (3,), denominator="norm")
     with pytest.raises(ValueError, match=r"normalize: expected p=2, got 1; use torch\.nn\.functional"):
         M.normalize(x, p=1)

@@ -138,11 +138,10 @@ struct RowNormProducer : Producer {
   }
 
   Tensor differentiable(Tensors&) const override {
-    return MEMKIT_CALL("memkit::_row_norm",
-                       Tensor(const Tensor&, int64_t, int64_t, const OptionalTensor&, const OptionalTensor&, double,
-                              bool, at::ScalarType, Text, Text))(inputs[0], norm.dims, norm.behind, weight(), bias(),
-                                                                 norm.eps, norm.centered, norm.dtype, "input",
-                                                                 name_of(norm.denominator));
+    return MEMKIT_CALL("memkit::_row_norm", Tensor(const Tensor&, int64_t, int64_t, const OptionalTensor&,
+                                                   const OptionalTensor&, double, bool, at::ScalarType, Text, Text))(
+        inputs[0], norm.dims, norm.behind, weight(), bias(), norm.eps, norm.centered, norm.dtype, "input",
+        name_of(norm.denominator));
   }
 
   Tensors backward(Tensor grad, const Tensors& statistics, const std::vector<bool>& wanted, bool) override {

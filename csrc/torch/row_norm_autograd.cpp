@@ -83,14 +83,14 @@ struct RowNormBackward : SavedNode {
       const bool from_output = kept == Kept::output;
       g = row_norm_backward(norm, grad, grad_sum, x, weight, bias, mean, rstd, from_output, input_dtype, wanted, into);
     } else {
-      auto [input, w, b] = MEMKIT_CALL(
-          "memkit::_row_norm_backward",
-          std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const OptionalTensor&, const Tensor&, int64_t, int64_t,
-                                             const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                                             const Tensor&, bool, bool, at::ScalarType, std::array<bool, 3>, double,
-                                             c10::string_view))(
-          grad, grad_sum, x, norm.dims, norm.behind, weight, bias, optional(mean), rstd, norm.centered,
-          kept == Kept::output, input_dtype, wanted, norm.eps, name_of(norm.denominator));
+      auto [input, w, b] =
+          MEMKIT_CALL("memkit::_row_norm_backward",
+                      std::tuple<Tensor, Tensor, Tensor>(
+                          const Tensor&, const OptionalTensor&, const Tensor&, int64_t, int64_t, const OptionalTensor&,
+                          const OptionalTensor&, const OptionalTensor&, const Tensor&, bool, bool, at::ScalarType,
+                          std::array<bool, 3>, double, c10::string_view))(
+              grad, grad_sum, x, norm.dims, norm.behind, weight, bias, optional(mean), rstd, norm.centered,
+              kept == Kept::output, input_dtype, wanted, norm.eps, name_of(norm.denominator));
       if (wanted[0]) g.input = input;
       if (wanted[1]) g.weight = w;
       if (wanted[2]) g.bias = b;

@@ -87,8 +87,9 @@ void check_row_norm(const RowNorm& norm, const Tensor& input, const OptionalTens
                     ": expected a normalized_shape of 1 to ", most, " dimensions for input ", input.sym_sizes(),
                     ", got ", norm.dims);
   // Behind it a bias is large beside what is left: the output would say little of the input.
-  TORCH_CHECK_VALUE(!norm.centered || norm.denominator != Denominator::norm, norm.name(),
-                    ": expected denominator 'root', 'deviation' or 'sample_deviation', got 'norm', which is rms_norm's");
+  TORCH_CHECK_VALUE(
+      !norm.centered || norm.denominator != Denominator::norm, norm.name(),
+      ": expected denominator 'root', 'deviation' or 'sample_deviation', got 'norm', which is rms_norm's");
   TORCH_CHECK_VALUE(!norm.behind || !residual, norm.name(), ": expected the last dimensions with a residual, got ",
                     norm.behind, " behind them");
   TORCH_CHECK((norm.dtype == at::kDouble) == (input.scalar_type() == at::kDouble), norm.name(),

@@ -36,10 +36,11 @@ bool may_bypass(const Tensor& x, const OptionalTensor& weight, const OptionalTen
 
 Tensor run(const RowNorm& norm, const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
            std::string_view save) {
-  return MEMKIT_CALL("memkit::_row_norm",
-                     Tensor(const Tensor&, int64_t, int64_t, const OptionalTensor&, const OptionalTensor&, double, bool,
-                            at::ScalarType, c10::string_view, c10::string_view))(
-      input, norm.dims, norm.behind, weight, bias, norm.eps, norm.centered, norm.dtype, save, name_of(norm.denominator));
+  return MEMKIT_CALL("memkit::_row_norm", Tensor(const Tensor&, int64_t, int64_t, const OptionalTensor&,
+                                                 const OptionalTensor&, double, bool, at::ScalarType, c10::string_view,
+                                                 c10::string_view))(input, norm.dims, norm.behind, weight, bias,
+                                                                    norm.eps, norm.centered, norm.dtype, save,
+                                                                    name_of(norm.denominator));
 }
 
 std::tuple<Tensor, Tensor> run_adding(const RowNorm& norm, const Tensor& input, const Tensor& residual,

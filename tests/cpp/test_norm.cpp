@@ -62,8 +62,10 @@ void test_denominators() {
   RowNormArgs args;
   args.columns = 10, args.eps = 1e-2;
   const double root = args.columns;
-  for (auto [denominator, divisor] : {std::pair{Denominator::root, root}, {Denominator::deviation, root},
-                                      {Denominator::sample_deviation, root - 1}, {Denominator::norm, 1.0}}) {
+  for (auto [denominator, divisor] : {std::pair{Denominator::root, root},
+                                      {Denominator::deviation, root},
+                                      {Denominator::sample_deviation, root - 1},
+                                      {Denominator::norm, 1.0}}) {
     args.denominator = denominator;
     for (double squares : {1e-6, 1e-4, 0.3, 4e4}) {
       const double size = std::sqrt(squares / divisor), eps = args.eps;

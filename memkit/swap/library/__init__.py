@@ -231,9 +231,7 @@ def _why_not_wide(module: nn.Module, match: Match, training: bool) -> str:
     if wide is None:
         return f"{type(module).__name__} {_NO_COPY}"
     probes = (tuple(x.float() for x in match.probe), *further_probes(wide, match.kind))
-    return next(
-        filter(None, (_why_not(wide, match._replace(probe=probe), training) for probe in probes)), ""
-    )
+    return next(filter(None, (_why_not(wide, match._replace(probe=probe), training) for probe in probes)), "")
 
 
 def _wide(module: nn.Module, match: Match) -> nn.Module | None:

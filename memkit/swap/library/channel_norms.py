@@ -54,9 +54,7 @@ class ChannelLayerNorm(ChannelNorm, kind="channel_layer_norm"):
     def _memkit(self, input: Tensor) -> Tensor:
         weight, bias = self._weight(), row_of(parameter_of(self, *OFFSETS))
         shape, eps, denominator = input.shape[1:2], eps_of(self), self._denominator
-        return F.layer_norm(
-            input, shape, weight, bias, eps, dim=1, denominator=denominator, save=self.save
-        )
+        return F.layer_norm(input, shape, weight, bias, eps, dim=1, denominator=denominator, save=self.save)
 
 
 class DeviationChannelLayerNorm(ChannelLayerNorm, kind="channel_layer_norm/deviation"):

@@ -238,7 +238,11 @@ def norm_kinds(module: nn.Module) -> tuple[str, ...]:
         return () if cls in (nn.GroupNorm, nn.LayerNorm) else _kinds_of_subclass(module)
     name = cls.__name__.lower()
     rms = name.endswith(("rmsnorm", "l2norm", "scalenorm"))
-    rows = rms or name.endswith(("layernorm", "normalization")) or (name.endswith("norm") and not module._buffers)
+    rows = (
+        rms
+        or name.endswith(("layernorm", "normalization"))
+        or (name.endswith("norm") and not module._buffers)
+    )
     if not rows or isinstance(module, nn.RMSNorm) or module._modules:
         return ()
     if any(name in module._parameters for name in GAINS):
