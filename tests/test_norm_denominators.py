@@ -100,6 +100,28 @@ def test_rows_without_deviation(op: str, denominator: str, dim: int) -> None:
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("denominator", ["deviation", "sample_deviation"])
+def test_wide_biases_are_not_taken_off_the_output(denominator: str) -> None:
+    """Of rows without deviation their rounding would be left, and be multiplied by eps over nothing."""
+    x = torch.full((3, 16), 0.5).bfloat16().requires_grad_()
+    weight, bias = parameters("layer_norm", 16, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = ours("layer_norm", denominator, -1)(x, weight, bias)
+    assert M.norm_saves(y) == "input"
+    g = normal((3, 16), torch.bfloat16, 3)
+    (got,) = torch.autograd.grad(y, x, g)
+    want = weight * g.float() / EPS[denominator]
+    torch.testing.assert_close(
+        got.float(), want - want.mean(-1, keepdim=True), rtol=1e-2, atol=1e-2 / EPS[denominator]
+    )
+    message = r"layer_norm: expected, .*, a bias of the output's dtype BFloat16 beside a denominator"
+    for how in ({"save": "output"}, {"inplace": True}):
+        with pytest.raises(ValueError, match=message):
+            ours("layer_norm", denominator, -1, **how)(x * 1, weight, bias)
+    narrow = weight.bfloat16(), (bias * 0.5).bfloat16()
+    assert M.norm_saves(ours("layer_norm", denominator, -1)(x, *narrow)) == "output"
+
+
 @saves
 @dims
 @cases
@@ -120,6 +142,7 @@ def test_transforms_and_compile(op: str, denominator: str, dim: int) -> None:
     mine, theirs = (f(op, denominator, dim) for f in (ours, stock))
     square = lambda f: lambda x: f(x, *given).square().sin().sum()  # noqa: E731
     torch.testing.assert_close(vmap(grad(square(mine)))(x), vmap(grad(square(theirs)))(x))
+    torch._dynamo.reset()
     compiled = torch.compile(mine, fullgraph=True, backend="aot_eager", dynamic=True)
     for size in (2, 5):
         leaves = [t.clone().requires_grad_() for t in (x[0].repeat(size, 1, 1, 1), *given)]

@@ -238,7 +238,7 @@ struct Backward {
           const T *w = weight + first, *v = from_output_ ? inverse + first : w, *c = centered ? bias + first : w;
           for (int64_t r = 0; r < count; ++r) {
             const T *s = saved + r * n, *from = g + r * n, mean = means[r], rstd = rstds[r];
-            const T a = total[r].a / T(args.columns), b = total[r].b / T(args.columns) * args.slope(rstd);
+            const T a = total[r].a / T(args.columns), b = args.projection(total[r].b, rstd);
             T* const to = dx + r * n;
             const auto gradient = [&](int64_t i) MEMKIT_INLINE {
               return norm_gradient(from[i] * w[i], x_hat(s[i], mean, rstd, v[i], c[i]), rstd, a, b);

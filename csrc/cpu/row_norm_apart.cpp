@@ -211,7 +211,7 @@ struct BackwardApart {
         });
         if (!args.grad_input) continue;
         MEMKIT_LOOP
-        for (int64_t r = 0; r < rows; ++r) sums.a[r] /= count, sums.b[r] = sums.b[r] / count * args.slope(rstd[r]);
+        for (int64_t r = 0; r < rows; ++r) sums.a[r] /= count, sums.b[r] = args.projection(sums.b[r], rstd[r]);
         write_columns<Lanes, T>(args, block, args.grad_input, args.dtype, [&](int64_t c, T* to) MEMKIT_INLINE {
           const T *g = grad[c], *s = saved[c], w = weight[c];
           MEMKIT_LOOP

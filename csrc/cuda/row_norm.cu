@@ -229,7 +229,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) backward_kernel(const Row
     if (!args.grad_input) return;
     sum = block_sum(sum);
     if (!exists) return;
-    const T mean_gw = sum.a / T(columns), mean_gw_x_hat = sum.b / T(columns) * args.slope(rstd);
+    const T mean_gw = sum.a / T(columns), mean_gw_x_hat = args.projection(sum.b, rstd);
     const int64_t at = row * columns;
     for (int64_t turn = 0; turn < turns; ++turn) {
       if (!held) load(turn, [](int, int, T) {});

@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(kHeldBackward) backward_held_kernel(const RowN
       if (!slot.exists(s)) continue;
       const int r = across > 1 ? 0 : s;
       const float mean_gw = args.centered ? sums[r].a / count : 0.0f;
-      const float mean_gw_x_hat = sums[r].b / count * args.slope(now.rstd[r]);
+      const float mean_gw_x_hat = args.projection(sums[r].b, now.rstd[r]);
       MEMKIT_UNROLL
       for (int k = 0; k < kWidth; ++k)
         gw[s].x[k] = norm_gradient(gw[s].x[k], x_hat[s].x[k], now.rstd[r], mean_gw, mean_gw_x_hat);

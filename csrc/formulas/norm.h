@@ -6,7 +6,7 @@
 //   dw    = sum of g x_hat, db = sum of g                       (Ba et al. 2016, Zhang and Sennrich 2019)
 //
 // Other denominators are s + eps or max(s, eps), where s^2 = sum of (x - mean)^2 / divisor. With 1 / rstd instead of the root,
-//   dx    = rstd (w g - mean(w g) - c x_hat mean(w g x_hat))    c = -2 (d rstd / d variance) / rstd^3, the `slope`
+//   dx    = rstd (w g - mean(w g) - c x_hat mean(w g x_hat))    c = -2 (d rstd / d variance) / rstd^3
 #pragma once
 
 #include "arguments.h"
@@ -130,14 +130,14 @@ struct RowNormArgs {
     const T size = std::sqrt(squares / T(divisor()));
     return T(1) / (denominator == Denominator::norm ? at_least(size, T(eps)) : size + T(eps));
   }
-  // c, of rstd. Where nothing is left of 1 - eps rstd, x_hat is no more than its rounding.
+  // The mean of gw x_hat times c, of their sum and rstd. Where nothing is left of 1 - eps rstd, x_hat is no more than its
+  // rounding.
   template <class T>
-  MEMKIT_FN T slope(T rstd) const {
-    if (denominator == Denominator::root) return T(1);
-    const T share = T(columns) / T(divisor());
-    if (denominator == Denominator::norm) return rstd < T(1) / T(eps) ? share : T(0);
-    const T left = T(1) - T(eps) * rstd;
-    return left > T(0) ? share / left : T(0);
+  MEMKIT_FN T projection(T sum, T rstd) const {
+    if (denominator == Denominator::root) return sum / T(columns);
+    const bool by_norm = denominator == Denominator::norm;
+    const T left = by_norm ? select(rstd < T(1) / T(eps), T(1), T(0)) : T(1) - T(eps) * rstd;
+    return left > T(0) ? sum / (T(divisor()) * left) : T(0);
   }
 
  private:

@@ -24,6 +24,13 @@ bool is_short(const RowNorm& norm, const Tensor& input) {
   return !norm.centered && c10::multiply_integers(norm.shape(input.sizes())) < kShortRow;
 }
 
+// Whether there is a bias of more digits than the output. With eps beside a deviation backward multiplies x_hat by the quotient
+// of the two: in a row without deviation it would be the bias's rounding.
+bool loses_offset(const RowNorm& norm, const OptionalTensor& bias) {
+  const bool beside = norm.denominator == Denominator::deviation || norm.denominator == Denominator::sample_deviation;
+  return beside && bias && c10::elementSize(bias->scalar_type()) > c10::elementSize(norm.dtype);
+}
+
 struct OutputVerdict {
   bool known;     // by a measurement
   bool exact;     // within twice the error of stock PyTorch's gradients: WeightCheck in formulas/norm.h
@@ -128,6 +135,13 @@ Kept resolve_kept(const RowNorm& norm, const Tensor& input, const OptionalTensor
   TORCH_CHECK_VALUE(!(inplace && save == "input"), norm.name(),
                     ": expected save 'auto' or 'output' in place, got 'input', which is overwritten");
   if (save == "input") return Kept::input;
+  if (loses_offset(norm, bias)) {
+    TORCH_CHECK_VALUE(save == "auto" && !inplace, norm.name(), ": expected, ",
+                      inplace ? "in place" : "with save='output'", ", a bias of the output's dtype ", norm.dtype,
+                      " beside a denominator 'deviation' or 'sample_deviation', got ", describe(*bias),
+                      "; use save='auto', out of place");
+    return Kept::input;
+  }
   if (!is_plain(input) || (weight && !is_plain(*weight)) || (bias && !is_plain(*bias)))  // values unknown
     return save == "output" ? Kept::output : Kept::input;
   rounded = rounded || is_autocast(input);

@@ -34,7 +34,7 @@ Tensor over_divisor(const RowNorm& norm, const Tensor& x) {
   return x.sum(dims, true) / at::Scalar(columns - 1);
 }
 
-// The mean of gw x_hat times the slope of formulas/norm.h, of gw_x_hat.
+// RowNormArgs::projection, of gw x_hat.
 Tensor projection(const RowNorm& norm, const Tensor& gw_x_hat, const Tensor& rstd) {
   const Tensor along = over_divisor(norm, gw_x_hat);
   if (norm.denominator == Denominator::root) return along;

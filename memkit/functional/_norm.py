@@ -203,10 +203,10 @@ def _over(
         raise ValueError(
             f"{op}: expected dim in [{-input.dim()}, {input.dim() - 1}], got {dim} for input {list(input.shape)}"
         )
-    rows = input.movedim(dim, -1)
+    behind = input.dim() - 1 - dim % input.dim()
+    rows = input.movedim(dim, -1) if behind else input
     parameters = (weight, bias, eps)
     if len(normalized_shape) > 1 or not _are_rows(rows):
-        behind = input.dim() - 1 - dim % input.dim()
         return _dispatched(op, input, normalized_shape, *parameters, inplace, save, denominator, behind)
     if denominator != "root":
         out = _dispatched(op, rows, normalized_shape, *parameters, inplace, save, denominator)
@@ -214,7 +214,9 @@ def _over(
         out = layer_norm(rows, normalized_shape, weight, bias, cast(float, eps), inplace=inplace, save=save)
     else:
         out = rms_norm(rows, normalized_shape, weight, eps, inplace=inplace, save=save)
-    return input if inplace is True else out.movedim(-1, dim)
+    if inplace is True:
+        return input
+    return out.movedim(-1, dim) if behind else out
 
 
 def _are_rows(x: Tensor) -> bool:

@@ -57,7 +57,7 @@ void test_moments() {
   CHECK((Moments<float>::from_sums(2, 0, 2, 1.5f).m2 == 0), "no negative variance");
 }
 
-// The slope against differences of what it is the slope of, and where a row has no deviation or little beside eps.
+// The projection against differences of the reciprocal, and where a row has no deviation or little beside eps.
 void test_denominators() {
   RowNormArgs args;
   args.columns = 10, args.eps = 1e-2;
@@ -78,13 +78,14 @@ void test_denominators() {
       // By the variance, which is squares over columns.
       const double by_variance =
           (args.reciprocal(squares + step) - args.reciprocal(squares - step)) / (2 * step) * double(args.columns);
-      const double slope = -2 * by_variance / (rstd * rstd * rstd);
-      CHECK(std::fabs(args.slope(rstd) - slope) <= 1e-5 * (1 + slope), "%d of %g: slope %g, not %g", int(denominator),
-            squares, args.slope(rstd), slope);
+      const double want_projection = -2 * by_variance / (rstd * rstd * rstd) * 0.7 / double(args.columns);
+      const double got = args.projection(0.7, rstd);
+      CHECK(std::fabs(got - want_projection) <= 1e-5 * (1 + want_projection), "%d of %g: %g, not %g", int(denominator),
+            squares, got, want_projection);
     }
     if (denominator == Denominator::root) continue;
-    CHECK(args.slope(args.reciprocal(0.0f)) == 0, "%d: a slope without deviation", int(denominator));
-    CHECK(args.slope(args.reciprocal(1e-30f)) * 1e-13f < 1e-5f, "%d: a slope without digits", int(denominator));
+    CHECK(args.projection(1.0f, args.reciprocal(0.0f)) == 0, "%d: a slope without deviation", int(denominator));
+    CHECK(args.projection(1e-13f, args.reciprocal(1e-30f)) < 1e-5f, "%d: a slope without digits", int(denominator));
   }
 }
 

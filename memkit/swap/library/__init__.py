@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from contextlib import nullcontext
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -192,21 +193,35 @@ class Verifier:
         device = match.probe[0].device
         # Under autocast norms stay stock's, if asked to be exact: nothing would be compared.
         plain = torch.autocast(device.type, enabled=False) if issubclass(twin, Norm) else nullcontext()
+        tried = _of_other_numbers(module) if issubclass(twin, Norm) else (module,)
         with exact_convolutions(device), plain:
             # In both modes: a dropout that its forward writes out would not show in evaluation.
             for training in (module.training, not module.training):
-                for probe in (match.probe, *match.further):
+                for each, probe in product(tried, (match.probe, *match.further)):
                     probed = match._replace(probe=probe)
-                    if (reason := _why_not(module, probed, training)) and not _rounds_alike(
-                        module, probed, training
+                    if (reason := _why_not(each, probed, training)) and not _rounds_alike(
+                        each, probed, training
                     ):
                         return reason
-                if issubclass(twin, Norm) and (reason := _why_not_wide(module, match, training)):
+                if issubclass(twin, Norm) and (reason := _why_not_wide(tried[-1], match, training)):
                     return reason
                 feeds_forward = match.op in ("act_linear", "gated") and match.kind != "gated_norm"
                 if feeds_forward and (reason := _why_not_far(module, match, training)):
                     return reason
         return ""
+
+
+def _of_other_numbers(module: nn.Module) -> tuple[nn.Module, ...]:
+    """A copy, as a norm may set its parameters by what it is given first, and one with other parameters than it starts with,
+    which are ones and zeros."""
+    first, other = own_copy(module), own_copy(module)
+    if first is None or other is None:
+        return (module,)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            if type(parameter) is nn.Parameter and parameter.is_floating_point():
+                parameter.add_(numbers(parameter.shape, parameter))
+    return first, other
 
 
 FAR = 1e4

@@ -101,7 +101,7 @@ def channel_norm_kinds(module: nn.Module) -> tuple[str, ...]:
         not (rms or name.endswith("layernorm"))
         or isinstance(module, nn.LayerNorm | nn.RMSNorm)
         or module._modules
-        or holds_others(module, *(known - {"scale"}))  # of x / |x| it may be a number
+        or holds_others(module)
         or not held.keys() <= known
         or not all(map(_is_row, held.values()))
         or len({each.shape for each in held.values()}) > 1

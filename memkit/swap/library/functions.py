@@ -123,8 +123,8 @@ def what_drops(module: nn.Module) -> str:
 def _acts(module: nn.Module, names: frozenset[str]) -> bool:
     if any(NEEDS[what] <= names for what in rewrites(module)):
         return True
-    called = {*_functions(type(module)).values()} - DROPS
-    return bool(called) and {BELONGS.get(op, op) for op in called} <= names
+    called = {BELONGS.get(op, op) for op in {*_functions(type(module)).values()} - DROPS}
+    return bool(called & names) and called - {"rms_norm"} <= names
 
 
 def why_idle(module: nn.Module) -> str:

@@ -63,6 +63,9 @@ class DeviationRMSNorm(RMSNorm, kind="rms_norm/deviation"):
 class LeastRMSNorm(RMSNorm, kind="rms_norm/least"):
     """weight * x / max(rms, eps), as in x-transformers' older ones."""
 
+    def _stays(self, input: Tensor) -> bool:
+        return input.dim() == 0 or super()._stays(input)
+
     def _memkit(self, input: Tensor) -> Tensor:
         gain: Any = self._gain(input)
         root = input.shape[-1] ** 0.5
@@ -70,12 +73,13 @@ class LeastRMSNorm(RMSNorm, kind="rms_norm/least"):
         return F.rms_norm(input, input.shape[-1:], weight, eps, denominator="norm", save=self.save)
 
 
-class ScaleNorm(RMSNorm, kind="scale_norm"):
+class ScaleNorm(LeastRMSNorm, kind="scale_norm"):
     """g * x / max(|x|, eps), of one g (Nguyen and Salazar, "Transformers without tears", 2019)."""
 
     def _memkit(self, input: Tensor) -> Tensor:
         gain: Any = self._gain(input)
-        weight = made_of(gain.expand(input.shape[-1]), gain)
+        wide = gain.float() if gain.dtype in HALVES else gain  # its gradient is a sum
+        weight = made_of(wide.expand(input.shape[-1]), gain)
         eps = eps_of(self)
         return F.rms_norm(input, input.shape[-1:], weight, eps, denominator="norm", save=self.save)
 
@@ -125,12 +129,10 @@ class LayerNorm(Norm, Twin, kind="layer_norm"):
     def _promotes(self, input: Tensor) -> bool:
         """Whether weights of another dtype may decide the result's, in a class that adds a bias itself."""
         weight = self._gain()
-        return (
-            weight is not None
-            and weight.dtype != input.dtype
-            and parameter_of(self, *OFFSETS) is not None
-            and not torch.is_autocast_enabled(input.device.type)
-        )
+        if weight is None or weight.dtype == input.dtype or torch.is_autocast_enabled(input.device.type):
+            return False
+        # Libraries whose norms have a weight alone round to the input's dtype behind it.
+        return parameter_of(self, *OFFSETS) is not None or "weight" not in self._parameters
 
     def _memkit(self, input: Tensor) -> Tensor:
         weight, bias = self._gain(), parameter_of(self, *OFFSETS)
@@ -193,7 +195,7 @@ def row_of(parameter: Tensor | None) -> Tensor | None:
 def input_dims(module: nn.Module) -> int:
     """Of a norm over channels: of how many dimensions its inputs are, by the weight that is broadcast to them."""
     parameter = parameter_of(module, "weight", *GAINS)
-    if parameter is None or parameter.dim() == 1:
+    if parameter is None or parameter.dim() < 2:
         return 4
     return parameter.dim() + (parameter.shape[0] != 1)
 
@@ -319,19 +321,24 @@ def norm_probe(module: nn.Module, kind: str) -> tuple[Tensor, ...]:
 
 
 def further_probes(module: nn.Module, kind: str) -> tuple[tuple[Tensor, ...], ...]:
-    """Of a norm without a weight, which would say of what dtype and width its input is: of others, of more dimensions. Of
-    one that adds eps to a deviation, or divides by it at least: of about that size."""
-    if "/" in kind or kind == "scale_norm":
-        (rows,) = norm_probe(module, kind)
-        return () if rows.dtype in HALVES else ((rows * eps_of(module),),)
+    """Of rows so small that it shows where eps is added; of a norm without a weight, which would say of what dtype and
+    width its input is, of others and of more dimensions."""
+    (rows,), eps = norm_probe(module, kind), eps_of(module)
+    small = () if eps is None or not 0 < eps < 1 or rows.dtype in HALVES else ((rows * _near(kind, eps),),)
     if (
         kind not in ("rms_norm", "layer_norm", "channel_rms_norm")
         or parameter_of(module, "weight", *GAINS) is not None
     ):
-        return ()
+        return small
     row = row_shape(module, (WIDTH + 8,))
     shape = (2, *row, 5, 3) if _is_of_images(kind) else (2, 5, 3, *row)
-    return tuple((of_two_sizes(numbers(shape, None)).to(dtype),) for dtype in (torch.bfloat16, torch.float64))
+    more = (of_two_sizes(numbers(shape, None)).to(dtype) for dtype in (torch.bfloat16, torch.float64))
+    return (*small, *((each,) for each in more))
+
+
+def _near(kind: str, eps: float) -> float:
+    """What eps is as large as: a deviation, or a variance."""
+    return eps if "/" in kind or kind == "scale_norm" else eps**0.5
 
 
 def _is_of_images(kind: str) -> bool:

@@ -263,7 +263,7 @@ def own_tensors(module: nn.Module, function: Any) -> list[Tensor]:
 
 def numbers(shape: Sequence[int], like: Tensor | None) -> Tensor:
     """The same normal numbers each time, without the program's random state, of a parameter's dtype and device."""
-    drawn = torch.randn(*shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    drawn = torch.randn(tuple(shape), generator=torch.Generator("cpu").manual_seed(0), device="cpu")
     return drawn if like is None else drawn.to(like)
 
 
