@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable
 from contextlib import nullcontext
 from threading import Thread
+from time import sleep
 from weakref import ref
 
 import pytest
@@ -205,8 +206,8 @@ def test_hooks_around_have_what_is_given() -> None:
     assert same(grads(out, given), grads(attention(*given), given))
 
 
-def test_lean_inside() -> None:
-    """Its packing of zeros goes by their number, which must not be asked in one of the two runs alone."""
+def test_lean_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its packing of zeros goes by their number, which may be another one in the second run."""
     (x,) = leaves(1, torch.float32)
     wide = torch.randn(512, 2048, requires_grad=True)
 
@@ -215,7 +216,9 @@ def test_lean_inside() -> None:
             hidden = memkit.functional.relu(wide * x.sum())
             return (hidden * hidden.cos()).sin()
 
-    assert same(grads(checkpointed(function, x), [x]), grads(function(x), [x]))
+    expected = grads(function(x), [x])
+    monkeypatch.setattr(memkit._C, "nonzeros", lambda _: pytest.fail("packed"))
+    assert same(grads(checkpointed(function, x), [x]), expected)
 
 
 def test_nothing_is_left_of_the_second_run() -> None:
@@ -302,6 +305,24 @@ def test_a_function_that_swallows_the_stop() -> None:
         checkpointed(function, x).sum().backward()
 
 
+def test_looked_at_outside_of_backward() -> None:
+    """Each look makes it again, of arguments as they are."""
+    x = leaves(1)[0] * 1
+    out, other = checkpointed(lambda x: (x.sin(), x.cos()), x)
+    assert torch.equal(out.grad_fn._saved_self, x)
+    with torch.no_grad():
+        x.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        _ = other.grad_fn._saved_self
+
+
+def test_nothing_is_left_of_a_graph_that_is_retained() -> None:
+    x = torch.randn(2**10, requires_grad=True)
+    x.grad = torch.zeros_like(x)
+    out = checkpointed(lambda x: x.sigmoid().tanh().sigmoid(), x)
+    assert memkit.memory.measure(lambda: out.backward(x.detach(), retain_graph=True)).live == 0
+
+
 def test_changed_between_two_backwards() -> None:
     x = leaves(1)[0] * 1
     out, other = checkpointed(lambda x: (x.sin(), x.cos()), x)
@@ -370,8 +391,14 @@ def test_without_gradients() -> None:
 
 def test_threads() -> None:
     given = leaves()
-    out = checkpointed(attention, *given).sin().sum()
-    expected = torch.autograd.grad(attention(*given).sin().sum(), given)
+
+    def slowly(*given: Tensor) -> Tensor:
+        weights = given[0].sin()
+        sleep(1e-3)  # for the others
+        return attention(weights, *given[1:])
+
+    out = checkpointed(slowly, *given).sin().sum()
+    expected = torch.autograd.grad(slowly(*given).sin().sum(), given)
     found: list[tuple[Tensor, ...]] = []
 
     def run() -> None:

@@ -381,3 +381,18 @@ def test_normalize_left_to_stock(args: tuple[Any, ...], named: dict[str, Any]) -
     x = torch.randn(2, 3, 4, requires_grad=True)
     assert torch.equal(_normalize(stock, x, *args, **named), nnf.normalize(x, *args, **named))
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("case", ["broadcast", "autocast"])
+def test_normalize_of_other_layouts_and_dtypes(case: str) -> None:
+    x = torch.randn(4, 1, 5, requires_grad=True)
+    calls = []
+
+    def stock(x: Tensor) -> Tensor:
+        calls.append(x)
+        return nnf.normalize(x)
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"):
+        given = x.expand(4, 3, 5) if case == "broadcast" else x
+        got, want = _normalize(stock, given), nnf.normalize(given)
+    assert (got.dtype, got.stride(), len(calls)) == (want.dtype, want.stride(), 1)

@@ -349,9 +349,8 @@ def _normalize(stock: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     input, p, dim, eps = (given[name] for name in names)
     ours = (
         isinstance(input, Tensor)
-        and input.requires_grad
         and serves(input)
-        and not torch.is_autocast_enabled(input.device.type)  # which norms in float32, and gives that
+        and not torch.is_autocast_enabled(input.device.type)  # stock's result is of another dtype then
         and len(args) <= len(names) == len(given)
         and not kwargs.keys() & names[: len(args)]
         and type(p) in (int, float)

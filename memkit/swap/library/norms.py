@@ -78,8 +78,7 @@ class ScaleNorm(LeastRMSNorm, kind="scale_norm"):
 
     def _memkit(self, input: Tensor) -> Tensor:
         gain: Any = self._gain(input)
-        wide = gain.float() if gain.dtype in HALVES else gain  # its gradient is a sum
-        weight = made_of(wide.expand(input.shape[-1]), gain)
+        weight = made_of(gain.expand(input.shape[-1]), gain)
         eps = eps_of(self)
         return F.rms_norm(input, input.shape[-1:], weight, eps, denominator="norm", save=self.save)
 
