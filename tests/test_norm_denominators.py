@@ -170,7 +170,7 @@ def test_lean_makes_it_again() -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("dim", [0, 1, 2, -1])
+@pytest.mark.parametrize("dim", [0, 1, 2, -1], ids=["0 apart", "1 apart", "2", "-1"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_normalize(dtype: torch.dtype, dim: int) -> None:
     x = normal((6, 12, 10), dtype, 0)
