@@ -12,9 +12,9 @@ twins, in their order; ``add_layer_norm`` and ``add_rms_norm`` add a residual fi
     What is divided by (``layer_norm`` and ``rms_norm``). ``"root"``: sqrt(variance + eps). ``"deviation"``: the root of the
     variance, plus eps, as in the RMS norm's own code; ``"sample_deviation"``: that of a sample, whose squares are divided
     by one less than there are, plus eps, as in "The Annotated Transformer"; ``"norm"``: the 2-norm, or eps where that is
-    more, as in :func:`normalize`. In ``rms_norm`` the mean is 0. With a deviation and a bias of
-    more digits than the output the input is kept. Where a row has no deviation the gradient is that of the
-    distances from the mean over eps, as in stock PyTorch.
+    more, as in :func:`normalize`. In ``rms_norm`` the mean is 0. Where a row has no deviation the gradient is that of the
+    distances from the mean over eps, as in stock PyTorch. With a deviation and a bias of more digits than the output the
+    input is kept, and ``save="output"`` is a ``ValueError``.
 
 ``save``
     What backward rebuilds the normalised input from. ``"input"``: exact whatever the weights; keeps the input. ``"output"``:
