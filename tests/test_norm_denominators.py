@@ -208,6 +208,10 @@ def test_refused() -> None:
         ValueError, match=r"layer_norm: expected denominator 'root', 'deviation' or .* got 'norm'"
     ):
         M.layer_norm(x, (3,), denominator="norm")
+    with pytest.raises(
+        ValueError, match="rms_norm: expected an eps of at least 0 beside denominator 'norm', got -1"
+    ):
+        M.normalize(x, eps=-1.0)
     with pytest.raises(ValueError, match=r"normalize: expected p=2, got 1; use torch\.nn\.functional"):
         M.normalize(x, p=1)
     with pytest.raises(ValueError, match=r"normalize: expected dim in \[-2, 1\], got 2 for \[2, 3\]"):

@@ -323,6 +323,15 @@ def test_nothing_is_left_of_a_graph_that_is_retained() -> None:
     assert memkit.memory.measure(lambda: out.backward(x.detach(), retain_graph=True)).live == 0
 
 
+def test_what_nobody_asks_for_is_not_kept() -> None:
+    """Of results that died, whose saved tensors are made with the others."""
+    x = torch.randn(2**10, requires_grad=True)
+    x.grad = torch.zeros_like(x)
+    out, _ = checkpointed(lambda x: (x.sigmoid().tanh(), x.exp().sin().exp()), x)
+    del _
+    assert memkit.memory.measure(lambda: out.backward(x.detach(), retain_graph=True)).live == 0
+
+
 def test_changed_between_two_backwards() -> None:
     x = leaves(1)[0] * 1
     out, other = checkpointed(lambda x: (x.sin(), x.cos()), x)

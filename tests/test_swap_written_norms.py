@@ -369,6 +369,7 @@ def test_normalize_lies_as_stocks(dim: int) -> None:
         ((2, 1, 1e-3, None), {}),
         ((), {"out": None}),
         ((2.0, 1), {"eps": 1}),
+        ((), {"eps": -1.0}),
     ],
 )
 def test_normalize_left_to_stock(args: tuple[Any, ...], named: dict[str, Any]) -> None:

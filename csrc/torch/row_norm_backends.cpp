@@ -90,6 +90,8 @@ void check_row_norm(const RowNorm& norm, const Tensor& input, const OptionalTens
   TORCH_CHECK_VALUE(
       !norm.centered || norm.denominator != Denominator::norm, norm.name(),
       ": expected denominator 'root', 'deviation' or 'sample_deviation', got 'norm', which is rms_norm's");
+  TORCH_CHECK_VALUE(norm.denominator != Denominator::norm || norm.eps >= 0, norm.name(),
+                    ": expected an eps of at least 0 beside denominator 'norm', got ", norm.eps);
   TORCH_CHECK_VALUE(!norm.behind || !residual, norm.name(), ": expected the last dimensions with a residual, got ",
                     norm.behind, " behind them");
   TORCH_CHECK((norm.dtype == at::kDouble) == (input.scalar_type() == at::kDouble), norm.name(),

@@ -355,6 +355,7 @@ def _normalize(stock: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         and not kwargs.keys() & names[: len(args)]
         and type(p) in (int, float)
         and (p, type(dim), type(eps)) == (2, int, float)
+        and eps >= 0
         and -input.dim() <= dim < input.dim()
         and 0 not in input.stride()
     )
