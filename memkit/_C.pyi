@@ -229,8 +229,9 @@ class SavedTensor:
 
 # csrc/torch/lean.cpp
 
-def recipe(tensor: Tensor) -> object | None:
-    """How to compute a saved tensor again; None where it has to be kept."""
+def recipe(tensor: Tensor, asks_again: bool = False, /) -> object | None:
+    """How to compute a saved tensor again; None where it has to be kept. Of PyTorch's operators where what they keep may be
+    asked for again."""
 
 def nonzeros(tensor: Tensor) -> tuple[object, Tensor, Tensor] | None:
     """What has to be known beside a saved tensor's elements that are not zero, these, and a bit for each element; None

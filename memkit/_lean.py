@@ -111,7 +111,7 @@ def _hooks() -> saved_tensors_hooks:
     asks_again = around in ("torch.autograd.graph", "memkit.memory._saved")
 
     def pack(tensor: Tensor) -> Any:
-        recipe = _C.recipe(tensor)
+        recipe = _C.recipe(tensor, asks_again)
         if recipe is None and asks_again:
             recipe = _C.concatenation(tensor, keep, give_back)
         if recipe is not None:

@@ -10,7 +10,9 @@
 #include "eager.h"
 #include "layout.h"
 #include "nonzeros.h"
+#include "node_kind.h"
 #include "optional.h"
+#include "rebuild.h"
 #include "spec.h"
 #include "stock.h"
 #include "transforms.h"
@@ -199,18 +201,19 @@ Tensor ActivationBackward::active_elements(const Tensor& bits, const Tensor& gra
 }
 
 Tensor ActivationBackward::recompute() {
-  size_t next = 0;
+  const std::string_view act = identity ? "identity" : op;
   bool is_own = false;
-  Tensor input = unpack_for_rebuild(next++, is_own);
+  Tensor input = unpack_for_rebuild(has_source ? 1 : 0, is_own);
+  size_t next = has_source ? 0 : 1;
   const OptionalTensor kept_bias = has_bias ? OptionalTensor(unpack(next++)) : std::nullopt;
-  const OptionalTensor seed = has_seed ? OptionalTensor(unpack(next++)) : std::nullopt;
+  const OptionalTensor seed = has_seed ? OptionalTensor(unpack(next)) : std::nullopt;
   Tensor ordered = has_seed ? restride(std::move(input), strides) : std::move(input);
   if (is_own && eager::is_dead(ordered) && is_plain(ordered) && ordered.is_non_overlapping_and_dense() &&
-      ActivationSpec(op, params).save_without_input("auto", has_seed)) {
+      ActivationSpec(act, params).save_without_input("auto", has_seed)) {
     const at::AutoDispatchBelowADInplaceOrView below;
-    return ops::activation_(ordered, kept_bias, dim, op, params, "auto", std::nullopt, seed, drop);
+    return ops::activation_(ordered, kept_bias, dim, act, params, "auto", std::nullopt, seed, drop);
   }
-  return ops::activation(ordered, kept_bias, dim, op, params, "auto", std::nullopt, seed, drop);
+  return ops::activation(ordered, kept_bias, dim, act, params, "auto", std::nullopt, seed, drop);
 }
 
 namespace {
@@ -251,6 +254,16 @@ Tensor by_stock(const Tensor& x, const Request& r) {
 
 // ATen's operators keep their input for backward, and it is overwritten here: they get a copy.
 Tensor& by_stock_(Tensor& x, const Request& r) { return x.copy_(by_stock(x.clone(), r)); }
+
+// Whether keeping x takes no memory inside lean(): what made it keeps it, or it can be made again.
+bool is_kept_anyway(const Tensor& x) {
+  const Tensor made = x.is_view() ? Tensor(x._base()) : x;
+  const NodePtr& node = made.grad_fn();
+  if (!node) return false;
+  if (is_kind(node.get(), NodeKind::saver)) return made.output_nr() == 0;
+  if (is_kind(node.get(), NodeKind::own) && static_cast<SavedNode&>(*node).keeps_output(made.output_nr())) return true;
+  return made._version() == 0 && can_rebuild(*node, made.output_nr()) && rebuild_depth(*node) < kRebuildDepth;
+}
 
 auto new_node(const Tensor& x, const Request& r, Save save) {
   auto node = make_node<ActivationBackward>();
@@ -294,7 +307,6 @@ Tensor activation_autograd(const Tensor& x, const OptionalTensor& bias, int64_t 
     }
   }
   autograd::set_history(out, node);
-  node->watch(out);
   if (!node->identity && save == Save::output) node->save(out, /*is_output=*/true);
   if (node->has_bits) node->save(bits);
   if (!node->identity && save == Save::input) {
@@ -302,6 +314,11 @@ Tensor activation_autograd(const Tensor& x, const OptionalTensor& bias, int64_t 
     if (bias) node->save(*bias);
   }
   if (seed) node->save(*seed);
+  if (node->identity && seed && !bias && !residual && lean_packed(*node) && is_kept_anyway(x)) {
+    node->save(x);
+    node->has_source = true;
+  }
+  node->watch(out);
   return out;
 }
 

@@ -20,15 +20,19 @@ struct ActivationBackward : SavedNode {
   std::vector<double> drop;
   std::vector<c10::SymInt> strides;  // of the memory order that bits and dropout follow; set where there are any
 
-  // Saved, each where it is needed: the output, the input, or neither; the bits or the bias; the seed.
+  // Saved, each where it is needed: the output, the input, or neither; the bits or the bias; the seed; what is dropped from,
+  // for lean() alone.
   bool identity = false;
   Save saved = Save::input;
   bool has_bits = false;  // where the output is saved and not monotone, or nothing but them
   bool has_bias = false;  // a bias was added; saved where the input is
   bool has_seed = false;
   bool has_residual = false;
+  bool has_source = false;
 
-  bool can_rebuild(uint32_t) const override { return !identity && saved == Save::input && !has_residual; }
+  bool can_rebuild(uint32_t) const override {
+    return !has_residual && (identity ? has_source : saved == Save::input);
+  }
   bool makes_zeros() const override;
   std::string name() const override { return "memkit::" + std::string(op) + "_backward"; }
 

@@ -146,7 +146,7 @@ std::optional<Candidate> kept_by_others(const Tensor& x, size_t i, const Keeper&
   if (!has_place(edge)) return std::nullopt;
   const auto slice = in_graphs<Slice>().get(place_of(*edge.function, edge.input_nr));
   auto kept = slice ? slice->kept.lock() : nullptr;
-  if (!kept || kept->give_back.ptr() != keeper.give_back.ptr()) return std::nullopt;
+  if (!kept || (!kept->node && kept->give_back.ptr() != keeper.give_back.ptr())) return std::nullopt;
   const Part part{nullptr, kept, slice->dim, slice->start, slice->length};
   if (slice->is_whole) return was_joined(*kept, *x.grad_fn()) ? std::optional(Candidate{part, true}) : std::nullopt;
   // Of another concatenation: whether somebody has written to the part in between its version says, or its numbers.
@@ -169,6 +169,7 @@ void note_slice(const Tensor& x, size_t i, Slice slice) {
 }  // namespace
 
 Tensor Original::unpack() const {
+  if (node) return rebuild(*node);
   if (packed) {
     const pybind11::gil_scoped_acquire gil;
     return give_back(packed).cast<Tensor>();

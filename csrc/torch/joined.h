@@ -8,6 +8,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/record_function.h>
 #include <pybind11/pybind11.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <cstdint>
 #include <functional>
@@ -18,14 +19,28 @@
 
 namespace memkit {
 
-// A tensor that autograd keeps as it is, by itself or by what the saved-tensor hooks around made of it. Destroyed under the
-// GIL, as capsules are.
+// Of a tensor whose elements lie somewhere, of known sizes; 0 of others.
+inline size_t bytes_of(const at::Tensor& x) {
+  const bool is_known = x.layout() == at::kStrided && !x.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+  return is_known ? x.nbytes() : 0;
+}
+
+// A tensor that autograd keeps as it is, by itself or by what the saved-tensor hooks around made of it; or that its node
+// makes again. Destroyed under the GIL, as capsules are.
 struct Original {
+  explicit Original(const at::Tensor& x, at::Tensor value = {}, NodePtr node = {})
+      : value(std::move(value)),
+        node(std::move(node)),
+        counter(torch::autograd::impl::version_counter(x)),
+        version(uint32_t(x._version())),
+        nbytes(bytes_of(x)) {}
+
   // Raises where it was changed since and no hooks took it.
   at::Tensor unpack() const;
   bool is_unchanged() const { return counter.current_version() == version; }
 
   at::Tensor value;  // without its graph; where hooks took it, if they keep it as it is
+  NodePtr node;
   pybind11::object packed, give_back;
   c10::VariableVersion counter;
   uint32_t version;
@@ -76,12 +91,6 @@ bool is_joined(const torch::autograd::Node& node, uint32_t output);
 // By who concatenated: of which tensors. What is shared with other concatenations of this thread is then known by their
 // versions, which else has to be compared number by number, on the CPU alone. For the concatenation that is kept next.
 void note_joined(const at::Tensor& x, const std::vector<at::Tensor>& tensors);
-
-// Of a tensor whose elements lie somewhere, of known sizes; 0 of others.
-inline size_t bytes_of(const at::Tensor& x) {
-  const bool is_known = x.layout() == at::kStrided && !x.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
-  return is_known ? x.nbytes() : 0;
-}
 
 // From now on a concatenation with x may count on this.
 void note_kept(const at::Tensor& x, const std::shared_ptr<const Original>& kept);

@@ -54,8 +54,12 @@ struct Recipe {
   std::vector<int64_t> made;  // the result's own strides
   View view;
   bool is_padded;
-  Tensor fill;  // what it was padded with
+  Tensor fill;                            // what it was padded with
+  std::shared_ptr<const Original> known;  // for concatenations with it, where versions do not say what was used
 };
+
+// Of PyTorch's operators: smaller ones are not worth the time.
+constexpr int64_t kLeastElements = 1 << 14;
 
 // A node's result that is mostly zeros; the same memory for all who keep it.
 struct Sparse {
@@ -81,16 +85,24 @@ bool has_producer(const Tensor& x) {
 // The tensor in the graph, where hooks are given a node's result without it.
 const Tensor& result_of(const Tensor& x) { return saved_result && saved_result->is_alias_of(x) ? *saved_result : x; }
 
-std::optional<Recipe> recipe_of(const Tensor& x) {
+// asks_again: also of what PyTorch's nodes keep, each for itself.
+std::optional<Recipe> recipe_of(const Tensor& x, bool asks_again) {
   if (!has_producer(x)) return std::nullopt;
   const Tensor made = whole(x);
   const NodePtr& node = made.grad_fn();
   // Written to since it was made: the node would rebuild another tensor.
   if (!node || made._version() != 0) return std::nullopt;
+  const bool by_stock = is_rebuilt_by_stock(*node);
+  if (by_stock && !(asks_again && made.numel() >= kLeastElements && is_plain(made))) return std::nullopt;
   const bool is_padded = pads_rebuildable(*node);
   if (!is_padded && !can_rebuild(*node, made.output_nr())) return std::nullopt;
   packed_recipe = true;
-  return Recipe{node, made.strides().vec(), View(x), is_padded, is_padded ? fill_of(*node, made) : Tensor()};
+  Recipe recipe{node, made.strides().vec(), View(x), is_padded, is_padded ? fill_of(*node, made) : Tensor(), {}};
+  if (by_stock) {
+    recipe.known = std::make_shared<const Original>(made, Tensor(), node);
+    note_kept(made, recipe.known);
+  }
+  return recipe;
 }
 
 std::optional<Concatenation> concatenation_of(const Tensor& x, const Keeper& keeper) {
@@ -183,9 +195,11 @@ const Tensor& tensor_of(PyObject* object, const char* name) {
   return THPVariable_Unpack(object);
 }
 
-PyObject* recipe(PyObject*, PyObject* tensor) {
+PyObject* recipe(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  if (auto found = recipe_of(tensor_of(tensor, "recipe"))) return in_capsule(std::move(*found));
+  TORCH_CHECK_TYPE(count == 1 || count == 2, "recipe: expected a tensor, and whether what is around lean() may be asked ",
+                   "again, got ", count, " arguments");
+  if (auto found = recipe_of(tensor_of(args[0], "recipe"), count == 2 && args[1] == Py_True)) return in_capsule(std::move(*found));
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
@@ -209,9 +223,6 @@ Tensor without_graph(const Tensor& x, PyObject* object) {
   return tensor_of(pybind11::handle(object).attr("detach")().ptr(), "pack");
 }
 
-Original original(const Tensor& x, Tensor value) {
-  return {std::move(value), {}, {}, torch::autograd::impl::version_counter(x), uint32_t(x._version()), bytes_of(x)};
-}
 
 PyObject* kept(const Tensor& x, std::shared_ptr<const Original> as) {
   note_kept(result_of(x), as);
@@ -222,18 +233,18 @@ PyObject* pack(PyObject*, PyObject* tensor) {
   HANDLE_TH_ERRORS
   const Tensor& x = tensor_of(tensor, "pack");
   note_packing();
-  if (auto found = recipe_of(x)) return in_capsule(std::move(*found));
-  const auto keep = [](const Tensor& part) { return std::make_shared<const Original>(original(part, part)); };
+  if (auto found = recipe_of(x, true)) return in_capsule(std::move(*found));
+  const auto keep = [](const Tensor& part) { return std::make_shared<const Original>(part, part); };
   if (auto found = concatenation_of(x, {keep, {}})) return in_capsule(std::move(*found));
   if (auto found = sparse_of(x)) return in_capsule(std::move(*found));
-  return kept(x, std::make_shared<const Original>(original(x, without_graph(x, tensor))));
+  return kept(x, std::make_shared<const Original>(x, without_graph(x, tensor)));
   END_HANDLE_TH_ERRORS
 }
 
 // By the hooks around.
 std::shared_ptr<const Original> kept_around(PyObject* tensor, PyObject* keep, PyObject* give_back) {
   const Tensor& x = tensor_of(tensor, "keep");
-  Original made = original(x, {});
+  Original made(x);
   made.packed = pybind11::handle(keep)(pybind11::handle(tensor));
   made.give_back = pybind11::reinterpret_borrow<pybind11::object>(give_back);
   // As it is, or that with something else.
@@ -299,7 +310,7 @@ PyObject* spread(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 PyObject* the_pack = nullptr;  // the module's function
 
-PyMethodDef kMethods[] = {{"recipe", recipe, METH_O, nullptr},
+PyMethodDef kMethods[] = {{"recipe", reinterpret_cast<PyCFunction>(recipe), METH_FASTCALL, nullptr},
                           {"pack", pack, METH_O, nullptr},
                           {"unpack", unpack, METH_O, nullptr},
                           {"nonzeros", nonzeros, METH_O, nullptr},

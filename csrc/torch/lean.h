@@ -7,7 +7,7 @@
 namespace memkit {
 
 // Adds to the module:
-//   recipe(tensor) -> capsule | None    how to make the tensor again; None where it has to be kept
+//   recipe(tensor, asks_again=False) -> capsule | None    how to make the tensor again; None where it has to be kept
 //   nonzeros(tensor) -> (capsule, values, bits) | None    the part of it that is not zero; None where that is most of it
 //   spread(capsule, values, bits) -> Tensor               what it came from
 //   keep(tensor, keep, give_back) -> capsule              what the hooks around make of it

@@ -9,6 +9,7 @@
 #include <string_view>
 #include <typeinfo>
 
+#include "cheap_nodes.h"
 #include "saved_node.h"
 
 namespace memkit {
@@ -83,21 +84,22 @@ NodeKind kind_by_casts(const autograd::Node& node) {
   if (is_a<CatBackward0>(node)) return NodeKind::cat;
   if (is_a<autograd::CopySlices>(node)) return NodeKind::slices;
   if (is_a<ConstantPadNdBackward0>(node) || is_padding(node.name())) return NodeKind::pad;
+  if (is_product(node)) return NodeKind::product;
+  if (is_function_of_kept(node)) return NodeKind::of_kept;
   return is_a<autograd::TraceableFunction>(node) && is_listed(node.name()) ? NodeKind::saver : NodeKind::other;
 }
 
 }  // namespace
 
 NodeKind kind_of(const autograd::Node& node) {
-  static std::atomic<uintptr_t> known[256];  // a type's address, and in bits that are 0 there, its kind
-  constexpr uintptr_t bits = 7;
-  static_assert(alignof(std::type_info) > bits && uintptr_t(NodeKind::pad) <= bits);
+  static std::atomic<uintptr_t> known[256];  // a type's address, and in its topmost byte, 0 there, its kind
+  constexpr int shift = 56;
   const auto type = reinterpret_cast<uintptr_t>(&typeid(node));
   std::atomic<uintptr_t>& place = known[type / 8 % std::size(known)];
-  if (const uintptr_t found = place.load(std::memory_order_relaxed); (found & ~bits) == type)
-    return NodeKind(found & bits);
+  if (const uintptr_t found = place.load(std::memory_order_relaxed); (found & ~(uintptr_t(255) << shift)) == type)
+    return NodeKind(found >> shift);
   const NodeKind kind = kind_by_casts(node);
-  place.store(type | uintptr_t(kind), std::memory_order_relaxed);
+  place.store(type | uintptr_t(kind) << shift, std::memory_order_relaxed);
   return kind;
 }
 

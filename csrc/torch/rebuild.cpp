@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "cheap_nodes.h"
 #include "checks.h"
 #include "joined.h"
 #include "node_kind.h"
@@ -44,11 +45,36 @@ bool can_run_again(const Node& node, uint32_t output) {
     case NodeKind::own: return static_cast<const SavedNode&>(node).can_rebuild(output);
     case NodeKind::cast: return is_cast(node);
     case NodeKind::add: return is_sum(static_cast<const AddBackward0&>(node));
+    case NodeKind::product: return has_factors(node);
+    case NodeKind::of_kept: return true;
     default: return false;
   }
 }
 
+// As rebuild_depth, looking at no more nodes of PyTorch's, one before the other, than that.
+int depth_within(const Node& node, int nodes) {
+  const auto* own = is_kind(&node, NodeKind::own) ? static_cast<const SavedNode*>(&node) : nullptr;
+  if (own && own->depth) return own->depth;
+  if (!own && nodes == 0) return kRebuildDepth + 1;
+  int deepest = 0;
+  for (const Edge& edge : node.next_edges()) {
+    if (!edge.is_valid()) continue;
+    const bool again = can_run_again(*edge.function, edge.input_nr);
+    if (!again && !is_joined(*edge.function, edge.input_nr)) continue;
+    const int depth = depth_within(*edge.function, own ? kRebuildDepth : nodes - 1);
+    // What takes too many is kept. Of PyTorch's nodes, which have no place to note it, nobody knows.
+    const bool is_kept = again && depth > kRebuildDepth && (own || is_kind(edge.function.get(), NodeKind::own));
+    if (!is_kept) deepest = std::max(deepest, depth);
+  }
+  if (own) own->depth = deepest + 1;
+  return deepest + 1;
+}
+
 }  // namespace
+
+bool is_rebuilt_by_stock(const Node& node) {
+  return is_kind(&node, NodeKind::product) || is_kind(&node, NodeKind::of_kept);
+}
 
 bool can_rebuild(const Node& node, uint32_t output) {
   return can_run_again(node, output) && rebuild_depth(node) <= kRebuildDepth;
@@ -60,19 +86,11 @@ const SavedNode* source_of(const Edge& edge) {
   return can_rebuild(source, edge.input_nr) && source.is_result_unchanged() ? &source : nullptr;
 }
 
-int rebuild_depth(const Node& node) {
-  const auto* own = is_kind(&node, NodeKind::own) ? static_cast<const SavedNode*>(&node) : nullptr;
-  if (own && own->depth) return own->depth;
-  int deepest = 0;
-  for (const Edge& edge : node.next_edges())
-    if (edge.is_valid() && (can_rebuild(*edge.function, edge.input_nr) || is_joined(*edge.function, edge.input_nr)))
-      deepest = std::max(deepest, rebuild_depth(*edge.function));
-  if (own) own->depth = deepest + 1;
-  return deepest + 1;
-}
+int rebuild_depth(const Node& node) { return depth_within(node, kRebuildDepth); }
 
 Tensor rebuild(Node& node) {
   if (is_kind(&node, NodeKind::own)) return static_cast<SavedNode&>(node).rebuild();
+  if (is_rebuilt_by_stock(node)) return cheap_result(node);
   const Tensor first = rebuild(*node.next_edge(0).function);
   if (node.num_outputs() == 1) return first.to(c10::typeMetaToScalarType(node.input_metadata(0).dtype()));
   const Tensor second = rebuild(*node.next_edge(1).function);

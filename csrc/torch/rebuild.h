@@ -1,4 +1,4 @@
-// What lean() can compute again: results of memkit's cheap operators, sums of two of them, and casts.
+// What lean() can compute again: results of cheap operators, memkit's and PyTorch's, sums of two of memkit's, and casts.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,8 +19,12 @@ bool can_rebuild(const torch::autograd::Node& node, uint32_t output);
 // been another tensor when it was used.
 const SavedNode* source_of(const torch::autograd::Edge& edge);
 
-// How many operators run for it, one after the other.
+// How many operators run for it, one after the other; of PyTorch's, more than kRebuildDepth where that would take a longer
+// way to find out.
 int rebuild_depth(const torch::autograd::Node& node);
+
+// Whether the node is PyTorch's, and keeps what it needs for that for its own backward too: hooks are asked twice.
+bool is_rebuilt_by_stock(const torch::autograd::Node& node);
 
 // Without autograd.
 at::Tensor rebuild(torch::autograd::Node& node);

@@ -1,0 +1,94 @@
+#include "cheap_nodes.h"
+
+#include <ATen/ATen.h>
+#include <ATen/autocast_mode.h>
+#include <torch/csrc/autograd/generated/Functions.h>
+#include <torch/csrc/autograd/saved_variable.h>
+
+#include "rebuild.h"
+
+namespace memkit {
+
+using at::Tensor;
+using torch::autograd::Edge;
+using torch::autograd::Node;
+using torch::autograd::SavedVariable;
+using namespace torch::autograd::generated;
+
+namespace {
+
+Tensor result(const CeluBackward0& n) { return at::celu(n.self_.unpack(), n.alpha); }
+Tensor result(const ClampBackward1& n) { return at::clamp(n.self_.unpack(), n.min, n.max); }
+Tensor result(const CosBackward0& n) { return n.self_.unpack().cos(); }
+Tensor result(const EluBackward0& n) { return at::elu(n.self_.unpack(), n.alpha, n.scale, n.input_scale); }
+Tensor result(const GeluBackward0& n) { return at::gelu(n.self_.unpack(), n.approximate); }
+Tensor result(const GluBackward0& n) { return at::glu(n.self_.unpack(), n.dim); }
+Tensor result(const HardsigmoidBackward0& n) { return at::hardsigmoid(n.self_.unpack()); }
+Tensor result(const HardswishBackward0& n) { return at::hardswish(n.self_.unpack()); }
+Tensor result(const HardtanhBackward0& n) { return at::hardtanh(n.self_.unpack(), n.min_val, n.max_val); }
+Tensor result(const LeakyReluBackward0& n) { return at::leaky_relu(n.self_.unpack(), n.negative_slope); }
+Tensor result(const MishBackward0& n) { return at::mish(n.self_.unpack()); }
+Tensor result(const PowBackward0& n) { return at::pow(n.self_.unpack(), n.exponent); }
+Tensor result(const PreluKernelBackward0& n) { return at::_prelu_kernel(n.self_.unpack(), n.weight_.unpack()); }
+Tensor result(const SiluBackward0& n) { return at::silu(n.self_.unpack()); }
+Tensor result(const SinBackward0& n) { return n.self_.unpack().sin(); }
+Tensor result(const SoftplusBackward0& n) { return at::softplus(n.self_.unpack(), n.beta, n.threshold); }
+
+template <class... Nodes>
+struct AnyOf {
+  static bool holds(const Node& node) { return (dynamic_cast<const Nodes*>(&node) || ...); }
+
+  static Tensor run(const Node& node) {
+    Tensor found;
+    const auto run_if = [&](auto* is) { return is && (found = result(*is)).defined(); };
+    (run_if(dynamic_cast<const Nodes*>(&node)) || ...);
+    return found;
+  }
+};
+using FunctionsOfKept =
+    AnyOf<CeluBackward0, ClampBackward1, CosBackward0, EluBackward0, GeluBackward0, GluBackward0, HardsigmoidBackward0,
+          HardswishBackward0, HardtanhBackward0, LeakyReluBackward0, MishBackward0, PowBackward0, PreluKernelBackward0,
+          SiluBackward0, SinBackward0, SoftplusBackward0>;
+
+// Each factor is kept where its node needs it for the other's gradient.
+bool keeps_first(const Node& node) { return node.next_edge(1).is_valid(); }
+bool keeps_second(const Node& node) {
+  return node.next_edge(0).is_valid() || dynamic_cast<const DivBackward0*>(&node);
+}
+
+Tensor factor(const Edge& edge, bool is_kept, const SavedVariable& kept) {
+  return is_kept ? kept.unpack() : rebuild(*edge.function);
+}
+
+template <class Product>
+std::pair<Tensor, Tensor> factors(const Product& node) {
+  return {factor(node.next_edge(0), keeps_first(node), node.self_),
+          factor(node.next_edge(1), keeps_second(node), node.other_)};
+}
+
+}  // namespace
+
+bool is_product(const Node& node) {
+  return dynamic_cast<const MulBackward0*>(&node) || dynamic_cast<const DivBackward0*>(&node);
+}
+
+bool is_function_of_kept(const Node& node) { return FunctionsOfKept::holds(node); }
+
+bool has_factors(const Node& node) {
+  return (keeps_first(node) || source_of(node.next_edge(0))) && (keeps_second(node) || source_of(node.next_edge(1)));
+}
+
+Tensor cheap_result(const Node& node) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  if (const auto* product = dynamic_cast<const MulBackward0*>(&node)) {
+    const auto [first, second] = factors(*product);
+    return first * second;
+  }
+  if (const auto* quotient = dynamic_cast<const DivBackward0*>(&node)) {
+    const auto [first, second] = factors(*quotient);
+    return first / second;
+  }
+  return FunctionsOfKept::run(node);
+}
+
+}  // namespace memkit
