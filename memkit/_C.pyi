@@ -251,6 +251,9 @@ def keep(tensor: Tensor, keep: Callable[[Tensor], object], give_back: Callable[[
 def note_joined(tensor: Tensor, tensors: Sequence[Tensor]) -> None:
     """Which tensors a concatenation was made of: what others of them share with it need not be compared."""
 
+def copy_parameters(copies: bool) -> None:
+    """Whether parameters of what is made again are copied, as their memory may be gone then."""
+
 def pack(tensor: Tensor) -> object:
     """The recipe, the parts, the elements that are not zero, or the tensor as autograd keeps it."""
 

@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.autograd.graph import saved_tensors_hooks
 from torch.compiler import is_compiling
 
@@ -99,6 +99,7 @@ def _active_hooks() -> Any:
 
 
 def _hooks() -> saved_tensors_hooks:
+    _C.copy_parameters(distributed.is_available() and distributed.is_initialized())
     outer = _active_hooks()
     if outer is None:
         return saved_tensors_hooks(_C.pack, _C.unpack)  # type: ignore[arg-type]

@@ -205,7 +205,7 @@ Tensor ActivationBackward::recompute() {
   bool is_own = false;
   Tensor input = unpack_for_rebuild(has_source ? 1 : 0, is_own);
   size_t next = has_source ? 0 : 1;
-  const OptionalTensor kept_bias = has_bias ? OptionalTensor(unpack(next++)) : std::nullopt;
+  const OptionalTensor kept_bias = has_bias ? OptionalTensor(unpack_parameter(next++)) : std::nullopt;
   const OptionalTensor seed = has_seed ? OptionalTensor(unpack(next)) : std::nullopt;
   Tensor ordered = has_seed ? restride(std::move(input), strides) : std::move(input);
   if (is_own && eager::is_dead(ordered) && is_plain(ordered) && ordered.is_non_overlapping_and_dense() &&
@@ -311,7 +311,7 @@ Tensor activation_autograd(const Tensor& x, const OptionalTensor& bias, int64_t 
   if (node->has_bits) node->save(bits);
   if (!node->identity && save == Save::input) {
     node->save(x);
-    if (bias) node->save(*bias);
+    if (bias) node->save_parameter(bias);
   }
   if (seed) node->save(*seed);
   if (node->identity && seed && !bias && !residual && lean_packed(*node) && is_kept_anyway(x)) {

@@ -93,7 +93,8 @@ struct ChannelNormBackward : SavedNode {
 
  protected:
   Tensor recompute() override {
-    return normalise(norm(), unpack(0), unpack(1), unpack(2), optional(unpack(3)), optional(unpack(4)), dtype);
+    return normalise(norm(), unpack(0), unpack(1), unpack(2), optional(unpack_parameter(3)),
+                     optional(unpack_parameter(4)), dtype);
   }
 
   autograd::variable_list backward(autograd::variable_list&& grads) override {
@@ -214,8 +215,8 @@ std::tuple<Tensor, Tensor, Tensor> run(const ChannelNorm& norm, const Tensor& in
     node->save(input);
     node->save(own_mean);
     node->save(own_variance);
-    node->save(weight);
-    node->save(bias);
+    node->save_parameter(weight);
+    node->save_parameter(bias);
   }
   return {out, own_mean, own_variance};
 }

@@ -2,9 +2,13 @@
 
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/generated/Functions.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
+#include <algorithm>
+
+#include "checks.h"
 #include "rebuild.h"
 
 namespace memkit {
@@ -17,6 +21,10 @@ using namespace torch::autograd::generated;
 
 namespace {
 
+Tensor result(const AvgPool2DBackward0& n) {
+  return at::avg_pool2d(n.self_.unpack(), n.kernel_size, n.stride, n.padding, n.ceil_mode, n.count_include_pad,
+                        n.divisor_override);
+}
 Tensor result(const CeluBackward0& n) { return at::celu(n.self_.unpack(), n.alpha); }
 Tensor result(const ClampBackward1& n) { return at::clamp(n.self_.unpack(), n.min, n.max); }
 Tensor result(const CosBackward0& n) { return n.self_.unpack().cos(); }
@@ -46,7 +54,7 @@ struct AnyOf {
   }
 };
 using FunctionsOfKept =
-    AnyOf<CeluBackward0, ClampBackward1, CosBackward0, EluBackward0, GeluBackward0, GluBackward0, HardsigmoidBackward0,
+    AnyOf<AvgPool2DBackward0, CeluBackward0, ClampBackward1, CosBackward0, EluBackward0, GeluBackward0, GluBackward0, HardsigmoidBackward0,
           HardswishBackward0, HardtanhBackward0, LeakyReluBackward0, MishBackward0, PowBackward0, PreluKernelBackward0,
           SiluBackward0, SinBackward0, SoftplusBackward0>;
 
@@ -57,13 +65,26 @@ bool keeps_second(const Node& node) {
 }
 
 Tensor factor(const Edge& edge, bool is_kept, const SavedVariable& kept) {
-  return is_kept ? kept.unpack() : rebuild(*edge.function);
+  Tensor x = is_kept ? kept.unpack() : rebuild(*edge.function);
+  check_there(x);
+  return x;
 }
 
 template <class Product>
 std::pair<Tensor, Tensor> factors(const Product& node) {
   return {factor(node.next_edge(0), keeps_first(node), node.self_),
           factor(node.next_edge(1), keeps_second(node), node.other_)};
+}
+
+// A parameter, or a part of one.
+bool is_parameter(const Edge& edge) {
+  constexpr int views = 4;
+  const Node* node = edge.function.get();
+  for (int i = 0; node && i <= views; ++i) {
+    if (dynamic_cast<const torch::autograd::AccumulateGrad*>(node)) return true;
+    node = node->num_outputs() == 1 ? node->next_edge(0).function.get() : nullptr;
+  }
+  return false;
 }
 
 }  // namespace
@@ -76,6 +97,11 @@ bool is_function_of_kept(const Node& node) { return FunctionsOfKept::holds(node)
 
 bool has_factors(const Node& node) {
   return (keeps_first(node) || source_of(node.next_edge(0))) && (keeps_second(node) || source_of(node.next_edge(1)));
+}
+
+bool takes_parameters(const Node& node) {
+  const auto& edges = node.next_edges();
+  return std::any_of(edges.begin(), edges.end(), [](const Edge& edge) { return !edge.is_valid() || is_parameter(edge); });
 }
 
 Tensor cheap_result(const Node& node) {

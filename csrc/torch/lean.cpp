@@ -16,6 +16,7 @@
 #include <memory>
 #include <variant>
 
+#include "cheap_nodes.h"
 #include "checks.h"
 #include "joined.h"
 #include "node_kind.h"
@@ -94,6 +95,7 @@ std::optional<Recipe> recipe_of(const Tensor& x, bool asks_again) {
   if (!node || made._version() != 0) return std::nullopt;
   const bool by_stock = is_rebuilt_by_stock(*node);
   if (by_stock && !(asks_again && made.numel() >= kLeastElements && is_plain(made))) return std::nullopt;
+  if (by_stock && copies_parameters && takes_parameters(*node)) return std::nullopt;  // it has no place for copies
   const bool is_padded = pads_rebuildable(*node);
   if (!is_padded && !can_rebuild(*node, made.output_nr())) return std::nullopt;
   packed_recipe = true;
@@ -338,6 +340,7 @@ void bind_lean(pybind11::module_& m) {
   if (PyModule_AddFunctions(m.ptr(), kMethods) != 0) throw pybind11::error_already_set();
   the_pack = m.attr("pack").ptr();
   m.def("note_joined", note_joined);
+  m.def("copy_parameters", [](bool copies) { copies_parameters = copies; });
 }
 
 }  // namespace memkit

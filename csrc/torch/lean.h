@@ -13,6 +13,7 @@ namespace memkit {
 //   keep(tensor, keep, give_back) -> capsule              what the hooks around make of it
 //   concatenation(tensor, keep, give_back) -> capsule | None    its parts, where most are kept anyway
 //   note_joined(tensor, tensors)        which tensors a concatenation was made of, for what is kept next
+//   copy_parameters(copies)             whether memory of parameters may be gone when something is made again of them
 //   pack(tensor) -> capsule             the recipe, its parts, its nonzero elements, or the tensor
 //   unpack(capsule) -> Tensor | None    what any of these came from; None for anything else
 void bind_lean(pybind11::module_& m);

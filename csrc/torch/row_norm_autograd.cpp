@@ -45,14 +45,16 @@ struct RowNormBackward : SavedNode {
             bool is_output, bool on_view = false) {
     save(x, is_output, on_view);
     save(made.rstd);
-    save(weight);
-    save(bias);
+    save_parameter(weight);
+    save_parameter(bias);
     save(kept == Kept::input ? made.mean : Tensor());
   }
 
  protected:
   Tensor recompute() override {
-    return forward(norm, unpack(0), std::nullopt, optional(unpack(2)), optional(unpack(3)), false).out;
+    return forward(norm, unpack(0), std::nullopt, optional(unpack_parameter(2)), optional(unpack_parameter(3)),
+                   false)
+        .out;
   }
 
   autograd::variable_list backward(autograd::variable_list&& grads) override {

@@ -30,6 +30,10 @@ bool lean_keeps(const at::Tensor& x);
 bool lean_packed(const torch::autograd::Node& node);
 void note_lean_packed(uint64_t sequence_nr);
 
+// Whether lean() makes copies of parameters for what it makes again: engines that shard them free their memory between
+// forward and backward, and give it back for the backward of their own layer, which is not the first to ask.
+inline std::atomic<bool> copies_parameters{false};
+
 // The result that a node of this thread is saving, which hooks are given detached.
 inline thread_local const at::Tensor* saved_result = nullptr;
 
@@ -57,6 +61,11 @@ struct SavedNode : torch::autograd::Node {
     kept_version_ = x._version();
   }
   void save(const std::optional<at::Tensor>& x) { save(x.value_or(at::Tensor())); }
+  // Of what can_rebuild, and is saved after its input.
+  void save_parameter(const std::optional<at::Tensor>& x) {
+    save(x);
+    if (x && copies_parameters && lean_packed(*this)) copies_.emplace_back(saved_.size() - 1, x->detach().clone());
+  }
 
   // Whether backward needs this result of the operator as it was.
   bool keeps_output(uint32_t number) const { return number < 64 && kept_outputs_ >> number & 1; }
@@ -88,6 +97,7 @@ struct SavedNode : torch::autograd::Node {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (torch::autograd::SavedVariable& each : saved_) each.reset_data();
     unpacked_.clear();
+    copies_.clear();
     released_ = true;
   }
 
@@ -125,6 +135,15 @@ struct SavedNode : torch::autograd::Node {
     return unpack(i);
   }
 
+  // What save_parameter saved, for a recompute; undefined as such.
+  at::Tensor unpack_parameter(size_t i) {
+    for (const auto& [place, copy] : copies_)
+      if (place == i) return copy;
+    at::Tensor x = unpack(i);
+    if (x.defined()) check_there(x);
+    return x;
+  }
+
   // As unpack; where the graph is not kept, the node lets go of it, so that the result may be its memory's sole owner.
   // What hooks handed back has a Python object, and that a handle: another tensor of the same memory takes its place.
   at::Tensor take(size_t i) {
@@ -156,6 +175,7 @@ struct SavedNode : torch::autograd::Node {
   // From a rebuild to the backward that follows it: hooks may cost, and a checkpoint's allow one unpacking only. Not what
   // lean() rebuilds, which is made twice rather than kept meanwhile, but for concatenations.
   std::vector<at::Tensor> unpacked_;
+  std::vector<std::pair<size_t, at::Tensor>> copies_;
   uint64_t kept_outputs_ = 0;  // bit k: the k-th result
   int64_t kept_version_ = -1;
   mutable std::shared_ptr<const NonzerosRef> nonzeros_;

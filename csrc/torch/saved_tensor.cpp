@@ -3,13 +3,19 @@
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "torch/checks.h"
+
 namespace memkit {
 namespace {
 
 class SavedTensor {
  public:
   explicit SavedTensor(const at::Tensor& tensor) : saved_(tensor, /*is_output=*/false) {}
-  at::Tensor tensor() const { return saved_.unpack(); }
+  at::Tensor tensor() const {
+    at::Tensor x = saved_.unpack();
+    check_there(x);
+    return x;
+  }
 
  private:
   torch::autograd::SavedVariable saved_;

@@ -43,7 +43,7 @@ struct ScaleShiftBackward : SavedNode {
   Tensor recompute() override {
     bool is_own = false;
     const Tensor x = unpack_for_rebuild(0, is_own);
-    return scaled_and_shifted(x, unpack(1), shift(), is_own);
+    return scaled_and_shifted(x, unpack_parameter(1), shift(), is_own);
   }
 
   autograd::variable_list backward(autograd::variable_list&& grads) override {
@@ -98,7 +98,7 @@ OptionalTensor scale_shift(const Tensor& first, const Tensor& second, const Opti
   if (shift) node->shift_sizes = shift->sizes();
   autograd::set_history(out, node);
   node->watch(out);
-  node->save(x), node->save(scale);
+  node->save(x), node->save_parameter(scale);
   // A copy, as stock does not mind what becomes of the shift.
   if (shift) node->save(shift->detach().clone());
   return out;
