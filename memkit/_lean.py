@@ -26,8 +26,15 @@ class lean:  # noqa: N801  a context, named as torch.no_grad is
     What is rebuilt: results of memkit's activations, of :func:`memkit.functional.act_dropout` and of the norms over rows,
     where they keep their input (``save="input"``, the default out of place of activations with a minimum); of gated units,
     group norm and ``batch_norm_act``; sums (``a + b``) of two such results and what is made of such a sum; what is padded of
-    such a result (``constant``, ``reflect``, ``replicate``); views of all these. At most three operators, and a padding,
-    run one after the other: what would take more is kept.
+    such a result (``constant``, ``reflect``, ``replicate``); views of all these. Of memkit's dropout where what drops is
+    such a result, or kept by what made it (relu, softmax). At most three operators, and a padding, run one after the other:
+    what would take more is kept.
+
+    Of PyTorch's own operators, by the kernel that made them, results of 2**14 elements or more: products and quotients
+    whose factors they keep (``x * gate``), ``glu``, activations that keep their input (``gelu``, ``silu``, ``mish``,
+    ``hardswish``, ``hardsigmoid``, ``elu``, ``celu``, ``selu``, ``leaky_relu``, ``prelu``, ``hardtanh``, ``relu6``,
+    ``softplus``), ``clamp``, ``pow`` with a number, ``sin``, ``cos`` and ``avg_pool2d``. Not with hooks around that may give
+    a tensor back only once, as a checkpoint's do.
 
     What is joined again: concatenations (``torch.cat``) of such results and of tensors that autograd keeps anyway, for
     others: each result of a DenseNet's layers is kept once, not once for each layer behind it. At most a fourth of one is
@@ -47,6 +54,10 @@ class lean:  # noqa: N801  a context, named as torch.no_grad is
     the kept input in place raises in backward, as does changing what a concatenation was made of (through ``.data`` or
     NumPy it is not seen, there as anywhere in autograd); and parts of a graph that a backward has freed are gone for what
     is made again of them.
+
+    Engines that shard parameters free their memory between forward and backward. Where ``torch.distributed`` is initialized
+    when the context is entered, copies of the parameters that results are made again of (of norms, biases, scales) are
+    kept; what PyTorch's operators make of a parameter is then kept itself. Memory that is gone otherwise raises.
 
     Example:
         >>> with memkit.lean():

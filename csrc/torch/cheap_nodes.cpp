@@ -21,26 +21,32 @@ using namespace torch::autograd::generated;
 
 namespace {
 
+Tensor kept(const SavedVariable& saved) {
+  Tensor x = saved.unpack();
+  check_there(x);
+  return x;
+}
+
 Tensor result(const AvgPool2DBackward0& n) {
-  return at::avg_pool2d(n.self_.unpack(), n.kernel_size, n.stride, n.padding, n.ceil_mode, n.count_include_pad,
+  return at::avg_pool2d(kept(n.self_), n.kernel_size, n.stride, n.padding, n.ceil_mode, n.count_include_pad,
                         n.divisor_override);
 }
-Tensor result(const CeluBackward0& n) { return at::celu(n.self_.unpack(), n.alpha); }
-Tensor result(const ClampBackward1& n) { return at::clamp(n.self_.unpack(), n.min, n.max); }
-Tensor result(const CosBackward0& n) { return n.self_.unpack().cos(); }
-Tensor result(const EluBackward0& n) { return at::elu(n.self_.unpack(), n.alpha, n.scale, n.input_scale); }
-Tensor result(const GeluBackward0& n) { return at::gelu(n.self_.unpack(), n.approximate); }
-Tensor result(const GluBackward0& n) { return at::glu(n.self_.unpack(), n.dim); }
-Tensor result(const HardsigmoidBackward0& n) { return at::hardsigmoid(n.self_.unpack()); }
-Tensor result(const HardswishBackward0& n) { return at::hardswish(n.self_.unpack()); }
-Tensor result(const HardtanhBackward0& n) { return at::hardtanh(n.self_.unpack(), n.min_val, n.max_val); }
-Tensor result(const LeakyReluBackward0& n) { return at::leaky_relu(n.self_.unpack(), n.negative_slope); }
-Tensor result(const MishBackward0& n) { return at::mish(n.self_.unpack()); }
-Tensor result(const PowBackward0& n) { return at::pow(n.self_.unpack(), n.exponent); }
-Tensor result(const PreluKernelBackward0& n) { return at::_prelu_kernel(n.self_.unpack(), n.weight_.unpack()); }
-Tensor result(const SiluBackward0& n) { return at::silu(n.self_.unpack()); }
-Tensor result(const SinBackward0& n) { return n.self_.unpack().sin(); }
-Tensor result(const SoftplusBackward0& n) { return at::softplus(n.self_.unpack(), n.beta, n.threshold); }
+Tensor result(const CeluBackward0& n) { return at::celu(kept(n.self_), n.alpha); }
+Tensor result(const ClampBackward1& n) { return at::clamp(kept(n.self_), n.min, n.max); }
+Tensor result(const CosBackward0& n) { return kept(n.self_).cos(); }
+Tensor result(const EluBackward0& n) { return at::elu(kept(n.self_), n.alpha, n.scale, n.input_scale); }
+Tensor result(const GeluBackward0& n) { return at::gelu(kept(n.self_), n.approximate); }
+Tensor result(const GluBackward0& n) { return at::glu(kept(n.self_), n.dim); }
+Tensor result(const HardsigmoidBackward0& n) { return at::hardsigmoid(kept(n.self_)); }
+Tensor result(const HardswishBackward0& n) { return at::hardswish(kept(n.self_)); }
+Tensor result(const HardtanhBackward0& n) { return at::hardtanh(kept(n.self_), n.min_val, n.max_val); }
+Tensor result(const LeakyReluBackward0& n) { return at::leaky_relu(kept(n.self_), n.negative_slope); }
+Tensor result(const MishBackward0& n) { return at::mish(kept(n.self_)); }
+Tensor result(const PowBackward0& n) { return at::pow(kept(n.self_), n.exponent); }
+Tensor result(const PreluKernelBackward0& n) { return at::_prelu_kernel(kept(n.self_), kept(n.weight_)); }
+Tensor result(const SiluBackward0& n) { return at::silu(kept(n.self_)); }
+Tensor result(const SinBackward0& n) { return kept(n.self_).sin(); }
+Tensor result(const SoftplusBackward0& n) { return at::softplus(kept(n.self_), n.beta, n.threshold); }
 
 template <class... Nodes>
 struct AnyOf {
@@ -64,10 +70,8 @@ bool keeps_second(const Node& node) {
   return node.next_edge(0).is_valid() || dynamic_cast<const DivBackward0*>(&node);
 }
 
-Tensor factor(const Edge& edge, bool is_kept, const SavedVariable& kept) {
-  Tensor x = is_kept ? kept.unpack() : rebuild(*edge.function);
-  check_there(x);
-  return x;
+Tensor factor(const Edge& edge, bool is_kept, const SavedVariable& saved) {
+  return is_kept ? kept(saved) : rebuild(*edge.function);
 }
 
 template <class Product>
