@@ -51,7 +51,9 @@ PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 class Between(nn.Module):
     """A function between two layers."""
 
-    def __init__(self, function: Callable[..., Tensor], layers: int = 1, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, function: Callable[..., Tensor], layers: int = 1, dtype: torch.dtype = torch.float32
+    ) -> None:
         super().__init__()
         self.function = function
         self.before = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(layers))
@@ -347,7 +349,12 @@ def test_complex_numbers_and_subclasses() -> None:
         pass
 
     def named(lean: bool) -> tuple[Tensor, ...]:
-        leaf = torch.arange(ROWS * WIDTH, dtype=torch.float32).view(ROWS, WIDTH).as_subclass(Named).requires_grad_()
+        leaf = (
+            torch.arange(ROWS * WIDTH, dtype=torch.float32)
+            .view(ROWS, WIDTH)
+            .as_subclass(Named)
+            .requires_grad_()
+        )
         with memkit.lean() if lean else torch.enable_grad():
             out = (F.gelu(leaf) * leaf) @ weight.real.detach()
         return torch.autograd.grad(out.sum(), [leaf])

@@ -30,9 +30,7 @@ struct ActivationBackward : SavedNode {
   bool has_residual = false;
   bool has_source = false;
 
-  bool can_rebuild(uint32_t) const override {
-    return !has_residual && (identity ? has_source : saved == Save::input);
-  }
+  bool can_rebuild(uint32_t) const override { return !has_residual && (identity ? has_source : saved == Save::input); }
   bool makes_zeros() const override;
   std::string name() const override { return "memkit::" + std::string(op) + "_backward"; }
 

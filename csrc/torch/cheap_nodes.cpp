@@ -60,15 +60,13 @@ struct AnyOf {
   }
 };
 using FunctionsOfKept =
-    AnyOf<AvgPool2DBackward0, CeluBackward0, ClampBackward1, CosBackward0, EluBackward0, GeluBackward0, GluBackward0, HardsigmoidBackward0,
-          HardswishBackward0, HardtanhBackward0, LeakyReluBackward0, MishBackward0, PowBackward0, PreluKernelBackward0,
-          SiluBackward0, SinBackward0, SoftplusBackward0>;
+    AnyOf<AvgPool2DBackward0, CeluBackward0, ClampBackward1, CosBackward0, EluBackward0, GeluBackward0, GluBackward0,
+          HardsigmoidBackward0, HardswishBackward0, HardtanhBackward0, LeakyReluBackward0, MishBackward0, PowBackward0,
+          PreluKernelBackward0, SiluBackward0, SinBackward0, SoftplusBackward0>;
 
 // Each factor is kept where its node needs it for the other's gradient.
 bool keeps_first(const Node& node) { return node.next_edge(1).is_valid(); }
-bool keeps_second(const Node& node) {
-  return node.next_edge(0).is_valid() || dynamic_cast<const DivBackward0*>(&node);
-}
+bool keeps_second(const Node& node) { return node.next_edge(0).is_valid() || dynamic_cast<const DivBackward0*>(&node); }
 
 Tensor factor(const Edge& edge, bool is_kept, const SavedVariable& saved) {
   return is_kept ? kept(saved) : rebuild(*edge.function);
@@ -105,7 +103,8 @@ bool has_factors(const Node& node) {
 
 bool takes_parameters(const Node& node) {
   const auto& edges = node.next_edges();
-  return std::any_of(edges.begin(), edges.end(), [](const Edge& edge) { return !edge.is_valid() || is_parameter(edge); });
+  return std::any_of(edges.begin(), edges.end(),
+                     [](const Edge& edge) { return !edge.is_valid() || is_parameter(edge); });
 }
 
 Tensor cheap_result(const Node& node) {

@@ -199,9 +199,11 @@ const Tensor& tensor_of(PyObject* object, const char* name) {
 
 PyObject* recipe(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 1 || count == 2, "recipe: expected a tensor, and whether what is around lean() may be asked ",
-                   "again, got ", count, " arguments");
-  if (auto found = recipe_of(tensor_of(args[0], "recipe"), count == 2 && args[1] == Py_True)) return in_capsule(std::move(*found));
+  TORCH_CHECK_TYPE(count == 1 || count == 2,
+                   "recipe: expected a tensor, and whether what is around lean() may be asked ", "again, got ", count,
+                   " arguments");
+  if (auto found = recipe_of(tensor_of(args[0], "recipe"), count == 2 && args[1] == Py_True))
+    return in_capsule(std::move(*found));
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
@@ -224,7 +226,6 @@ Tensor without_graph(const Tensor& x, PyObject* object) {
   // A subclass, which the tensor in C++ need not know of.
   return tensor_of(pybind11::handle(object).attr("detach")().ptr(), "pack");
 }
-
 
 PyObject* kept(const Tensor& x, std::shared_ptr<const Original> as) {
   note_kept(result_of(x), as);

@@ -16,7 +16,8 @@ enum class NodeKind : uintptr_t {
   cat,     // CatBackward0
   slices,  // CopySlices: a write to a view
   pad,     // ConstantPadNdBackward0, or another that pads
-  product, of_kept,  // see cheap_nodes.h
+  product,
+  of_kept,  // see cheap_nodes.h
 };
 
 // Looked up once a type, of which there are a few in a program: autograd saves thousands of tensors a second.

@@ -52,8 +52,7 @@ struct RowNormBackward : SavedNode {
 
  protected:
   Tensor recompute() override {
-    return forward(norm, unpack(0), std::nullopt, optional(unpack_parameter(2)), optional(unpack_parameter(3)),
-                   false)
+    return forward(norm, unpack(0), std::nullopt, optional(unpack_parameter(2)), optional(unpack_parameter(3)), false)
         .out;
   }
 
