@@ -23,6 +23,7 @@ def hardware(device: str) -> dict[str, Any]:
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "vectors": torch.backends.cpu.get_cpu_capability(),
         "memory_bytes": _host_memory(),
         "system": f"{platform.system()} {platform.machine()}",
     }

@@ -98,7 +98,8 @@ def markdown_table(columns: Sequence[str], body: Sequence[Sequence[str]]) -> str
 def origin(result: dict[str, Any]) -> str:
     """One sentence: hardware, versions, date, commit."""
     hardware, versions = result["hardware"], result["versions"]
-    where = f"{hardware['cpu']}, {hardware['threads']} threads"
+    vectors = f" ({hardware['vectors']})" if "vectors" in hardware else ""
+    where = f"{hardware['cpu']}{vectors}, {hardware['threads']} threads"
     if hardware["device"] == "cuda":
         where = f"{hardware['gpu']} (CUDA {versions['cuda']}), {where}"
     commit = result.get("commit")
