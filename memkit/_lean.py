@@ -55,9 +55,10 @@ class lean:  # noqa: N801  a context, named as torch.no_grad is
     NumPy it is not seen, there as anywhere in autograd); and parts of a graph that a backward has freed are gone for what
     is made again of them.
 
-    Engines that shard parameters free their memory between forward and backward. Where ``torch.distributed`` is initialized
-    when the context is entered, copies of the parameters that results are made again of (of norms, biases, scales) are
-    kept; what PyTorch's operators make of a parameter is then kept itself. Memory that is gone otherwise raises.
+    Engines that shard parameters (FSDP, DeepSpeed) free their memory between forward and backward. Where
+    ``torch.distributed`` is initialized when the context is entered, copies of the parameters that results are made again of
+    (of norms, biases, scales) are kept; what PyTorch's operators make of a parameter, or of what has no gradient, is
+    then kept itself, as is what hooks inside ``lean()`` took part in. Memory that is gone otherwise raises.
 
     Example:
         >>> with memkit.lean():

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, distributed, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 import memkit
 
@@ -94,6 +95,51 @@ def test_gradients_where_memory_is_gone(name: str, sharding: None) -> None:
 def test_without_copies_it_raises(name: str) -> None:
     with pytest.raises(RuntimeError, match="memory was freed after forward"):
         step(name, lean=True, frees=True)
+
+
+def test_a_view_of_a_parameter_is_joined_as_it_was(sharding: None) -> None:
+    """Of a concatenation, what somebody keeps of a parameter is not counted on."""
+
+    def run(*, lean: bool) -> list[Tensor]:
+        torch.manual_seed(1)
+        first, second = Unit("layer_norm"), nn.Linear(WIDTH, 8)
+        first.prompt = nn.Parameter(torch.randn(ROWS * WIDTH))
+        x = torch.randn(ROWS, WIDTH)
+        with memkit.lean() if lean else torch.enable_grad():
+            y, prompt = first.layer(x), first.prompt.view(ROWS, WIDTH)
+            side = (y * prompt).sum()
+            between = torch.cat([F.gelu(y, save="input"), prompt])
+            give_back = free(first) if lean else None
+            out = second(between)
+            if give_back is not None:
+                between.register_hook(lambda _: give_back())
+        (out.square().mean() + 0 * side).backward()
+        return [p.grad for p in (*first.parameters(), *second.parameters()) if p.grad is not None]
+
+    for one, other in zip(run(lean=True), run(lean=False), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "product"])
+def test_made_under_other_hooks(name: str, sharding: None) -> None:
+    """There are no copies, so it is kept."""
+
+    def run(*, lean: bool) -> list[Tensor]:
+        torch.manual_seed(1)
+        first, second = Unit(name), Unit(name)
+        x = torch.randn(ROWS, WIDTH)
+        with memkit.lean() if lean else torch.enable_grad():
+            with saved_tensors_hooks(lambda x: x, lambda x: x):
+                between = first(x)
+            if lean:
+                give_back = free(first)
+                between.register_hook(lambda _: give_back())
+            out = second(between)
+        out.square().mean().backward()
+        return [p.grad for p in (*first.parameters(), *second.parameters()) if p.grad is not None]
+
+    for one, other in zip(run(lean=True), run(lean=False), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 def test_a_call_made_again_raises() -> None:

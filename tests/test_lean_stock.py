@@ -164,6 +164,100 @@ def test_an_operand_changed_before_backward_raises() -> None:
         out.backward()
 
 
+@pytest.mark.parametrize("kind", ["checkpoint", "hooks"])
+@pytest.mark.parametrize("name", ["silu", "square", "glu"])
+def test_made_under_hooks_that_give_once(name: str, kind: str) -> None:
+    """What they took cannot be asked for by the node and by who makes its result again."""
+    function = FUNCTIONS[name]
+    model, x = Between(lambda x: x), given()
+
+    class Once:
+        def __init__(self, x: Tensor) -> None:
+            self.x: Tensor | None = x.detach()
+
+        def give(self) -> Tensor:
+            assert self.x is not None
+            x, self.x = self.x, None
+            return x
+
+    def part(x: Tensor) -> Tensor:
+        return function(model.before[0](x))
+
+    def step(*, lean: bool) -> list[Tensor]:
+        model.zero_grad()
+        x.grad = None
+        with memkit.lean() if lean else torch.enable_grad():
+            if kind == "checkpoint":
+                between = checkpoint(part, x, use_reentrant=False)
+            else:
+                with saved_tensors_hooks(Once, Once.give):
+                    between = part(x)
+            out = model.after(between)
+        out.square().mean().backward()
+        return [x.grad, *(p.grad for p in model.parameters())]
+
+    assert_same(step(lean=True), step(lean=False))
+
+
+def test_nested_tensors() -> None:
+    weight = torch.randn(8, WIDTH, requires_grad=True)
+
+    def step(*, lean: bool) -> list[Tensor]:
+        parts = [torch.ones(n, WIDTH, requires_grad=True) for n in (40, 64)]
+        with memkit.lean() if lean else torch.enable_grad():
+            nested = torch.nested.as_nested_tensor(parts, layout=torch.strided)
+            out = F.linear(F.gelu(nested), weight)
+        return [*torch.autograd.grad(out.to_padded_tensor(0.0).sum(), [*parts, weight])]
+
+    assert_same(step(lean=True), step(lean=False))
+
+
+def test_weights_that_are_made_of_weights_are_kept() -> None:
+    """Other graphs may step them before this one asks, as the discriminator's in the generator's turn."""
+    weight, sigma = torch.randn(WIDTH, WIDTH, requires_grad=True), torch.tensor(3.0, requires_grad=True)
+    x = given()
+    with memkit.lean():
+        out = (x @ (weight / sigma)).sum() + (x @ weight.clamp(-1, 1)).sum()
+    (before,) = torch.autograd.grad(out, x, retain_graph=True)
+    with torch.no_grad():
+        weight.zero_()
+    (after,) = torch.autograd.grad(out, x)
+    assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("view", ["t", "slice", "view"])
+@pytest.mark.parametrize("own", [False, True])
+def test_chains_with_views_between(view: str, own: bool) -> None:
+    """They count as what they are of."""
+    act = (
+        (lambda x: memkit.functional.leaky_relu(x, 0.9, save="input"))
+        if own
+        else (lambda x: F.leaky_relu(x, 0.9))
+    )
+    views = {"t": lambda x: x.t(), "slice": lambda x: x[:, :], "view": lambda x: x.view(x.shape[::-1])}
+    calls = []
+
+    class Counting(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            calls.append(function)
+            return function(*args, **(kwargs or {}))
+
+    x = torch.randn(256, 256, requires_grad=True)
+    with memkit.lean():
+        out = x
+        for _ in range(300):
+            out = views[view](act(out))
+    with Counting():
+        out.sum().backward()
+    assert len(calls) < 300 * 8
+    expected = x.detach().clone().requires_grad_()
+    out = expected
+    for _ in range(300):
+        out = views[view](F.leaky_relu(out, 0.9))
+    out.sum().backward()
+    assert_same([x.grad], [expected.grad])
+
+
 def test_long_chains_take_no_longer() -> None:
     """What would take more than a few operators is kept, and to find that out too."""
     scales = [nn.Parameter(torch.rand(WIDTH) + 0.5) for _ in range(200)]
@@ -386,6 +480,26 @@ def test_dropout_of_what_is_kept_or_made_again(name: str, kind: str) -> None:
     assert_same(ours, theirs)
     # Where the source can be made again, it takes no memory outside either: what is dropped from it is kept alone.
     assert before - after == tensors * 4 * ROWS * WIDTH
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_dropout_keeps_no_source_that_takes_memory(
+    distributed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: distributed)
+    scale = nn.Parameter(torch.rand(WIDTH))
+    drop = memkit.functional.dropout
+    small = torch.randn(16, WIDTH, requires_grad=True)
+    for x, source in [(given(), lambda x: x * 2 * scale), (small, F.silu)]:
+
+        def forward(x=x, source=source) -> Tensor:
+            return drop(source(x), 0.3) + x
+
+        def lean(forward=forward) -> Tensor:
+            with memkit.lean():
+                return forward()
+
+        assert memkit.memory.measure(lean).saved <= memkit.memory.measure(forward).saved + 16
 
 
 def test_dropout_of_what_is_changed_afterwards() -> None:

@@ -262,7 +262,7 @@ bool is_kept_anyway(const Tensor& x) {
   if (!node) return false;
   if (is_kind(node.get(), NodeKind::saver)) return made.output_nr() == 0;
   if (is_kind(node.get(), NodeKind::own) && static_cast<SavedNode&>(*node).keeps_output(made.output_nr())) return true;
-  return made._version() == 0 && can_rebuild(*node, made.output_nr()) && rebuild_depth(*node) < kRebuildDepth;
+  return can_rebuild(made, true) && rebuild_depth(*node) < kRebuildDepth;
 }
 
 auto new_node(const Tensor& x, const Request& r, Save save) {

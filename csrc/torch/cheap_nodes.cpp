@@ -1,8 +1,11 @@
 #include "cheap_nodes.h"
 
 #include <ATen/ATen.h>
+#include <ATen/SavedTensorHooks.h>
 #include <ATen/autocast_mode.h>
-#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <c10/util/SmallVector.h>
+#include <pybind11/pybind11.h>
+#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/generated/Functions.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
@@ -10,6 +13,7 @@
 
 #include "checks.h"
 #include "rebuild.h"
+#include "saved_node.h"
 
 namespace memkit {
 
@@ -48,9 +52,24 @@ Tensor result(const SiluBackward0& n) { return at::silu(kept(n.self_)); }
 Tensor result(const SinBackward0& n) { return kept(n.self_).sin(); }
 Tensor result(const SoftplusBackward0& n) { return at::softplus(kept(n.self_), n.beta, n.threshold); }
 
+using AllKept = c10::SmallVector<const SavedVariable*, 2>;
+
+template <class N>
+AllKept all_kept(const N& n) {
+  return {&n.self_};
+}
+AllKept all_kept(const PreluKernelBackward0& n) { return {&n.self_, &n.weight_}; }
+
 template <class... Nodes>
 struct AnyOf {
   static bool holds(const Node& node) { return (dynamic_cast<const Nodes*>(&node) || ...); }
+
+  static AllKept kept_by(const Node& node) {
+    AllKept found;
+    const auto look = [&](auto* is) { return is && !(found = all_kept(*is)).empty(); };
+    (look(dynamic_cast<const Nodes*>(&node)) || ...);
+    return found;
+  }
 
   static Tensor run(const Node& node) {
     Tensor found;
@@ -73,20 +92,17 @@ Tensor factor(const Edge& edge, bool is_kept, const SavedVariable& saved) {
 }
 
 template <class Product>
+AllKept factors_kept(const Product& node) {
+  AllKept found;
+  if (keeps_first(node)) found.push_back(&node.self_);
+  if (keeps_second(node)) found.push_back(&node.other_);
+  return found;
+}
+
+template <class Product>
 std::pair<Tensor, Tensor> factors(const Product& node) {
   return {factor(node.next_edge(0), keeps_first(node), node.self_),
           factor(node.next_edge(1), keeps_second(node), node.other_)};
-}
-
-// A parameter, or a part of one.
-bool is_parameter(const Edge& edge) {
-  constexpr int views = 4;
-  const Node* node = edge.function.get();
-  for (int i = 0; node && i <= views; ++i) {
-    if (dynamic_cast<const torch::autograd::AccumulateGrad*>(node)) return true;
-    node = node->num_outputs() == 1 ? node->next_edge(0).function.get() : nullptr;
-  }
-  return false;
 }
 
 }  // namespace
@@ -101,10 +117,26 @@ bool has_factors(const Node& node) {
   return (keeps_first(node) || source_of(node.next_edge(0))) && (keeps_second(node) || source_of(node.next_edge(1)));
 }
 
-bool takes_parameters(const Node& node) {
+bool takes_parameter(const Node& node, int64_t elements) {
   const auto& edges = node.next_edges();
   return std::any_of(edges.begin(), edges.end(),
-                     [](const Edge& edge) { return !edge.is_valid() || is_parameter(edge); });
+                     [&](const Edge& edge) { return edge.is_valid() ? is_parameter(edge, elements) : elements == 0; });
+}
+
+bool gives_twice(const Node& node) {
+  const auto* product = dynamic_cast<const MulBackward0*>(&node);
+  const auto* quotient = dynamic_cast<const DivBackward0*>(&node);
+  const AllKept all = product    ? factors_kept(*product)
+                      : quotient ? factors_kept(*quotient)
+                                 : FunctionsOfKept::kept_by(node);
+  const pybind11::gil_scoped_acquire gil;
+  const auto& hooks = at::SavedTensorDefaultHooks::get_tls_state().stack;
+  PyObject* const unpack = hooks.empty() ? nullptr : hooks.top().second.ptr(getPyInterpreter());
+  return std::all_of(all.begin(), all.end(), [&](const SavedVariable* each) {
+    if (!each->has_hooks()) return true;
+    const auto found = each->retrieve_unpack_hook_data();
+    return found && found->first.ptr(getPyInterpreter()) == unpack;
+  });
 }
 
 Tensor cheap_result(const Node& node) {

@@ -15,8 +15,11 @@ bool is_function_of_kept(const torch::autograd::Node& node);
 // Whether all that this product is of is kept by its node, or can be made again.
 bool has_factors(const torch::autograd::Node& node);
 
-// Whether one of its tensors is a parameter, or may be one that is frozen.
-bool takes_parameters(const torch::autograd::Node& node);
+// Whether one of its tensors is a parameter of so many elements or more; where any counts, also whether one may be frozen.
+bool takes_parameter(const torch::autograd::Node& node, int64_t elements);
+
+// Whether what it keeps may be asked for twice: no hooks took it, or those that are asked now.
+bool gives_twice(const torch::autograd::Node& node);
 
 // What a node of either kind gave, without autograd; raises where its graph has been freed.
 at::Tensor cheap_result(const torch::autograd::Node& node);

@@ -154,7 +154,8 @@ void check_inplace(std::string_view op, const Tensor& x, const std::optional<std
 }
 
 void check_there(const Tensor& x) {
-  if (x.layout() != at::kStrided || !is_plain(x) || x.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) return;
+  if (x.layout() != at::kStrided || x.is_nested() || !is_plain(x)) return;
+  if (x.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) return;
   const size_t needed =
       at::detail::computeStorageNbytes(x.sizes(), x.strides(), x.element_size(), size_t(x.storage_offset()));
   TORCH_CHECK(x.storage().nbytes() >= needed,

@@ -178,6 +178,7 @@ Tensor Original::unpack() const {
       is_unchanged(),
       "one of the variables needed for gradient computation has been modified by an inplace operation: expected ",
       describe(value), " at version ", version, ", got version ", counter.current_version());
+  check_there(value);
   return value;
 }
 
@@ -264,6 +265,7 @@ void note_joined(const Tensor& x, const std::vector<Tensor>& tensors) {
 
 void note_kept(const Tensor& x, const std::shared_ptr<const Original>& kept) {
   if (int64_t(bytes_of(x)) < kLeastPart || !x.grad_fn() || !is_plain(x)) return;
+  if (copies_parameters && may_be_freed(x)) return;
   in_graphs<Slice>().put(place_of(*x.grad_fn(), x.output_nr()), Slice{kept});
   const auto* cat = x._version() == 0 ? cat_of(x) : nullptr;
   if (!cat) return;

@@ -16,7 +16,6 @@
 #include <memory>
 #include <variant>
 
-#include "cheap_nodes.h"
 #include "checks.h"
 #include "joined.h"
 #include "node_kind.h"
@@ -59,9 +58,6 @@ struct Recipe {
   std::shared_ptr<const Original> known;  // for concatenations with it, where versions do not say what was used
 };
 
-// Of PyTorch's operators: smaller ones are not worth the time.
-constexpr int64_t kLeastElements = 1 << 14;
-
 // A node's result that is mostly zeros; the same memory for all who keep it.
 struct Sparse {
   Nonzeros nonzeros;
@@ -79,8 +75,9 @@ using Packed = std::variant<Recipe, Concatenation, Sparse, std::shared_ptr<const
 
 // Not where x sees its base's elements as others, as complex, conjugate or negated ones: `View` knows where they lie alone.
 bool has_producer(const Tensor& x) {
-  return x.requires_grad() && !x.is_leaf() && !x.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && !x.is_neg() &&
-         !x.is_conj() && x.scalar_type() == whole(x).scalar_type();
+  return x.requires_grad() && !x.is_leaf() && !x.is_nested() &&
+         !x.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && !x.is_neg() && !x.is_conj() &&
+         x.scalar_type() == whole(x).scalar_type();
 }
 
 // The tensor in the graph, where hooks are given a node's result without it.
@@ -93,14 +90,11 @@ std::optional<Recipe> recipe_of(const Tensor& x, bool asks_again) {
   const NodePtr& node = made.grad_fn();
   // Written to since it was made: the node would rebuild another tensor.
   if (!node || made._version() != 0) return std::nullopt;
-  const bool by_stock = is_rebuilt_by_stock(*node);
-  if (by_stock && !(asks_again && made.numel() >= kLeastElements && is_plain(made))) return std::nullopt;
-  if (by_stock && copies_parameters && takes_parameters(*node)) return std::nullopt;  // it has no place for copies
   const bool is_padded = pads_rebuildable(*node);
-  if (!is_padded && !can_rebuild(*node, made.output_nr())) return std::nullopt;
+  if (!is_padded && !can_rebuild(made, asks_again)) return std::nullopt;
   packed_recipe = true;
   Recipe recipe{node, made.strides().vec(), View(x), is_padded, is_padded ? fill_of(*node, made) : Tensor(), {}};
-  if (by_stock) {
+  if (is_rebuilt_by_stock(*node)) {
     recipe.known = std::make_shared<const Original>(made, Tensor(), node);
     note_kept(made, recipe.known);
   }

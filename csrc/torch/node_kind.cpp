@@ -3,7 +3,9 @@
 #include <torch/csrc/autograd/functions/tensor.h>
 #include <torch/csrc/autograd/generated/Functions.h>
 
+#include <algorithm>
 #include <atomic>
+#include <cctype>
 #include <iterator>
 #include <string>
 #include <string_view>
@@ -71,6 +73,20 @@ bool is_padding(const std::string& name) {
   return name.compare(0, 13, "ReflectionPad") == 0 || name.compare(0, 14, "ReplicationPad") == 0;
 }
 
+// Of the same memory as what they take.
+constexpr std::string_view kViews[] = {"Alias",        "AsStrided",  "Diagonal",  "Expand", "Permute",
+                                       "ReshapeAlias", "Select",     "Slice",     "Split",  "SplitWithSizes",
+                                       "Squeeze",      "T",          "Transpose", "Unbind", "Unfold",
+                                       "UnsafeSplit",  "UnsafeView", "Unsqueeze", "View"};
+
+// A number at the end is what names of functions written in Python do not have.
+bool shares_memory(const autograd::Node& node) {
+  const std::string name = node.name();
+  if (node.num_outputs() != 1 || !std::isdigit(static_cast<unsigned char>(name.back()))) return false;
+  const std::string_view start = std::string_view(name).substr(0, name.rfind("Backward"));
+  return std::find(std::begin(kViews), std::end(kViews), start) != std::end(kViews);
+}
+
 template <class N>
 bool is_a(const autograd::Node& node) {
   return dynamic_cast<const N*>(&node);
@@ -86,6 +102,7 @@ NodeKind kind_by_casts(const autograd::Node& node) {
   if (is_a<ConstantPadNdBackward0>(node) || is_padding(node.name())) return NodeKind::pad;
   if (is_product(node)) return NodeKind::product;
   if (is_function_of_kept(node)) return NodeKind::of_kept;
+  if (shares_memory(node)) return NodeKind::view;
   return is_a<autograd::TraceableFunction>(node) && is_listed(node.name()) ? NodeKind::saver : NodeKind::other;
 }
 

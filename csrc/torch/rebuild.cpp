@@ -1,6 +1,7 @@
 #include "rebuild.h"
 
 #include <ATen/ops/add.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/generated/Functions.h>
 
 #include <algorithm>
@@ -19,6 +20,9 @@ using torch::autograd::Node;
 using torch::autograd::generated::AddBackward0;
 
 namespace {
+
+// Of PyTorch's operators: smaller results are not worth the time.
+constexpr int64_t kLeastElements = 1 << 14;
 
 // Of another dtype, on the same device.
 bool is_cast(const Node& node) {
@@ -40,9 +44,14 @@ bool is_sum(const AddBackward0& add) {
   return true;
 }
 
+// What other hooks took may run an engine that frees parameters, or a checkpoint in one of its layers.
+bool is_safe(const SavedNode& own, uint32_t output) {
+  return own.can_rebuild(output) && (!copies_parameters || own.made_in_lean());
+}
+
 bool can_run_again(const Node& node, uint32_t output) {
   switch (kind_of(node)) {
-    case NodeKind::own: return static_cast<const SavedNode&>(node).can_rebuild(output);
+    case NodeKind::own: return is_safe(static_cast<const SavedNode&>(node), output);
     case NodeKind::cast: return is_cast(node);
     case NodeKind::add: return is_sum(static_cast<const AddBackward0&>(node));
     case NodeKind::product: return has_factors(node);
@@ -51,13 +60,21 @@ bool can_run_again(const Node& node, uint32_t output) {
   }
 }
 
+// What made the memory.
+const Edge& behind_views(const Edge& edge) {
+  const Edge* at = &edge;
+  while (is_kind(at->function.get(), NodeKind::view)) at = &at->function->next_edge(0);
+  return *at;
+}
+
 // As rebuild_depth, looking at no more nodes of PyTorch's, one before the other, than that.
 int depth_within(const Node& node, int nodes) {
   const auto* own = is_kind(&node, NodeKind::own) ? static_cast<const SavedNode*>(&node) : nullptr;
   if (own && own->depth) return own->depth;
   if (!own && nodes == 0) return kRebuildDepth + 1;
   int deepest = 0;
-  for (const Edge& edge : node.next_edges()) {
+  for (const Edge& each : node.next_edges()) {
+    const Edge& edge = behind_views(each);
     if (!edge.is_valid()) continue;
     const bool again = can_run_again(*edge.function, edge.input_nr);
     if (!again && !is_joined(*edge.function, edge.input_nr)) continue;
@@ -71,6 +88,24 @@ int depth_within(const Node& node, int nodes) {
 }
 
 }  // namespace
+
+bool is_parameter(const Edge& edge, int64_t elements) {
+  const auto* leaf = dynamic_cast<const torch::autograd::AccumulateGrad*>(behind_views(edge).function.get());
+  return leaf && leaf->variable.numel() >= elements;
+}
+
+bool may_be_freed(const Tensor& x) { return !x.grad_fn() || is_parameter({x.grad_fn(), x.output_nr()}); }
+
+bool can_rebuild(const Tensor& made, bool asks_again) {
+  const NodePtr& node = made.grad_fn();
+  if (!node || made._version() != 0) return false;
+  if (is_rebuilt_by_stock(*node)) {
+    if (!asks_again || made.numel() < kLeastElements || !is_plain(made) || !gives_twice(*node)) return false;
+    // It has no place for copies. What is as large is itself a weight, which other graphs may step before this one's end.
+    if (takes_parameter(*node, copies_parameters ? 0 : made.numel())) return false;
+  }
+  return can_rebuild(*node, made.output_nr());
+}
 
 bool is_rebuilt_by_stock(const Node& node) {
   return is_kind(&node, NodeKind::product) || is_kind(&node, NodeKind::of_kept);

@@ -23,7 +23,11 @@ const SavedNode* source_of(const torch::autograd::Edge& edge);
 // way to find out.
 int rebuild_depth(const torch::autograd::Node& node);
 
-// Whether the node is PyTorch's, and keeps what it needs for that for its own backward too: hooks are asked twice.
+// The same of a tensor, changed by nobody; asks_again: whether the hooks that took what its node keeps may be asked for each
+// of it twice, as for what PyTorch's nodes keep.
+bool can_rebuild(const at::Tensor& made, bool asks_again);
+
+// Whether the node is PyTorch's, and keeps what it needs for that for its own backward too.
 bool is_rebuilt_by_stock(const torch::autograd::Node& node);
 
 // Without autograd.

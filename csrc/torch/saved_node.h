@@ -34,6 +34,10 @@ void note_lean_packed(uint64_t sequence_nr);
 // forward and backward, and give it back for the backward of their own layer, which is not the first to ask.
 inline std::atomic<bool> copies_parameters{false};
 
+// A parameter, a part of one, or what has no gradient.
+bool may_be_freed(const at::Tensor& x);
+bool is_parameter(const torch::autograd::Edge& edge, int64_t elements = 0);  // with as many, or more
+
 // The result that a node of this thread is saving, which hooks are given detached.
 inline thread_local const at::Tensor* saved_result = nullptr;
 
@@ -50,11 +54,13 @@ struct SavedNode : torch::autograd::Node {
       const WithoutHooks unasked;
       saved_.emplace_back(x, false);
       note_lean_packed(sequence_nr());
+      made_in_lean_ = true;
       return;
     }
     const bool outer = std::exchange(packed_recipe, false);
     const Saving saving(is_output ? &x : nullptr);
     saved_.emplace_back(x, is_output, is_inplace_on_view);
+    made_in_lean_ = made_in_lean_ || lean_packed(*this);
     if (std::exchange(packed_recipe, outer) && saved_.size() <= 64) recipes_ |= uint64_t(1) << (saved_.size() - 1);
     if (!is_output) return;
     kept_outputs_ |= uint64_t(1) << x.output_nr();
@@ -64,8 +70,11 @@ struct SavedNode : torch::autograd::Node {
   // Of what can_rebuild, and is saved after its input.
   void save_parameter(const std::optional<at::Tensor>& x) {
     save(x);
-    if (x && copies_parameters && lean_packed(*this)) copies_.emplace_back(saved_.size() - 1, x->detach().clone());
+    if (x && copies_parameters && made_in_lean_ && may_be_freed(*x))
+      copies_.emplace_back(saved_.size() - 1, x->detach().clone());
   }
+  // Whether what it saved was packed by lean(), alone or with hooks around it that may be asked again.
+  bool made_in_lean() const { return made_in_lean_; }
 
   // Whether backward needs this result of the operator as it was.
   bool keeps_output(uint32_t number) const { return number < 64 && kept_outputs_ >> number & 1; }
@@ -180,6 +189,7 @@ struct SavedNode : torch::autograd::Node {
   int64_t kept_version_ = -1;
   mutable std::shared_ptr<const NonzerosRef> nonzeros_;
   c10::VariableVersion result_version_;
+  bool made_in_lean_ = false;
   bool released_ = false;
 };
 
