@@ -63,6 +63,18 @@ class Between(nn.Module):
         return self.after(self.function(*(layer(x) for layer in self.before)).to(x.dtype))
 
 
+class Once:
+    """What a hook keeps and gives back a single time."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x: Tensor | None = x.detach()
+
+    def give(self) -> Tensor:
+        assert self.x is not None
+        x, self.x = self.x, None
+        return x
+
+
 def given(dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(ROWS, WIDTH, dtype=dtype, requires_grad=True)
 
@@ -170,15 +182,6 @@ def test_made_under_hooks_that_give_once(name: str, kind: str) -> None:
     """What they took cannot be asked for by the node and by who makes its result again."""
     function = FUNCTIONS[name]
     model, x = Between(lambda x: x), given()
-
-    class Once:
-        def __init__(self, x: Tensor) -> None:
-            self.x: Tensor | None = x.detach()
-
-        def give(self) -> Tensor:
-            assert self.x is not None
-            x, self.x = self.x, None
-            return x
 
     def part(x: Tensor) -> Tensor:
         return function(model.before[0](x))
@@ -389,15 +392,6 @@ def test_checkpoints(inside: bool, reentrant: bool) -> None:
 def test_other_hooks_around(around: str) -> None:
     model, x = Between(lambda a, b: F.silu(a) * b, 2), given()
     theirs, _ = run(model, x, lean=False)
-
-    class Once:
-        def __init__(self, x: Tensor) -> None:
-            self.x: Tensor | None = x.detach()
-
-        def give(self) -> Tensor:
-            assert self.x is not None
-            x, self.x = self.x, None
-            return x
 
     hooks = save_on_cpu() if around == "save_on_cpu" else saved_tensors_hooks(Once, Once.give)
     model.zero_grad()
