@@ -152,26 +152,22 @@ def test_a_call_made_again_raises() -> None:
         out.sum().backward()
 
 
-def test_copies_go_with_the_graph(sharding: None) -> None:
-    unit = Unit("layer_norm")
-    x = torch.randn(ROWS, WIDTH)
-    with memkit.lean():
-        out = unit(x).sum()
-    out.backward()
-    with pytest.raises(RuntimeError, match="second time"):
-        out.backward()
-
-
-def test_copies_are_small(sharding: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backward", [False, True])
+def test_copies_are_small_and_go_with_the_graph(
+    backward: bool, sharding: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def live() -> int:
         unit, x = Unit("layer_norm"), torch.randn(ROWS, WIDTH)
 
-        def forward() -> Tensor:
+        def step() -> Tensor:
             with memkit.lean():
-                return unit(x)
+                out = unit(x).sum()
+            if backward:
+                out.backward()
+            return out  # whose graph stays, without what it kept
 
-        return memkit.memory.measure(forward).live
+        return memkit.memory.measure(step).live
 
     copied = live()
     monkeypatch.setattr(distributed, "is_initialized", lambda: False)
-    assert copied - live() == 2 * 4 * WIDTH
+    assert copied - live() == (0 if backward else 2 * 4 * WIDTH)

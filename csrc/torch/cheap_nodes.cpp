@@ -11,9 +11,8 @@
 
 #include <algorithm>
 
-#include "checks.h"
+#include "parameters.h"
 #include "rebuild.h"
-#include "saved_node.h"
 
 namespace memkit {
 
@@ -30,6 +29,22 @@ Tensor kept(const SavedVariable& saved) {
   check_there(x);
   return x;
 }
+
+// Each factor of a product is kept where its node needs it for the other's gradient; another can be made again.
+bool keeps_first(const Node& node) { return node.next_edge(1).is_valid(); }
+bool keeps_second(const Node& node) { return node.next_edge(0).is_valid() || dynamic_cast<const DivBackward0*>(&node); }
+
+template <class Product>
+Tensor first(const Product& n) {
+  return keeps_first(n) ? kept(n.self_) : rebuild(*n.next_edge(0).function);
+}
+template <class Product>
+Tensor second(const Product& n) {
+  return keeps_second(n) ? kept(n.other_) : rebuild(*n.next_edge(1).function);
+}
+
+Tensor result(const MulBackward0& n) { return first(n) * second(n); }
+Tensor result(const DivBackward0& n) { return first(n) / second(n); }
 
 Tensor result(const AvgPool2DBackward0& n) {
   return at::avg_pool2d(kept(n.self_), n.kernel_size, n.stride, n.padding, n.ceil_mode, n.count_include_pad,
@@ -59,6 +74,15 @@ AllKept all_kept(const N& n) {
   return {&n.self_};
 }
 AllKept all_kept(const PreluKernelBackward0& n) { return {&n.self_, &n.weight_}; }
+template <class Product>
+AllKept factors_kept(const Product& n) {
+  AllKept found;
+  if (keeps_first(n)) found.push_back(&n.self_);
+  if (keeps_second(n)) found.push_back(&n.other_);
+  return found;
+}
+AllKept all_kept(const MulBackward0& n) { return factors_kept(n); }
+AllKept all_kept(const DivBackward0& n) { return factors_kept(n); }
 
 template <class... Nodes>
 struct AnyOf {
@@ -78,38 +102,15 @@ struct AnyOf {
     return found;
   }
 };
+using Products = AnyOf<MulBackward0, DivBackward0>;
 using FunctionsOfKept =
     AnyOf<AvgPool2DBackward0, CeluBackward0, ClampBackward1, CosBackward0, EluBackward0, GeluBackward0, GluBackward0,
           HardsigmoidBackward0, HardswishBackward0, HardtanhBackward0, LeakyReluBackward0, MishBackward0, PowBackward0,
           PreluKernelBackward0, SiluBackward0, SinBackward0, SoftplusBackward0>;
 
-// Each factor is kept where its node needs it for the other's gradient.
-bool keeps_first(const Node& node) { return node.next_edge(1).is_valid(); }
-bool keeps_second(const Node& node) { return node.next_edge(0).is_valid() || dynamic_cast<const DivBackward0*>(&node); }
-
-Tensor factor(const Edge& edge, bool is_kept, const SavedVariable& saved) {
-  return is_kept ? kept(saved) : rebuild(*edge.function);
-}
-
-template <class Product>
-AllKept factors_kept(const Product& node) {
-  AllKept found;
-  if (keeps_first(node)) found.push_back(&node.self_);
-  if (keeps_second(node)) found.push_back(&node.other_);
-  return found;
-}
-
-template <class Product>
-std::pair<Tensor, Tensor> factors(const Product& node) {
-  return {factor(node.next_edge(0), keeps_first(node), node.self_),
-          factor(node.next_edge(1), keeps_second(node), node.other_)};
-}
-
 }  // namespace
 
-bool is_product(const Node& node) {
-  return dynamic_cast<const MulBackward0*>(&node) || dynamic_cast<const DivBackward0*>(&node);
-}
+bool is_product(const Node& node) { return Products::holds(node); }
 
 bool is_function_of_kept(const Node& node) { return FunctionsOfKept::holds(node); }
 
@@ -124,11 +125,7 @@ bool takes_parameter(const Node& node, int64_t elements) {
 }
 
 bool gives_twice(const Node& node) {
-  const auto* product = dynamic_cast<const MulBackward0*>(&node);
-  const auto* quotient = dynamic_cast<const DivBackward0*>(&node);
-  const AllKept all = product    ? factors_kept(*product)
-                      : quotient ? factors_kept(*quotient)
-                                 : FunctionsOfKept::kept_by(node);
+  const AllKept all = is_product(node) ? Products::kept_by(node) : FunctionsOfKept::kept_by(node);
   const pybind11::gil_scoped_acquire gil;
   const auto& hooks = at::SavedTensorDefaultHooks::get_tls_state().stack;
   PyObject* const unpack = hooks.empty() ? nullptr : hooks.top().second.ptr(getPyInterpreter());
@@ -141,15 +138,7 @@ bool gives_twice(const Node& node) {
 
 Tensor cheap_result(const Node& node) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  if (const auto* product = dynamic_cast<const MulBackward0*>(&node)) {
-    const auto [first, second] = factors(*product);
-    return first * second;
-  }
-  if (const auto* quotient = dynamic_cast<const DivBackward0*>(&node)) {
-    const auto [first, second] = factors(*quotient);
-    return first / second;
-  }
-  return FunctionsOfKept::run(node);
+  return is_product(node) ? Products::run(node) : FunctionsOfKept::run(node);
 }
 
 }  // namespace memkit

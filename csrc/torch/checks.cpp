@@ -153,17 +153,6 @@ void check_inplace(std::string_view op, const Tensor& x, const std::optional<std
               "; use inplace=False or inplace='auto', or pass a clone");
 }
 
-void check_there(const Tensor& x) {
-  if (x.layout() != at::kStrided || x.is_nested() || !is_plain(x)) return;
-  if (x.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) return;
-  const size_t needed =
-      at::detail::computeStorageNbytes(x.sizes(), x.strides(), x.element_size(), size_t(x.storage_offset()));
-  TORCH_CHECK(x.storage().nbytes() >= needed,
-              "memkit.lean: expected, to compute a result again, all memory of what it is of, got a tensor of ",
-              describe(x), " whose memory was freed after forward, as engines that shard parameters do; initialize ",
-              "torch.distributed before, so that copies of them are kept, or run that layer outside of lean()");
-}
-
 bool is_plain(const Tensor& x) { return !at::isTensorSubclassLike(x); }
 
 bool is_sole_owner(const Tensor& x, size_t idle_handles) {

@@ -40,9 +40,6 @@ std::optional<std::string> saver_blocker(const at::Tensor& x);
 // Raises where a blocker says why.
 void check_inplace(std::string_view op, const at::Tensor& x, const std::optional<std::string>& blocker);
 
-// Raises where the memory of a tensor that backward computes something again of was freed after forward.
-void check_there(const at::Tensor& x);
-
 // Whether the tensor is an ordinary one: no subclass, no function transform, no tracing mode around.
 bool is_plain(const at::Tensor& x);
 

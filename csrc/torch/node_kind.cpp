@@ -120,4 +120,10 @@ NodeKind kind_of(const autograd::Node& node) {
   return kind;
 }
 
+const autograd::Edge& behind_views(const autograd::Edge& edge) {
+  const autograd::Edge* at = &edge;
+  while (is_kind(at->function.get(), NodeKind::view)) at = &at->function->next_edge(0);
+  return *at;
+}
+
 }  // namespace memkit

@@ -24,6 +24,9 @@ enum class NodeKind : uintptr_t {
 // Looked up once a type, of which there are a few in a program: autograd saves thousands of tensors a second.
 NodeKind kind_of(const torch::autograd::Node& node);
 
+// What made the memory.
+const torch::autograd::Edge& behind_views(const torch::autograd::Edge& edge);
+
 inline bool is_kind(const torch::autograd::Node* node, NodeKind kind) { return node && kind_of(*node) == kind; }
 
 }  // namespace memkit

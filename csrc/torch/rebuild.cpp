@@ -1,7 +1,6 @@
 #include "rebuild.h"
 
 #include <ATen/ops/add.h>
-#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/generated/Functions.h>
 
 #include <algorithm>
@@ -10,6 +9,7 @@
 #include "checks.h"
 #include "joined.h"
 #include "node_kind.h"
+#include "parameters.h"
 #include "saved_node.h"
 
 namespace memkit {
@@ -60,13 +60,6 @@ bool can_run_again(const Node& node, uint32_t output) {
   }
 }
 
-// What made the memory.
-const Edge& behind_views(const Edge& edge) {
-  const Edge* at = &edge;
-  while (is_kind(at->function.get(), NodeKind::view)) at = &at->function->next_edge(0);
-  return *at;
-}
-
 // As rebuild_depth, looking at no more nodes of PyTorch's, one before the other, than that.
 int depth_within(const Node& node, int nodes) {
   const auto* own = is_kind(&node, NodeKind::own) ? static_cast<const SavedNode*>(&node) : nullptr;
@@ -88,13 +81,6 @@ int depth_within(const Node& node, int nodes) {
 }
 
 }  // namespace
-
-bool is_parameter(const Edge& edge, int64_t elements) {
-  const auto* leaf = dynamic_cast<const torch::autograd::AccumulateGrad*>(behind_views(edge).function.get());
-  return leaf && leaf->variable.numel() >= elements;
-}
-
-bool may_be_freed(const Tensor& x) { return !x.grad_fn() || is_parameter({x.grad_fn(), x.output_nr()}); }
 
 bool can_rebuild(const Tensor& made, bool asks_again) {
   const NodePtr& node = made.grad_fn();

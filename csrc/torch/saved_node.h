@@ -15,6 +15,7 @@
 
 #include "checks.h"
 #include "node.h"
+#include "parameters.h"
 
 namespace memkit {
 
@@ -29,14 +30,6 @@ bool lean_keeps(const at::Tensor& x);
 // not long ago.
 bool lean_packed(const torch::autograd::Node& node);
 void note_lean_packed(uint64_t sequence_nr);
-
-// Whether lean() makes copies of parameters for what it makes again: engines that shard them free their memory between
-// forward and backward, and give it back for the backward of their own layer, which is not the first to ask.
-inline std::atomic<bool> copies_parameters{false};
-
-// A parameter, a part of one, or what has no gradient.
-bool may_be_freed(const at::Tensor& x);
-bool is_parameter(const torch::autograd::Edge& edge, int64_t elements = 0);  // with as many, or more
 
 // The result that a node of this thread is saving, which hooks are given detached.
 inline thread_local const at::Tensor* saved_result = nullptr;

@@ -3,7 +3,7 @@
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include "torch/checks.h"
+#include "torch/parameters.h"
 
 namespace memkit {
 namespace {
