@@ -28,35 +28,55 @@ struct Fold {
   }
 };
 #if MEMKIT_X86
+MEMKIT_TARGET_V3 inline float sum_of_lanes(__m256 x) {
+  __m128 half = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+}
+MEMKIT_TARGET_V3 inline double sum_of_lanes(__m256d x) {
+  const __m128d half = _mm_add_pd(_mm256_castpd256_pd128(x), _mm256_extractf128_pd(x, 1));
+  return _mm_cvtsd_f64(_mm_add_sd(half, _mm_unpackhi_pd(half, half)));
+}
+MEMKIT_TARGET_V3 inline float most_of_lanes(__m256 x) {
+  __m128 half = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  half = _mm_max_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
+}
+MEMKIT_TARGET_V3 inline double most_of_lanes(__m256d x) {
+  const __m128d half = _mm_max_pd(_mm256_castpd256_pd128(x), _mm256_extractf128_pd(x, 1));
+  return _mm_cvtsd_f64(_mm_max_sd(half, _mm_unpackhi_pd(half, half)));
+}
 MEMKIT_TARGET_V4 inline float sum_of_lanes(__m512 x) { return _mm512_reduce_add_ps(x); }
 MEMKIT_TARGET_V4 inline double sum_of_lanes(__m512d x) { return _mm512_reduce_add_pd(x); }
 MEMKIT_TARGET_V4 inline float most_of_lanes(__m512 x) { return _mm512_reduce_max_ps(x); }
 MEMKIT_TARGET_V4 inline double most_of_lanes(__m512d x) { return _mm512_reduce_max_pd(x); }
 
-template <class T>
-struct Fold<V4Lanes, T> {
-  typedef T Vector __attribute__((vector_size(64)));
-  typedef T Unaligned __attribute__((vector_size(64), aligned(alignof(T)), may_alias));
-  static constexpr int kLanes = 64 / sizeof(T);
-
-  template <int n>
-  MEMKIT_TARGET_V4 static T sum(const T (&x)[n]) {
-    Vector all = *(const Unaligned*)x;
-#pragma GCC unroll 8
-    for (int k = kLanes; k < n; k += kLanes) all += *(const Unaligned*)(x + k);
-    return sum_of_lanes(all);
-  }
-  template <int n>
-  MEMKIT_TARGET_V4 static T most(const T (&x)[n]) {
-    Vector all = *(const Unaligned*)x;
-#pragma GCC unroll 8
-    for (int k = kLanes; k < n; k += kLanes) {
-      const Vector next = *(const Unaligned*)(x + k);
-      all = all > next ? all : next;
-    }
-    return most_of_lanes(all);
-  }
-};
+// A target is an attribute of each function alone.
+#define MEMKIT_FOLD(LANES, TARGET)                                                                       \
+  template <class T>                                                                                     \
+  struct Fold<LANES, T> {                                                                                \
+    typedef T Vector __attribute__((vector_size(LANES::kBytes)));                                        \
+    typedef T Unaligned __attribute__((vector_size(LANES::kBytes), aligned(alignof(T)), may_alias));     \
+    static constexpr int kLanes = LANES::kBytes / sizeof(T);                                             \
+    template <int n>                                                                                     \
+    TARGET static T sum(const T (&x)[n]) {                                                               \
+      Vector all = *(const Unaligned*)x;                                                                 \
+      _Pragma("GCC unroll 8") for (int k = kLanes; k < n; k += kLanes) all += *(const Unaligned*)(x + k); \
+      return sum_of_lanes(all);                                                                          \
+    }                                                                                                    \
+    template <int n>                                                                                     \
+    TARGET static T most(const T (&x)[n]) {                                                              \
+      Vector all = *(const Unaligned*)x;                                                                 \
+      _Pragma("GCC unroll 8") for (int k = kLanes; k < n; k += kLanes) {                                 \
+        const Vector next = *(const Unaligned*)(x + k);                                                  \
+        all = all > next ? all : next;                                                                   \
+      }                                                                                                  \
+      return most_of_lanes(all);                                                                         \
+    }                                                                                                    \
+  };
+MEMKIT_FOLD(V3Lanes, MEMKIT_TARGET_V3)
+MEMKIT_FOLD(V4Lanes, MEMKIT_TARGET_V4)
+#undef MEMKIT_FOLD
 #endif
 
 // What comes before each run of x: asks for the elements so far `ahead`, as `for_kept` does.

@@ -3,6 +3,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
+
 #include "../formulas/glu.h"
 #include "../formulas/pooling.h"
 #include "../formulas/rotary.h"
@@ -10,8 +12,14 @@
 
 namespace memkit {
 
-// Below this many elements one thread is faster than waking a second (ATen's own grain size).
+// Below this many elements of a cheap activation one thread is faster than waking a second (ATen's own grain size).
 constexpr int64_t kGrain = 32768;
+
+// How many units it takes for another thread to be worth waking, where each costs what so many such elements do.
+inline int64_t grain_of(int64_t cost) { return std::max<int64_t>(1, kGrain / std::max<int64_t>(1, cost)); }
+// What a row of so many elements costs, where an element costs `cost` of a cheap activation's: its start and end cost
+// what some 64 elements do.
+inline int64_t row_cost(int64_t columns, int64_t cost) { return (columns + 64) * cost; }
 
 Dtype dtype_of(at::ScalarType dtype);
 inline Dtype dtype_of(const at::Tensor& x) { return dtype_of(x.scalar_type()); }

@@ -24,14 +24,11 @@ namespace {
 
 using at::Tensor;
 
-int64_t grain_rows(const RowNormArgs& args) {
-  return std::max<int64_t>(1, kGrain / std::max<int64_t>(1, args.columns));
-}
-
 // Each thread sums over its rows; the sums are added up in the threads' order.
 void backward_on_cpu(RowNormArgs args, Tensor& grad_weight, Tensor& grad_bias) {
   const bool parameters = grad_weight.defined() || grad_bias.defined();
-  const int64_t most = (args.rows + grain_rows(args) - 1) / grain_rows(args);
+  const int64_t grain = grain_of(row_cost(args.columns, 1));
+  const int64_t most = (args.rows + grain - 1) / grain;
   const int64_t parts = std::max<int64_t>(1, std::min<int64_t>(at::get_num_threads(), most));
   Tensor partials;
   double* partial = nullptr;
@@ -49,7 +46,7 @@ void backward_on_cpu(RowNormArgs args, Tensor& grad_weight, Tensor& grad_bias) {
   if (!parameters) return;
   void* weight = grad_weight.defined() ? grad_weight.mutable_data_ptr() : nullptr;
   void* bias = grad_bias.defined() ? grad_bias.mutable_data_ptr() : nullptr;
-  at::parallel_for(0, args.columns, std::max<int64_t>(1, kGrain / parts), [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, args.columns, grain_of(parts), [&](int64_t begin, int64_t end) {
     cpu::row_norm_reduce(args, partial, parts, weight, bias, begin, end);
   });
 }
@@ -59,7 +56,7 @@ void backward_on_cpu(RowNormArgs args, Tensor& grad_weight, Tensor& grad_bias) {
 void run_row_norm_forward(const RowNormArgs& args, c10::Device device) {
   if (args.rows == 0 || args.columns == 0) return;
   if (runs_on_threads(device)) {
-    at::parallel_for(0, args.rows, grain_rows(args),
+    at::parallel_for(0, args.rows, grain_of(row_cost(args.columns, args.centered ? 3 : 1)),
                      [&](int64_t begin, int64_t end) { cpu::row_norm_forward(args, begin, end); });
     return;
   }

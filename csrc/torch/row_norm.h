@@ -32,8 +32,8 @@ struct RowNorm {
   }
 };
 
-// By its name, "root", "deviation", "sample_deviation" or "norm".
-Denominator denominator_of(std::string_view name);
+// By its name, "root", "deviation", "sample_deviation" or "norm"; `op` asks.
+Denominator denominator_of(std::string_view name, std::string_view op = "norm");
 std::string_view name_of(Denominator denominator);
 
 // Raises on what the kernels do not take.

@@ -70,10 +70,10 @@ constexpr std::string_view kDenominators[] = {"root", "deviation", "sample_devia
 
 }  // namespace
 
-Denominator denominator_of(std::string_view name) {
+Denominator denominator_of(std::string_view name, std::string_view op) {
   const auto* const found = std::find(std::begin(kDenominators), std::end(kDenominators), name);
-  TORCH_CHECK_VALUE(found != std::end(kDenominators),
-                    "norm: expected denominator 'root', 'deviation', 'sample_deviation' or 'norm', got '", name, "'");
+  TORCH_CHECK_VALUE(found != std::end(kDenominators), op,
+                    ": expected denominator 'root', 'deviation', 'sample_deviation' or 'norm', got '", name, "'");
   return Denominator(found - std::begin(kDenominators));
 }
 

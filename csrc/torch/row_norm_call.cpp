@@ -13,17 +13,23 @@ namespace {
 using at::Tensor;
 using Shape = std::vector<int64_t>;
 
+constexpr char kLayerNorm[] = "layer_norm", kRmsNorm[] = "rms_norm";
+constexpr char kAddLayerNorm[] = "add_layer_norm", kAddRmsNorm[] = "add_rms_norm";
+
 RowNorm norm_of(bool centered, const Tensor& input, const Shape& shape, std::optional<double> eps,
-                std::string_view save) {
+                std::string_view save, int64_t behind = 0, Denominator denominator = Denominator::root) {
   const auto dtype = norm_output_dtype(input);
   // Without an eps: that of the type computed in, as in torch.nn.functional.rms_norm.
   const double smallest =
       dtype == at::kDouble ? std::numeric_limits<double>::epsilon() : double(std::numeric_limits<float>::epsilon());
-  const RowNorm norm{int64_t(shape.size()), eps.value_or(smallest), centered, dtype};
+  const RowNorm norm{int64_t(shape.size()), eps.value_or(smallest), centered, dtype, behind, denominator};
   const auto sizes = input.sizes();
+  const int64_t last = norm.last(input.dim());
   TORCH_CHECK_VALUE(
-      !shape.empty() && shape.size() <= sizes.size() && std::equal(shape.begin(), shape.end(), sizes.end() - norm.dims),
-      norm.name(), ": expected an input whose last dimensions are ", shape, ", got ", sizes);
+      !shape.empty() && norm.dims <= last && std::equal(shape.begin(), shape.end(), sizes.begin() + last - norm.dims),
+      norm.name(), ": expected an input whose ",
+      behind ? "dimensions up to " + std::to_string(last - 1) : std::string("last dimensions"), " are ", shape, ", got ",
+      sizes);
   check_save(norm, save);
   return norm;
 }
@@ -51,9 +57,9 @@ std::tuple<Tensor, Tensor> run_adding(const RowNorm& norm, const Tensor& input, 
       input, residual, norm.dims, weight, bias, norm.eps, norm.centered, norm.dtype, save);
 }
 
-Tensor row_norm(bool centered, const Tensor& input, const Shape& shape, const OptionalTensor& weight,
-                const OptionalTensor& bias, std::optional<double> eps, Inplace inplace, std::string_view save) {
-  check_float_tensor(centered ? "layer_norm" : "rms_norm", input);
+// Over the last dimensions, by the root of the variance and eps.
+Tensor usual_norm(bool centered, const Tensor& input, const Shape& shape, const OptionalTensor& weight,
+                  const OptionalTensor& bias, std::optional<double> eps, Inplace inplace, std::string_view save) {
   const RowNorm norm = norm_of(centered, input, shape, eps, save);
   const bool bypass = may_bypass(input, weight, bias);
   if (inplace == Inplace::automatic) {
@@ -74,12 +80,54 @@ Tensor row_norm(bool centered, const Tensor& input, const Shape& shape, const Op
   return row_norm_(norm, self, weight, bias);
 }
 
+// Whether the elements of the last dimension are neighbours, and the others in their order.
+bool are_rows(const Tensor& x) {
+  if (x.is_contiguous()) return true;
+  if (x.numel() == 0 || x.stride(-1) != 1) return false;
+  int64_t before = std::numeric_limits<int64_t>::max();
+  for (int64_t dim = 0; dim < x.dim(); ++dim) {
+    if (x.size(dim) == 1) continue;
+    if (x.stride(dim) > before) return false;
+    before = x.stride(dim);
+  }
+  return true;
+}
+
+// Over the dimensions that end with `dim`. In place by a copy, but for what turns out to be rows.
+Tensor row_norm(bool centered, const Tensor& input, const Shape& shape, const OptionalTensor& weight,
+                const OptionalTensor& bias, std::optional<double> eps, int64_t dim, std::string_view denominator,
+                Inplace inplace, std::string_view save) {
+  const std::string_view name = centered ? kLayerNorm : kRmsNorm;
+  check_float_tensor(name, input);
+  const auto divided_by = denominator_of(denominator, name);
+  const bool usual = divided_by == Denominator::root;
+  if (dim == -1 && usual) return usual_norm(centered, input, shape, weight, bias, eps, inplace, save);
+  TORCH_CHECK_VALUE(-input.dim() <= dim && dim < input.dim(), name, ": expected dim in [", -input.dim(), ", ",
+                    input.dim() - 1, "], got ", dim, " for input ", input.sizes());
+  const int64_t behind = input.dim() - 1 - (dim < 0 ? dim + input.dim() : dim);
+  if (behind && shape.size() == 1) {
+    const Tensor rows = input.movedim(dim, -1);
+    if (are_rows(rows)) {
+      const Inplace way = inplace == Inplace::forced ? inplace : Inplace::never;
+      const Tensor out = row_norm(centered, rows, shape, weight, bias, eps, -1, denominator, way, save);
+      return way == Inplace::forced ? input : out.movedim(-1, dim);
+    }
+  }
+  if (!behind && usual) return usual_norm(centered, input, shape, weight, bias, eps, inplace, save);
+  const RowNorm norm = norm_of(centered, input, shape, eps, save, behind, divided_by);
+  const bool forced = inplace == Inplace::forced;
+  if (forced) eager::resolve_inplace(inplace, norm.name(), input);
+  const pybind11::gil_scoped_release no_gil;
+  const Tensor out = run(norm, input, weight, bias, forced && save == "auto" ? "output" : save);
+  return forced ? Tensor(input).copy_(out) : out;
+}
+
 std::tuple<Tensor, Tensor> add_row_norm(bool centered, Tensor input, Tensor residual, const Shape& shape,
                                         const OptionalTensor& weight, const OptionalTensor& bias,
                                         std::optional<double> eps, bool inplace, std::string_view save) {
   // The dtype that torch gives to input + residual.
   const auto dtype = at::promote_types(input.scalar_type(), residual.scalar_type());
-  check_float_tensor(centered ? "layer_norm" : "rms_norm", input);
+  check_float_tensor(centered ? kLayerNorm : kRmsNorm, input);
   const bool bypass = may_bypass(input, weight, bias) && is_plain(residual);
   if (input.scalar_type() != dtype) input = input.to(dtype);
   const RowNorm norm = norm_of(centered, input, shape, eps, save);
@@ -103,16 +151,13 @@ bool overwrites(Inplace inplace, std::string_view op, const Tensor& input, const
   return eager::resolve_inplace(inplace, op, residual) == eager::Way::overwrite;
 }
 
-constexpr char kLayerNorm[] = "layer_norm", kRmsNorm[] = "rms_norm";
-constexpr char kAddLayerNorm[] = "add_layer_norm", kAddRmsNorm[] = "add_rms_norm";
-
-Tensor layer_norm(const Tensor& input, Shape shape, OptionalTensor weight, OptionalTensor bias, double eps,
-                  Inplace inplace, std::string_view save) {
-  return row_norm(true, input, shape, weight, bias, eps, inplace, save);
+Tensor layer_norm(const Tensor& input, Shape shape, OptionalTensor weight, OptionalTensor bias, double eps, int64_t dim,
+                  std::string_view denominator, Inplace inplace, std::string_view save) {
+  return row_norm(true, input, shape, weight, bias, eps, dim, denominator, inplace, save);
 }
-Tensor rms_norm(const Tensor& input, Shape shape, OptionalTensor weight, std::optional<double> eps, Inplace inplace,
-                std::string_view save) {
-  return row_norm(false, input, shape, weight, std::nullopt, eps, inplace, save);
+Tensor rms_norm(const Tensor& input, Shape shape, OptionalTensor weight, std::optional<double> eps, int64_t dim,
+                std::string_view denominator, Inplace inplace, std::string_view save) {
+  return row_norm(false, input, shape, weight, std::nullopt, eps, dim, denominator, inplace, save);
 }
 std::tuple<Tensor, Tensor> add_layer_norm(const Tensor& input, const Tensor& residual, Shape shape,
                                           OptionalTensor weight, OptionalTensor bias, double eps, Inplace inplace,

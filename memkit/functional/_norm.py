@@ -80,14 +80,14 @@ def layer_norm(
     save: Save = "auto",
 ) -> Tensor:
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimensions, or those before (Ba et al. 2016)."""
-    if dim != -1 or denominator != "root":
-        how = (eps, denominator, inplace, save)
-        return _over("layer_norm", input, normalized_shape, weight, bias, dim, *how)
     if not is_dynamo_compiling():
-        out: Tensor | None = _C.layer_norm(input, normalized_shape, weight, bias, eps, inplace, save)
+        out: Tensor | None = _C.layer_norm(
+            input, normalized_shape, weight, bias, eps, dim, denominator, inplace, save
+        )
         if out is not None:
             return out
-    return _dispatched("layer_norm", input, normalized_shape, weight, bias, eps, inplace, save)
+    how = (eps, denominator, inplace, save)
+    return _over("layer_norm", input, normalized_shape, weight, bias, dim, *how)
 
 
 def rms_norm(
@@ -105,14 +105,12 @@ def rms_norm(
 
     ``eps`` None: the machine epsilon of the type computed in, as in PyTorch.
     """
-    if dim != -1 or denominator != "root":
-        how = (eps, denominator, inplace, save)
-        return _over("rms_norm", input, normalized_shape, weight, None, dim, *how)
     if not is_dynamo_compiling():
-        out: Tensor | None = _C.rms_norm(input, normalized_shape, weight, eps, inplace, save)
+        out: Tensor | None = _C.rms_norm(input, normalized_shape, weight, eps, dim, denominator, inplace, save)
         if out is not None:
             return out
-    return _dispatched("rms_norm", input, normalized_shape, weight, None, eps, inplace, save)
+    how = (eps, denominator, inplace, save)
+    return _over("rms_norm", input, normalized_shape, weight, None, dim, *how)
 
 
 def normalize(
@@ -131,8 +129,8 @@ def normalize(
         raise ValueError(
             f"normalize: expected dim in [{-input.dim()}, {input.dim() - 1}], got {dim} for {list(input.shape)}"
         )
-    shape, how = (input.shape[dim],), (eps, "norm", inplace, save)
-    return _over("rms_norm", input, shape, None, None, dim, *how)
+    shape = (input.shape[dim],)
+    return rms_norm(input, shape, None, eps, dim=dim, denominator="norm", inplace=inplace, save=save)
 
 
 def add_layer_norm(
@@ -199,7 +197,7 @@ def _over(
     inplace: Inplace,
     save: Save,
 ) -> Tensor:
-    """Whose last dimension is `dim`, with any denominator."""
+    """Through torch.ops: what a compiler traces, and what DTensors take. Functional, with a copy in place."""
     if not -input.dim() <= dim < input.dim():
         raise ValueError(
             f"{op}: expected dim in [{-input.dim()}, {input.dim() - 1}], got {dim} for input {list(input.shape)}"
@@ -209,12 +207,7 @@ def _over(
     parameters = (weight, bias, eps)
     if len(normalized_shape) > 1 or not _are_rows(rows):
         return _dispatched(op, input, normalized_shape, *parameters, inplace, save, denominator, behind)
-    if denominator != "root":
-        out = _dispatched(op, rows, normalized_shape, *parameters, inplace, save, denominator)
-    elif op == "layer_norm":
-        out = layer_norm(rows, normalized_shape, weight, bias, cast(float, eps), inplace=inplace, save=save)
-    else:
-        out = rms_norm(rows, normalized_shape, weight, eps, inplace=inplace, save=save)
+    out = _dispatched(op, rows, normalized_shape, *parameters, inplace, save, denominator)
     if inplace is True:
         return input
     return out.movedim(-1, dim) if behind else out
@@ -237,10 +230,9 @@ def _dispatched(
     eps: float | None,
     inplace: Inplace,
     save: str,
-    denominator: str = "root",
+    denominator: str,
     behind: int = 0,
 ) -> Tensor:
-    """Through torch.ops: what a compiler traces, and what DTensors take. Functional, with a copy in place."""
     if denominator not in DENOMINATORS:
         raise ValueError(f"{op}: expected denominator in {DENOMINATORS}, got {denominator!r}")
     _check(op, input, normalized_shape, inplace, save, behind)
