@@ -200,9 +200,9 @@ def test_normalize_in_place() -> None:
 
 def test_refused() -> None:
     x = torch.ones(2, 3)
-    with pytest.raises(ValueError, match=r"layer_norm: expected denominator in .*, got 'std'"):
+    with pytest.raises(ValueError, match=r"layer_norm: expected denominator 'root', .*, got 'std'"):
         M.layer_norm(x, (3,), denominator="std")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"expected denominator 'root', .*, got 'std'"):
+    with pytest.raises(ValueError, match=r"^norm: expected denominator 'root', .*, got 'std'"):
         torch.ops.memkit._row_norm(x, 1, 0, None, None, 1e-5, True, x.dtype, "auto", "std")
     with pytest.raises(
         ValueError, match=r"layer_norm: expected denominator 'root', 'deviation' or .* got 'norm'"

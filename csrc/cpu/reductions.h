@@ -52,27 +52,27 @@ MEMKIT_TARGET_V4 inline float most_of_lanes(__m512 x) { return _mm512_reduce_max
 MEMKIT_TARGET_V4 inline double most_of_lanes(__m512d x) { return _mm512_reduce_max_pd(x); }
 
 // A target is an attribute of each function alone.
-#define MEMKIT_FOLD(LANES, TARGET)                                                                       \
-  template <class T>                                                                                     \
-  struct Fold<LANES, T> {                                                                                \
-    typedef T Vector __attribute__((vector_size(LANES::kBytes)));                                        \
-    typedef T Unaligned __attribute__((vector_size(LANES::kBytes), aligned(alignof(T)), may_alias));     \
-    static constexpr int kLanes = LANES::kBytes / sizeof(T);                                             \
-    template <int n>                                                                                     \
-    TARGET static T sum(const T (&x)[n]) {                                                               \
-      Vector all = *(const Unaligned*)x;                                                                 \
+#define MEMKIT_FOLD(LANES, TARGET)                                                                        \
+  template <class T>                                                                                      \
+  struct Fold<LANES, T> {                                                                                 \
+    typedef T Vector __attribute__((vector_size(LANES::kBytes)));                                         \
+    typedef T Unaligned __attribute__((vector_size(LANES::kBytes), aligned(alignof(T)), may_alias));      \
+    static constexpr int kLanes = LANES::kBytes / sizeof(T);                                              \
+    template <int n>                                                                                      \
+    TARGET static T sum(const T (&x)[n]) {                                                                \
+      Vector all = *(const Unaligned*)x;                                                                  \
       _Pragma("GCC unroll 8") for (int k = kLanes; k < n; k += kLanes) all += *(const Unaligned*)(x + k); \
-      return sum_of_lanes(all);                                                                          \
-    }                                                                                                    \
-    template <int n>                                                                                     \
-    TARGET static T most(const T (&x)[n]) {                                                              \
-      Vector all = *(const Unaligned*)x;                                                                 \
-      _Pragma("GCC unroll 8") for (int k = kLanes; k < n; k += kLanes) {                                 \
-        const Vector next = *(const Unaligned*)(x + k);                                                  \
-        all = all > next ? all : next;                                                                   \
-      }                                                                                                  \
-      return most_of_lanes(all);                                                                         \
-    }                                                                                                    \
+      return sum_of_lanes(all);                                                                           \
+    }                                                                                                     \
+    template <int n>                                                                                      \
+    TARGET static T most(const T (&x)[n]) {                                                               \
+      Vector all = *(const Unaligned*)x;                                                                  \
+      _Pragma("GCC unroll 8") for (int k = kLanes; k < n; k += kLanes) {                                  \
+        const Vector next = *(const Unaligned*)(x + k);                                                   \
+        all = all > next ? all : next;                                                                    \
+      }                                                                                                   \
+      return most_of_lanes(all);                                                                          \
+    }                                                                                                     \
   };
 MEMKIT_FOLD(V3Lanes, MEMKIT_TARGET_V3)
 MEMKIT_FOLD(V4Lanes, MEMKIT_TARGET_V4)

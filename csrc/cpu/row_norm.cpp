@@ -137,8 +137,9 @@ class ParameterSums {
  public:
   MEMKIT_FN ParameterSums(double* sums, int64_t columns)
       : pitch((columns + kWhole - 1) / kWhole * kWhole),
-        weight(new T[2 * pitch]()),
-        bias(weight.get() + pitch),
+        memory_(new T[2 * pitch + kWhole]()),
+        weight(whole_line(memory_.get())),
+        bias(weight + pitch),
         sums_(sums),
         columns_(columns) {}
 
@@ -147,7 +148,7 @@ class ParameterSums {
   }
   MEMKIT_FN void flush() {
     if (flushed_ && rows_ == 0) return;
-    add(weight.get(), sums_);
+    add(weight, sums_);
     add(bias, sums_ + columns_);
     flushed_ = true;
     rows_ = 0;
@@ -155,10 +156,16 @@ class ParameterSums {
 
   static constexpr int64_t kWhole = 64;  // no vector is longer
   const int64_t pitch;
-  const std::unique_ptr<T[]> weight;
-  T* const bias;
 
  private:
+  const std::unique_ptr<T[]> memory_;
+
+ public:
+  T *const weight, *const bias;
+
+ private:
+  // A vector that lies in two lines of the cache is slow to be read again.
+  MEMKIT_FN static T* whole_line(T* x) { return x + (-reinterpret_cast<uintptr_t>(x) % 64) / sizeof(T); }
   MEMKIT_FN void add(T* from, double* to) const {
     MEMKIT_LOOP
     for (int64_t i = 0; i < columns_; ++i) {
@@ -184,8 +191,10 @@ struct Backward {
       const T* inverse = from_output_ ? affine.inverse(args.columns) : nullptr;
       const Dtype saved_dtype = from_output_ ? args.out_dtype : args.dtype;
       ParameterSums<T> parameter_sums(static_cast<double*>(args.partial), parameters ? args.columns : 0);
-      T *grad_weight = parameter_sums.weight.get(), *grad_bias = parameter_sums.bias;
-      const Rows rows(args.columns, args.columns < 48 ? 4096 / sizeof(T) : 1);
+      T *grad_weight = parameter_sums.weight, *grad_bias = parameter_sums.bias;
+      // With vectors of 64 bytes the reductions of longer rows overlap with other rows by themselves.
+      const bool together = args.columns < 48 || Lanes::kBytes < 64;
+      const Rows rows(args.columns, together ? 4096 / sizeof(T) : 1);
       T kept[kChunk], grads[kChunk], result[kChunk], other[kChunk], means[kTogether], rstds[kTogether];
       Sums<T> total[kTogether];
       const T *saved = nullptr, *g = nullptr;

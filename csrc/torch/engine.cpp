@@ -86,14 +86,14 @@ void run_max_pool(const PoolArgs& args, bool backward, c10::Device device) {
   const auto kernel = backward ? cpu::max_pool_backward : cpu::max_pool_forward;
   // An element that a window looks at costs some four times what a cheap activation's does.
   const int64_t work = args.results() / units * (backward ? 1 : args.kernel()) * 4;
-  at::parallel_for(0, units, grain_of(work),
-                   [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+  at::parallel_for(0, units, grain_of(work), [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
 }
 
 void run_rotary(const RotaryArgs& args, c10::Device device) {
   if (args.rows() == 0) return;
   if (!runs_on_threads(device)) return on_stream(device, [&](auto stream) { return cuda::rotary(args, stream); });
-  at::parallel_for(0, args.rows(), grain_of(args.width), [&](int64_t begin, int64_t end) { cpu::rotary(args, begin, end); });
+  at::parallel_for(0, args.rows(), grain_of(args.width),
+                   [&](int64_t begin, int64_t end) { cpu::rotary(args, begin, end); });
 }
 
 void run_softmax(const SoftmaxArgs& args, bool backward, c10::Device device) {

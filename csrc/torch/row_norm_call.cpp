@@ -28,8 +28,8 @@ RowNorm norm_of(bool centered, const Tensor& input, const Shape& shape, std::opt
   TORCH_CHECK_VALUE(
       !shape.empty() && norm.dims <= last && std::equal(shape.begin(), shape.end(), sizes.begin() + last - norm.dims),
       norm.name(), ": expected an input whose ",
-      behind ? "dimensions up to " + std::to_string(last - 1) : std::string("last dimensions"), " are ", shape, ", got ",
-      sizes);
+      behind ? "dimensions up to " + std::to_string(last - 1) : std::string("last dimensions"), " are ",
+      at::IntArrayRef(shape), ", got ", sizes);
   check_save(norm, save);
   return norm;
 }
