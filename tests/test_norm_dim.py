@@ -283,6 +283,24 @@ def test_in_place(op: str) -> None:
 
 
 @ops
+@pytest.mark.parametrize("inplace", [True, "auto"])
+@pytest.mark.parametrize("denominator", ["root", "deviation"])
+def test_gradients_in_place(op: str, inplace: bool | str, denominator: str) -> None:
+    weight = weights(op, 2 * C, torch.float32)[:1]  # without a bias, which a deviation's output cannot be followed back from
+    for layout in (torch.contiguous_format, torch.channels_last):
+        x = normal((2, 2 * C, 4, 3), torch.float32, 0).contiguous(memory_format=layout).requires_grad_()
+        want = ours(op, denominator=denominator)(x, *weight)
+        made = x * 1
+        out = ours(op, denominator=denominator, inplace=inplace)(made, *weight)
+        assert (out is made) == (inplace is True)
+        if inplace == "auto":
+            torch.testing.assert_close(made, x, rtol=0, atol=0)
+        torch.testing.assert_close(out, want)
+        g = torch.randn_like(want)
+        torch.testing.assert_close(torch.autograd.grad(out, x, g), torch.autograd.grad(want, x, g), rtol=1e-4, atol=1e-5)
+
+
+@ops
 def test_what_is_refused(op: str) -> None:
     function = getattr(M, op)
     x = torch.randn(2, C, 4, 3)

@@ -60,7 +60,7 @@ struct Loops {
       int32_t sides[kBlock];
       Lanes::spread(bits, sides, n);
       for_elements<ahead>(
-          n, [&](int64_t i) MEMKIT_INLINE { out[i] = gradient_at_output(op, grad[i], y[i], sides[i] != 0); }, y, grad,
+          n, [&](int64_t i) MEMKIT_INLINE { out[i] = gradient_at_output(op, grad[i], y[i], sides[i] < 0); }, y, grad,
           out);
     } else {
       for_elements<ahead>(
@@ -75,7 +75,7 @@ struct Loops {
       int32_t sides[kBlock];
       Lanes::spread(bits, sides, n);
       MEMKIT_LOOP
-      for (int64_t i = 0; i < n; ++i) out[i] = gradient_where(op, grad[i], sides[i] != 0);
+      for (int64_t i = 0; i < n; ++i) out[i] = gradient_where(op, grad[i], sides[i] < 0);
     }
   }
 };

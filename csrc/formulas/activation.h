@@ -308,10 +308,9 @@ struct Hardswish {
   }
   MEMKIT_FN bool right(T x) const { return x >= T(x0); }
   MEMKIT_FN T slope_from_output(T y, bool right) const {
-    const auto mask = detail::mask_of<T>(right);
     T root = detail::near_sqrt_of_normal(at_least(T(9) + T(24) * y, T(0))) * (T(1) / T(6));
-    T inner = detail::choose(mask, root, -root), outer = detail::choose(mask, T(1), T(0));
-    return select(y >= detail::choose(mask, T(3), T(0)), outer, inner);
+    T steep = select(y >= T(3), T(1), detail::signed_by(right, root));
+    return select(flat_from_output(y, right), T(0), steep);
   }
   MEMKIT_FN bool flat(T x) const { return x <= T(-3); }
   MEMKIT_FN bool flat_from_output(T y, bool right) const {

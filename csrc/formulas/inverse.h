@@ -78,11 +78,7 @@ template <bool coarse, class Op>
 MEMKIT_FN float slope_at_output(float y, float above, bool right) {
   if constexpr (coarse) {
     float u = at_most(near_sqrt_of_normal(at_least(above, 0.f)), Op::coarse_reach);
-#if defined(MEMKIT_DEVICE)
-    float s = select(right, u, -u);
-#else
-    float s = from_bits<float>(bits_of(u) | (Format<float>::Bits(!right) << 31));
-#endif
+    float s = signed_by(right, u);
     float slope = Op::coarse_fit(s - Op::coarse_centre, s * (s + Op::coarse_end));
     return select(u >= Op::coarse_reach, 1.f, slope);
   }

@@ -91,6 +91,17 @@ MEMKIT_FN T choose(typename Format<T>::Bits mask, T yes, T no) {
 #endif
 }
 
+// A number >= 0 as it is where `positive`, else its negative.
+template <class T>
+MEMKIT_FN T signed_by(bool positive, T size) {
+#if defined(MEMKIT_DEVICE)
+  return select(positive, size, -size);
+#else
+  using Bits = typename Format<T>::Bits;
+  return from_bits<T>(bits_of(size) | (~mask_of<T>(positive) & ~(~Bits(0) >> 1)));
+#endif
+}
+
 // c0 + x c1 + x^2 c2 + ...
 template <class T>
 MEMKIT_FN T polynomial(T, T c0) {
