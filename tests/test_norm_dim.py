@@ -283,10 +283,29 @@ def test_in_place(op: str) -> None:
 
 
 @ops
+@pytest.mark.parametrize("denominator", ["root", "deviation"])
+def test_what_is_overwritten_is_not_kept(op: str, denominator: str) -> None:
+    for dim, layout in (
+        (1, torch.contiguous_format),
+        (1, torch.channels_last),
+        (-1, torch.contiguous_format),
+    ):
+        x = normal((2, C, 4, C), torch.float32, 0).contiguous(memory_format=layout)
+        before = x.clone()
+        with pytest.raises(
+            ValueError, match=f"^{op}: expected save 'auto' or 'output' in place, got 'input'"
+        ):
+            ours(op, dim, denominator=denominator, inplace=True, save="input")(x)
+        assert torch.equal(x, before)
+
+
+@ops
 @pytest.mark.parametrize("inplace", [True, "auto"])
 @pytest.mark.parametrize("denominator", ["root", "deviation"])
 def test_gradients_in_place(op: str, inplace: bool | str, denominator: str) -> None:
-    weight = weights(op, 2 * C, torch.float32)[:1]  # without a bias, which a deviation's output cannot be followed back from
+    weight = weights(op, 2 * C, torch.float32)[
+        :1
+    ]  # without a bias, which a deviation's output cannot be followed back from
     for layout in (torch.contiguous_format, torch.channels_last):
         x = normal((2, 2 * C, 4, 3), torch.float32, 0).contiguous(memory_format=layout).requires_grad_()
         want = ours(op, denominator=denominator)(x, *weight)
@@ -297,7 +316,9 @@ def test_gradients_in_place(op: str, inplace: bool | str, denominator: str) -> N
             torch.testing.assert_close(made, x, rtol=0, atol=0)
         torch.testing.assert_close(out, want)
         g = torch.randn_like(want)
-        torch.testing.assert_close(torch.autograd.grad(out, x, g), torch.autograd.grad(want, x, g), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            torch.autograd.grad(out, x, g), torch.autograd.grad(want, x, g), rtol=1e-4, atol=1e-5
+        )
 
 
 @ops

@@ -17,7 +17,8 @@ constexpr char kLayerNorm[] = "layer_norm", kRmsNorm[] = "rms_norm";
 constexpr char kAddLayerNorm[] = "add_layer_norm", kAddRmsNorm[] = "add_rms_norm";
 
 RowNorm norm_of(bool centered, const Tensor& input, const Shape& shape, std::optional<double> eps,
-                std::string_view save, int64_t behind = 0, Denominator denominator = Denominator::root) {
+                std::string_view save, bool overwrites = false, int64_t behind = 0,
+                Denominator denominator = Denominator::root) {
   const auto dtype = norm_output_dtype(input);
   // Without an eps: that of the type computed in, as in torch.nn.functional.rms_norm.
   const double smallest =
@@ -30,7 +31,7 @@ RowNorm norm_of(bool centered, const Tensor& input, const Shape& shape, std::opt
       norm.name(), ": expected an input whose ",
       behind ? "dimensions up to " + std::to_string(last - 1) : std::string("last dimensions"), " are ",
       at::IntArrayRef(shape), ", got ", sizes);
-  check_save(norm, save);
+  check_save(norm, save, overwrites);
   return norm;
 }
 
@@ -60,7 +61,7 @@ std::tuple<Tensor, Tensor> run_adding(const RowNorm& norm, const Tensor& input, 
 // Over the last dimensions, by the root of the variance and eps.
 Tensor usual_norm(bool centered, const Tensor& input, const Shape& shape, const OptionalTensor& weight,
                   const OptionalTensor& bias, std::optional<double> eps, Inplace inplace, std::string_view save) {
-  const RowNorm norm = norm_of(centered, input, shape, eps, save);
+  const RowNorm norm = norm_of(centered, input, shape, eps, save, inplace == Inplace::forced);
   const bool bypass = may_bypass(input, weight, bias);
   if (inplace == Inplace::automatic) {
     const bool possible = bypass && norm.dtype == input.scalar_type() &&
@@ -71,7 +72,7 @@ Tensor usual_norm(bool centered, const Tensor& input, const Shape& shape, const 
     eager::resolve_inplace(inplace, norm.name(), input);
     const bool records = at::GradMode::is_enabled() && (input.requires_grad() || (weight && weight->requires_grad()) ||
                                                         (bias && bias->requires_grad()));
-    if (records || save == "input") resolve_kept(norm, input, weight, bias, save, true);
+    if (records) resolve_kept(norm, input, weight, bias, save, true);
   }
   const pybind11::gil_scoped_release no_gil;
   if (inplace == Inplace::never) return run(norm, input, weight, bias, save);
@@ -114,8 +115,8 @@ Tensor row_norm(bool centered, const Tensor& input, const Shape& shape, const Op
     }
   }
   if (!behind && usual) return usual_norm(centered, input, shape, weight, bias, eps, inplace, save);
-  const RowNorm norm = norm_of(centered, input, shape, eps, save, behind, divided_by);
   const bool forced = inplace == Inplace::forced;
+  const RowNorm norm = norm_of(centered, input, shape, eps, save, forced, behind, divided_by);
   if (forced) eager::resolve_inplace(inplace, norm.name(), input);
   const pybind11::gil_scoped_release no_gil;
   const Tensor out = run(norm, input, weight, bias, forced && save == "auto" ? "output" : save);

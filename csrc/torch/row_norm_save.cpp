@@ -124,16 +124,16 @@ void follow_weight(const Tensor& made, const Tensor& parameter) {
   if (!made.is_cpu() && is_plain(made) && is_plain(parameter)) measurements().follow(made, parameter);
 }
 
-void check_save(const RowNorm& norm, std::string_view save) {
+void check_save(const RowNorm& norm, std::string_view save, bool inplace) {
   TORCH_CHECK_VALUE(save == "auto" || save == "input" || save == "output", norm.name(),
                     ": expected save 'auto', 'input' or 'output', got '", save, "'");
+  TORCH_CHECK_VALUE(!(inplace && save == "input"), norm.name(),
+                    ": expected save 'auto' or 'output' in place, got 'input', which is overwritten");
 }
 
 Kept resolve_kept(const RowNorm& norm, const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
                   std::string_view save, bool inplace, bool rounded) {
-  check_save(norm, save);
-  TORCH_CHECK_VALUE(!(inplace && save == "input"), norm.name(),
-                    ": expected save 'auto' or 'output' in place, got 'input', which is overwritten");
+  check_save(norm, save, inplace);
   if (save == "input") return Kept::input;
   if (loses_offset(norm, bias)) {
     TORCH_CHECK_VALUE(save == "auto" && !inplace, norm.name(), ": expected, ",

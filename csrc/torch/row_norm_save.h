@@ -7,8 +7,8 @@ namespace memkit {
 
 enum class Kept { input, output };
 
-// Whether `save` is one that norms know.
-void check_save(const RowNorm& norm, std::string_view save);
+// Whether `save` is one that norms know, and that a call in place can keep.
+void check_save(const RowNorm& norm, std::string_view save, bool inplace);
 
 // What `save` means for this call, which works in place or not. rounded: the gradient that arrives will have been rounded to
 // the output's dtype, as under autocast, whether that is on or not.
