@@ -151,6 +151,8 @@ def layer_norm(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
+    dim: int,
+    denominator: str,
     inplace: bool | str,
     save: str,
 ) -> Tensor | None: ...
@@ -159,6 +161,8 @@ def rms_norm(
     normalized_shape: int | Sequence[int],
     weight: Tensor | None,
     eps: float | None,
+    dim: int,
+    denominator: str,
     inplace: bool | str,
     save: str,
 ) -> Tensor | None: ...
