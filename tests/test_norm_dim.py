@@ -300,6 +300,19 @@ def test_what_is_overwritten_is_not_kept(op: str, denominator: str) -> None:
 
 
 @ops
+def test_what_another_operator_has_saved_is_not_overwritten(op: str) -> None:
+    for layout in (torch.contiguous_format, torch.channels_last):
+        x = normal((2, 2 * C, 4, 3), torch.float32, 0).contiguous(memory_format=layout).requires_grad_()
+        made = x * 1
+        square = made.pow(2)
+        with pytest.raises(
+            RuntimeError, match=f"^{op}: expected, in place, a tensor that nothing else needs"
+        ):
+            ours(op, inplace=True)(made)
+        torch.testing.assert_close(torch.autograd.grad(square.sum(), x)[0], 2 * x)
+
+
+@ops
 @pytest.mark.parametrize("inplace", [True, "auto"])
 @pytest.mark.parametrize("denominator", ["root", "deviation"])
 def test_gradients_in_place(op: str, inplace: bool | str, denominator: str) -> None:

@@ -106,18 +106,18 @@ Tensor row_norm(bool centered, const Tensor& input, const Shape& shape, const Op
   TORCH_CHECK_VALUE(-input.dim() <= dim && dim < input.dim(), name, ": expected dim in [", -input.dim(), ", ",
                     input.dim() - 1, "], got ", dim, " for input ", input.sizes());
   const int64_t behind = input.dim() - 1 - (dim < 0 ? dim + input.dim() : dim);
+  const bool forced = inplace == Inplace::forced;
+  if (forced) eager::resolve_inplace(inplace, name, input);
   if (behind && shape.size() == 1) {
     const Tensor rows = input.movedim(dim, -1);
     if (are_rows(rows)) {
-      const Inplace way = inplace == Inplace::forced ? inplace : Inplace::never;
+      const Inplace way = forced ? inplace : Inplace::never;
       const Tensor out = row_norm(centered, rows, shape, weight, bias, eps, -1, denominator, way, save);
-      return way == Inplace::forced ? input : out.movedim(-1, dim);
+      return forced ? input : out.movedim(-1, dim);
     }
   }
   if (!behind && usual) return usual_norm(centered, input, shape, weight, bias, eps, inplace, save);
-  const bool forced = inplace == Inplace::forced;
   const RowNorm norm = norm_of(centered, input, shape, eps, save, forced, behind, divided_by);
-  if (forced) eager::resolve_inplace(inplace, norm.name(), input);
   const pybind11::gil_scoped_release no_gil;
   const Tensor out = run(norm, input, weight, bias, forced && save == "auto" ? "output" : save);
   return forced ? Tensor(input).copy_(out) : out;
