@@ -300,6 +300,16 @@ def test_what_is_overwritten_is_not_kept(op: str, denominator: str) -> None:
 
 
 @ops
+def test_in_place_the_gradient_is_exact_or_refused(op: str) -> None:
+    for layout in (torch.contiguous_format, torch.channels_last):
+        x = normal((2, 2 * C, 4, 3), torch.float32, 0).contiguous(memory_format=layout).requires_grad_()
+        made = x * 1
+        with pytest.raises(ValueError, match=f"^{op}: expected, in place, weights"):
+            ours(op, inplace=True)(made, torch.full((2 * C,), 1e-38))
+        torch.testing.assert_close(made, x, rtol=0, atol=0)
+
+
+@ops
 def test_what_another_operator_has_saved_is_not_overwritten(op: str) -> None:
     for layout in (torch.contiguous_format, torch.channels_last):
         x = normal((2, 2 * C, 4, 3), torch.float32, 0).contiguous(memory_format=layout).requires_grad_()

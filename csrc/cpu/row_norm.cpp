@@ -134,12 +134,18 @@ struct Forward {
 // would lose digits.
 template <class T>
 class ParameterSums {
+  static constexpr int64_t kWhole = 64;  // no vector is longer
+  const int64_t pitch_;
+  const std::unique_ptr<T[]> memory_;
+
  public:
+  T *const weight, *const bias;
+
   MEMKIT_FN ParameterSums(double* sums, int64_t columns)
-      : pitch((columns + kWhole - 1) / kWhole * kWhole),
-        memory_(new T[2 * pitch + kWhole]()),
+      : pitch_((columns + kWhole - 1) / kWhole * kWhole),
+        memory_(new T[2 * pitch_ + kWhole]()),
         weight(whole_line(memory_.get())),
-        bias(weight + pitch),
+        bias(weight + pitch_),
         sums_(sums),
         columns_(columns) {}
 
@@ -153,15 +159,6 @@ class ParameterSums {
     flushed_ = true;
     rows_ = 0;
   }
-
-  static constexpr int64_t kWhole = 64;  // no vector is longer
-  const int64_t pitch;
-
- private:
-  const std::unique_ptr<T[]> memory_;
-
- public:
-  T *const weight, *const bias;
 
  private:
   // A vector that lies in two lines of the cache is slow to be read again.

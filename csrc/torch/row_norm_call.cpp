@@ -58,6 +58,14 @@ std::tuple<Tensor, Tensor> run_adding(const RowNorm& norm, const Tensor& input, 
       input, residual, norm.dims, weight, bias, norm.eps, norm.centered, norm.dtype, save);
 }
 
+// Raises where the gradient from an output that is to overwrite the input would not be exact.
+void check_overwritten(const RowNorm& norm, const Tensor& input, const OptionalTensor& weight,
+                       const OptionalTensor& bias, std::string_view save) {
+  const bool records = at::GradMode::is_enabled() && (input.requires_grad() || (weight && weight->requires_grad()) ||
+                                                      (bias && bias->requires_grad()));
+  if (records) resolve_kept(norm, input, weight, bias, save, true);
+}
+
 // Over the last dimensions, by the root of the variance and eps.
 Tensor usual_norm(bool centered, const Tensor& input, const Shape& shape, const OptionalTensor& weight,
                   const OptionalTensor& bias, std::optional<double> eps, Inplace inplace, std::string_view save) {
@@ -70,9 +78,7 @@ Tensor usual_norm(bool centered, const Tensor& input, const Shape& shape, const 
     inplace = possible ? Inplace::forced : Inplace::never;
   } else if (inplace == Inplace::forced) {
     eager::resolve_inplace(inplace, norm.name(), input);
-    const bool records = at::GradMode::is_enabled() && (input.requires_grad() || (weight && weight->requires_grad()) ||
-                                                        (bias && bias->requires_grad()));
-    if (records) resolve_kept(norm, input, weight, bias, save, true);
+    check_overwritten(norm, input, weight, bias, save);
   }
   const pybind11::gil_scoped_release no_gil;
   if (inplace == Inplace::never) return run(norm, input, weight, bias, save);
@@ -118,6 +124,7 @@ Tensor row_norm(bool centered, const Tensor& input, const Shape& shape, const Op
   }
   if (!behind && usual) return usual_norm(centered, input, shape, weight, bias, eps, inplace, save);
   const RowNorm norm = norm_of(centered, input, shape, eps, save, forced, behind, divided_by);
+  if (forced) check_overwritten(norm, input, weight, bias, save);
   const pybind11::gil_scoped_release no_gil;
   const Tensor out = run(norm, input, weight, bias, forced && save == "auto" ? "output" : save);
   return forced ? Tensor(input).copy_(out) : out;
