@@ -279,21 +279,19 @@ MEMKIT_LOOPS_FOR(BaseLoops, BaseLanes, )
 #if MEMKIT_X86
 MEMKIT_LOOPS_FOR(V3Loops, V3Lanes, MEMKIT_TARGET_V3)
 MEMKIT_LOOPS_FOR(V4Loops, V4Lanes, MEMKIT_TARGET_V4)
-MEMKIT_LOOPS_FOR(V4ShortLoops, V4Lanes, MEMKIT_TARGET_V4_SHORT)
 MEMKIT_TILES_FOR(V3Tiles, V3Lanes, MEMKIT_TARGET_V3)
 MEMKIT_TILES_FOR(V4Tiles, V4Lanes, MEMKIT_TARGET_V4)
 #endif
 
-// Up to which functions of a few instructions take short vectors: see isa.h, and where they write to other memory than they read,
-// long ones took 1.1 to 1.2 times as long in the caches (Zen 5; in place, and in memory beyond, 0.6 to 0.9 times).
+// Up to which functions of two slopes take the loops of AVX2 where there is AVX-512: sixteen lanes read no faster, cost a call
+// between Python's own work 2 us, and choose by masks, which the compiler puts on loads of the gradient as well: those then
+// wait for the other operand (Zen 5, 1 Mi elements: 1.2 to 1.5 times as long). In place, and in memory beyond, they gain.
 constexpr int64_t kFewInPlace = 1 << 18, kFewElsewhere = 1 << 21;
 
 template <class Op>
 inline constexpr int64_t few_in_place = is_long<Op> ? 0 : kFewInPlace;
 template <class Op>
 inline constexpr int64_t few_elsewhere = is_long<Op> ? 0 : kFewElsewhere;
-template <class T, bool coarse>
-inline constexpr int64_t few_elsewhere<Hardswish<T, coarse>> = kFewElsewhere;
 
 template <class T, bool coarse>
 struct FindTable {
@@ -306,7 +304,7 @@ struct FindTable {
     if (isa() == Isa::v4) {
       const bool in_place = args.out == args.x || args.out == args.grad;
       if constexpr (few_elsewhere<Op> > 0)
-        if (args.numel <= (in_place ? few_in_place<Op> : few_elsewhere<Op>)) return &V4ShortLoops<Op, T>::table;
+        if (args.numel <= (in_place ? few_in_place<Op> : few_elsewhere<Op>)) return &V3Loops<Op, T>::table;
       return &V4Loops<Op, T>::table;
     }
     if (isa() == Isa::v3) return &V3Loops<Op, T>::table;

@@ -10,10 +10,7 @@
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define MEMKIT_X86 1
-// Short: for a few instructions an element. Vectors of sixteen would read no faster, and where they come up now and then,
-// between Python's own work, each call of 16 Ki elements takes 2 us more.
 #define MEMKIT_TARGET_V4 __attribute__((target("arch=x86-64-v4,prefer-vector-width=512")))
-#define MEMKIT_TARGET_V4_SHORT __attribute__((target("arch=x86-64-v4,prefer-vector-width=256")))
 #define MEMKIT_TARGET_V3 __attribute__((target("arch=x86-64-v3")))
 #else
 #define MEMKIT_X86 0
