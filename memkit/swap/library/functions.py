@@ -32,9 +32,9 @@ from ..recipes import FUNCTIONS
 from .activations import computes
 from .attend import may_drop
 from .rewritten import rewrites, rewritten
-from .scaled import running
+from .scaled import running, runs
 from .sdpa import attending
-from .source import global_names
+from .source import global_names, has_class
 from .twin import Instead, Ours, Twin, is_tracing, undecorated, with_names
 
 DROPOUTS: dict[Any, Callable[..., Tensor]] = {
@@ -91,11 +91,10 @@ class Functions(Twin, kind="functions"):
             return forward(self, *args, **kwargs)
         in_lean = self._acts and is_lean() and torch.is_grad_enabled()
         drops = self._drops and self.training
-        names = _ours(forward, in_lean, self if drops else None) if in_lean or drops else {}
-        if not in_lean:
-            return (with_names(forward, **names) if names else forward)(self, *args, **kwargs)
+        if not (in_lean or drops):
+            return forward(self, *args, **kwargs)
         with running(self):
-            return rewritten(forward, **names)(self, *args, **kwargs)
+            return _with_ours(forward, in_lean, drops)(self, *args, **kwargs)
 
 
 class Dropouts(Functions, kind="dropouts"):
@@ -133,12 +132,62 @@ def why_idle(module: nn.Module) -> str:
     return min(whys) if whys and not {*_functions(type(module)).values()} - DROPS else ""
 
 
-def _ours(forward: Any, acts: bool, drops: nn.Module | None) -> dict[str, Any]:
-    """What its names stand for instead: activations, and dropouts of that module."""
+class _Made(NamedTuple):
+    function: Any
+    """A forward in its other form."""
+    seen: tuple[tuple[dict[str, Any], str, Any], ...]
+    """What decided on it: of modules, what they hold by a name."""
+
+
+_made: dict[tuple[FunctionType, bool, bool], _Made] = {}
+
+
+def _with_ours(forward: Any, acts: bool, drops: bool) -> Any:
+    """The forward with our activations, or dropouts for what :func:`running` says; that of the last call, where all that it
+    depends on is still there. This runs in each call: looking takes a tenth of the time that making it takes."""
+    if type(forward) is not FunctionType:
+        return forward
+    made = _made.get((forward, acts, drops))
+    if made is not None:
+        for where, name, held in made.seen:
+            if where.get(name) is not held:
+                break
+        else:
+            return made.function
+    names = _ours(forward, acts, drops)
+    function = rewritten(forward, **names) if acts else with_names(forward, **names) if names else forward
+    if not (names and has_class(undecorated(forward).__code__)):  # a class's body sees what its module held then
+        _made[forward, acts, drops] = _Made(function, tuple(_seen(forward)))
+    return function
+
+
+def _ours(forward: Any, acts: bool, drops: bool) -> dict[str, Any]:
+    """What its names stand for instead: activations, and dropouts."""
     known = undecorated(forward).__globals__
-    called = _called(forward).items()
-    names = {path[0] for path, op in called if (drops is not None if op in DROPS else acts)}
-    return {name: _instead(name, known[name], acts, drops) for name in names}
+    paths = [path for path, op in _called(forward).items() if (drops if op in DROPS else acts)]
+    names = {path[0]: _instead(path[0], known[path[0]], acts, drops) for path in paths}
+    for path in paths:  # at hand: a module's way to what it lacks takes longer
+        held = names[path[0]]
+        for name in path[1:]:
+            within, held = held, getattr(held, name)
+            vars(within)[name] = held
+    return names
+
+
+def _seen(forward: Any) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """What :func:`_called` looks at."""
+    forward = undecorated(forward)
+    for use in _uses(forward.__code__):
+        where, held = forward.__globals__, None
+        for name in use.path:
+            held = where.get(name)
+            yield where, name, held
+            if not _is_module(held):
+                break
+            where = vars(held)
+        if type(held) is FunctionType and name in WRITTEN_OUT:
+            reads = global_names(held.__code__) or ()
+            yield from ((held.__globals__, each, held.__globals__.get(each)) for each in reads)
 
 
 def _functions(cls: type[nn.Module]) -> dict[tuple[str, ...], str]:
@@ -268,15 +317,15 @@ def _is_elementwise(function: FunctionType) -> bool:
 
 
 def _is_module(held: Any) -> bool:
-    return any(held is each for each in (torch, nn, nn.functional))
+    return held is torch or held is nn or held is nn.functional
 
 
-def _instead(name: str, held: Any, acts: bool, drops: nn.Module | None) -> Any:
+def _instead(name: str, held: Any, acts: bool, drops: bool) -> Any:
     op = _op(name, held)
     if op == "dropout":
-        return held if drops is None else _dropping(held, drops)
+        return _dropping(held) if drops else held
     if op == "attention":
-        return held if drops is None else attending(held, drops, dropped)
+        return attending(held, note_dropped) if drops else held
     if op is not None and acts:
         return Ours(_normalize, held) if op == "normalize" else Ours(_call, op, held)
     if op is not None:
@@ -287,20 +336,26 @@ def _instead(name: str, held: Any, acts: bool, drops: nn.Module | None) -> Any:
 class _WithOurs(Instead):
     """Asks for what the module holds at that time, which may have been patched."""
 
-    _choice: tuple[bool, nn.Module | None]
+    _choice: tuple[bool, bool]
 
     def __getattr__(self, name: str) -> Any:
         return _instead(name, super().__getattr__(name), *self._choice)
 
 
-def _dropping(stock: Any, module: nn.Module) -> Callable[..., Tensor]:
+def note_dropped() -> None:
+    """That a dropout of the module whose forward runs is memkit's."""
+    if (module := runs()) is not None:
+        dropped.add(module)
+
+
+def _dropping(stock: Any) -> Callable[..., Tensor]:
     """Ours, out of place, where there is something to drop."""
 
     def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         if isinstance(input, Pending) and stock is nn.functional.dropout:
             pending = input.drop(p if training else 0.0)
             if pending is not input:
-                dropped.add(module)
+                note_dropped()
             return pending  # type: ignore[no-any-return]
         if (
             training is True
@@ -309,7 +364,7 @@ def _dropping(stock: Any, module: nn.Module) -> Callable[..., Tensor]:
             and isinstance(input, Tensor)
             and serves(input)
         ):
-            dropped.add(module)
+            note_dropped()
             return DROPOUTS[stock](input, p, True)
         return stock(input, p, training, inplace)  # type: ignore[no-any-return]
 

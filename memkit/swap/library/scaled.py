@@ -11,8 +11,6 @@ from __future__ import annotations
 import ast
 import dis
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import CodeType
 from typing import Any
 
@@ -30,19 +28,28 @@ NAMES = ("gamma", "lambda", "layer_scale", "gate")
 _running = threading.local()
 
 
-@contextmanager
-def running(module: nn.Module) -> Iterator[None]:
+class running:
     """Whose code runs inside."""
-    outer, _running.module = getattr(_running, "module", None), module
-    try:
-        yield
-    finally:
-        _running.module = outer
+
+    __slots__ = ("_module", "_outer")
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __enter__(self) -> None:
+        self._outer, _running.module = runs(), self._module
+
+    def __exit__(self, *error: object) -> None:
+        _running.module = self._outer
+
+
+def runs() -> nn.Module | None:
+    return getattr(_running, "module", None)
 
 
 def note_served(module: nn.Module | None = None) -> None:
     """Something of its code, or of that which runs, has been memkit's."""
-    for each in (module, getattr(_running, "module", None)):
+    for each in (module, runs()):
         if each is not None:
             served.add(each)
 

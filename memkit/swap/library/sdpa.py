@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -38,15 +37,15 @@ class _Given(NamedTuple):
     enable_gqa: Any = False
 
 
-def attending(stock: Callable[..., Tensor], module: nn.Module, dropped: WeakSet[nn.Module]) -> Any:
-    """The function for that module's calls, which is noted when it drops."""
+def attending(stock: Callable[..., Tensor], note_dropped: Callable[[], None]) -> Any:
+    """The function, and what to call when it drops."""
 
     def scaled_dot_product_attention(*args: Any, **named: Any) -> Tensor:
         given = _given(args, named)
         if given is None or not may_drop(given.dropout_p) or not _takes(given):
             return stock(*args, **named)
         if not torch.is_autocast_enabled("cpu"):
-            dropped.add(module)
+            note_dropped()
             return _attended(given)
         again = is_lean() and torch.is_grad_enabled()
         return checkpointed(stock, *args, **named) if again else stock(*args, **named)
