@@ -66,9 +66,10 @@ class InGraphs {
   void put(const Place& place, Value value) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (unsorted_.size() + found_.size() >= limit_) {
-      sort();
-      for (auto at = found_.begin(); at != found_.end();) at = is_alive(at->second) ? std::next(at) : found_.erase(at);
-      limit_ = std::max<size_t>(1024, 2 * found_.size());
+      const auto is_dead = [](const auto& entry) { return !is_alive(entry.second); };
+      unsorted_.erase(std::remove_if(unsorted_.begin(), unsorted_.end(), is_dead), unsorted_.end());
+      for (auto at = found_.begin(); at != found_.end();) at = is_dead(*at) ? found_.erase(at) : std::next(at);
+      limit_ = std::max<size_t>(1024, 2 * (unsorted_.size() + found_.size()));
     }
     unsorted_.emplace_back(place, std::move(value));
   }
@@ -174,12 +175,16 @@ Tensor Original::unpack() const {
     const pybind11::gil_scoped_acquire gil;
     return give_back(packed).cast<Tensor>();
   }
-  TORCH_CHECK(
-      is_unchanged(),
-      "one of the variables needed for gradient computation has been modified by an inplace operation: expected ",
-      describe(value), " at version ", version, ", got version ", counter.current_version());
-  check_there(value);
+  check_unchanged(value, version, counter.current_version());
   return value;
+}
+
+void check_unchanged(const Tensor& kept, uint32_t version, uint32_t now) {
+  TORCH_CHECK(
+      now == version,
+      "one of the variables needed for gradient computation has been modified by an inplace operation: expected ",
+      describe(kept), " at version ", version, ", got version ", now);
+  check_there(kept);
 }
 
 Tensor Part::of(const Tensor& original) const { return dim < 0 ? original : original.narrow(dim, start, length); }

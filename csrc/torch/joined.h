@@ -26,7 +26,7 @@ inline size_t bytes_of(const at::Tensor& x) {
 }
 
 // A tensor that autograd keeps as it is, by itself or by what the saved-tensor hooks around made of it; or that its node
-// makes again. Destroyed under the GIL, as capsules are.
+// makes again. Destroyed under the GIL.
 struct Original {
   explicit Original(const at::Tensor& x, at::Tensor value = {}, NodePtr node = {})
       : value(std::move(value)),
@@ -48,6 +48,9 @@ struct Original {
   // Of the first node made after it was kept, and its thread.
   uint64_t sequence = at::sequence_number::peek(), thread = at::RecordFunction::currentThreadId();
 };
+
+// Raises where a tensor that was kept at one version is at another `now`, or its memory is gone.
+void check_unchanged(const at::Tensor& kept, uint32_t version, uint32_t now);
 
 // Something of what is joined.
 struct Part {

@@ -36,14 +36,16 @@ Tensor whole(const Tensor& x) { return x.is_view() ? Tensor(x._base()) : x; }
 
 // Where in the memory of a node's result a tensor lies.
 struct View {
-  explicit View(const Tensor& x) : sizes(x.sizes().vec()), strides(x.strides().vec()), offset(x.storage_offset()) {}
+  explicit View(const Tensor& x) : sizes(x.sizes()), strides(x.strides()), offset(x.storage_offset()) {}
 
   Tensor of(const Tensor& made) const {
-    if (made.sizes() == sizes && made.strides() == strides && made.storage_offset() == offset) return made;
+    if (made.sizes() == at::IntArrayRef(sizes) && made.strides() == at::IntArrayRef(strides) &&
+        made.storage_offset() == offset)
+      return made;
     return made.as_strided(sizes, strides, offset);
   }
 
-  std::vector<int64_t> sizes, strides;
+  at::DimVector sizes, strides;
   int64_t offset;
 };
 
@@ -51,7 +53,7 @@ struct View {
 // nothing alive that would not be.
 struct Recipe {
   NodePtr node;
-  std::vector<int64_t> made;  // the result's own strides
+  at::DimVector made;  // the result's own strides
   View view;
   bool is_padded;
   Tensor fill;                            // what it was padded with
@@ -67,11 +69,17 @@ struct Sparse {
 // What was concatenated, and is kept in parts.
 struct Concatenation {
   std::shared_ptr<const Joined> joined;
-  std::vector<int64_t> made;  // the result's own strides
+  at::DimVector made;  // the result's own strides
   View view;
 };
 
-using Packed = std::variant<Recipe, Concatenation, Sparse, std::shared_ptr<const Original>>;
+// A tensor of no graph, as autograd keeps it without hooks: itself.
+struct Leaf {
+  pybind11::object tensor;
+  uint32_t version;
+};
+
+using Packed = std::variant<Recipe, Concatenation, Sparse, Leaf, std::shared_ptr<const Original>>;
 
 // Not where x sees its base's elements as others, as complex, conjugate or negated ones: `View` knows where they lie alone.
 bool has_producer(const Tensor& x) {
@@ -93,7 +101,7 @@ std::optional<Recipe> recipe_of(const Tensor& x, bool asks_again) {
   const bool is_padded = pads_rebuildable(*node);
   if (!is_padded && !can_rebuild(made, asks_again)) return std::nullopt;
   packed_recipe = true;
-  Recipe recipe{node, made.strides().vec(), View(x), is_padded, is_padded ? fill_of(*node, made) : Tensor(), {}};
+  Recipe recipe{node, at::DimVector(made.strides()), View(x), is_padded, is_padded ? fill_of(*node, made) : Tensor(), {}};
   if (is_rebuilt_by_stock(*node)) {
     recipe.known = std::make_shared<const Original>(made, Tensor(), node);
     note_kept(made, recipe.known);
@@ -107,7 +115,7 @@ std::optional<Concatenation> concatenation_of(const Tensor& x, const Keeper& kee
   if (made._version() != 0) return std::nullopt;
   auto joined = joined_of(made, keeper);
   if (!joined) return std::nullopt;
-  return Concatenation{std::move(joined), made.strides().vec(), View(x)};
+  return Concatenation{std::move(joined), at::DimVector(made.strides()), View(x)};
 }
 
 // What wrote all of the tensor last, also where that was in place on a view.
@@ -138,7 +146,7 @@ std::optional<Sparse> sparse_of(const Tensor& x) {
 }
 
 // Hooks inside this one may have handed a node its input in another order of memory.
-Tensor in_order(const Tensor& made, const std::vector<int64_t>& strides) {
+Tensor in_order(const Tensor& made, at::IntArrayRef strides) {
   if (made.strides() == strides) return made;
   return at::empty_strided(made.sizes(), strides, made.options()).copy_(made);
 }
@@ -162,9 +170,39 @@ Tensor made_again(const Sparse& sparse) {
   return sparse.view.of(sparse.nonzeros.spread());
 }
 
-// -- for Python, which autograd calls once for each tensor that it saves: plain functions over capsules
+// -- for Python, which autograd calls once for each tensor that it saves: plain functions over objects of one type, of few
+// allocations. In a model's step each finds the caches full of the layers' numbers.
 
-constexpr const char* kCapsule = "memkit.packed";
+struct PackedObject {
+  PyObject_HEAD
+  Packed packed;
+};
+static_assert(sizeof(PackedObject) <= 512, "Python's own memory serves no more");
+
+void drop(PyObject* self) {
+  std::destroy_at(&reinterpret_cast<PackedObject*>(self)->packed);
+  PyObject_Free(self);
+}
+
+PyTypeObject packed_type = [] {
+  PyTypeObject type = {PyVarObject_HEAD_INIT(nullptr, 0)};
+  type.tp_name = "memkit._C.Packed";
+  type.tp_basicsize = sizeof(PackedObject);
+  type.tp_dealloc = drop;
+  type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION;
+  return type;
+}();
+
+PyObject* object_of(Packed&& packed) {
+  PackedObject* object = PyObject_New(PackedObject, &packed_type);
+  if (!object) throw python_error();
+  new (&object->packed) Packed(std::move(packed));
+  return reinterpret_cast<PyObject*>(object);
+}
+
+const Packed* packed_of(PyObject* object) {
+  return Py_TYPE(object) == &packed_type ? &reinterpret_cast<PackedObject*>(object)->packed : nullptr;
+}
 
 // Numbers of the last nodes, and the place of another in it: a node is made before it keeps anything.
 uint64_t& packed_for(uint64_t sequence_nr) {
@@ -175,16 +213,6 @@ uint64_t& packed_for(uint64_t sequence_nr) {
   return numbers[sequence_nr % many];
 }
 void note_packing() { note_lean_packed(at::sequence_number::peek() - 1); }
-
-void drop(PyObject* capsule) { delete static_cast<Packed*>(PyCapsule_GetPointer(capsule, kCapsule)); }
-
-PyObject* in_capsule(Packed&& packed) {
-  auto held = std::make_unique<Packed>(std::move(packed));
-  PyObject* capsule = PyCapsule_New(held.get(), kCapsule, drop);
-  if (!capsule) throw python_error();
-  held.release();
-  return capsule;
-}
 
 const Tensor& tensor_of(PyObject* object, const char* name) {
   TORCH_CHECK_TYPE(THPVariable_Check(object), name, ": expected a Tensor, got ", Py_TYPE(object)->tp_name);
@@ -197,7 +225,7 @@ PyObject* recipe(PyObject*, PyObject* const* args, Py_ssize_t count) {
                    "recipe: expected a tensor, and whether what is around lean() may be asked ", "again, got ", count,
                    " arguments");
   if (auto found = recipe_of(tensor_of(args[0], "recipe"), count == 2 && args[1] == Py_True))
-    return in_capsule(std::move(*found));
+    return object_of(std::move(*found));
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
@@ -209,8 +237,8 @@ PyObject* nonzeros(PyObject*, PyObject* tensor) {
   if (!found) Py_RETURN_NONE;
   const pybind11::object values = pybind11::cast(std::move(found->nonzeros.values));
   const pybind11::object bits = pybind11::cast(std::move(found->nonzeros.bits));
-  const auto capsule = pybind11::reinterpret_steal<pybind11::object>(in_capsule(std::move(*found)));
-  return pybind11::make_tuple(capsule, values, bits).release().ptr();
+  const auto frame = pybind11::reinterpret_steal<pybind11::object>(object_of(std::move(*found)));
+  return pybind11::make_tuple(frame, values, bits).release().ptr();
   END_HANDLE_TH_ERRORS
 }
 
@@ -223,17 +251,19 @@ Tensor without_graph(const Tensor& x, PyObject* object) {
 
 PyObject* kept(const Tensor& x, std::shared_ptr<const Original> as) {
   note_kept(result_of(x), as);
-  return in_capsule(std::move(as));
+  return object_of(std::move(as));
 }
 
 PyObject* pack(PyObject*, PyObject* tensor) {
   HANDLE_TH_ERRORS
   const Tensor& x = tensor_of(tensor, "pack");
   note_packing();
-  if (auto found = recipe_of(x, true)) return in_capsule(std::move(*found));
+  if (THPVariable_CheckExact(tensor) && !result_of(x).grad_fn())
+    return object_of(Leaf{pybind11::reinterpret_borrow<pybind11::object>(tensor), uint32_t(x._version())});
+  if (auto found = recipe_of(x, true)) return object_of(std::move(*found));
   const auto keep = [](const Tensor& part) { return std::make_shared<const Original>(part, part); };
-  if (auto found = concatenation_of(x, {keep, {}})) return in_capsule(std::move(*found));
-  if (auto found = sparse_of(x)) return in_capsule(std::move(*found));
+  if (auto found = concatenation_of(x, {keep, {}})) return object_of(std::move(*found));
+  if (auto found = sparse_of(x)) return object_of(std::move(*found));
   return kept(x, std::make_shared<const Original>(x, without_graph(x, tensor)));
   END_HANDLE_TH_ERRORS
 }
@@ -268,28 +298,33 @@ PyObject* concatenation(PyObject*, PyObject* const* args, Py_ssize_t count) {
   note_packing();
   const auto keep = [&](const Tensor& part) { return kept_around(pybind11::cast(part).ptr(), args[1], args[2]); };
   if (auto found = concatenation_of(tensor_of(args[0], "concatenation"), {keep, args[2]}))
-    return in_capsule(std::move(*found));
+    return object_of(std::move(*found));
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
 
 PyObject* unpack(PyObject*, PyObject* object) {
   HANDLE_TH_ERRORS
-  if (!PyCapsule_IsValid(object, kCapsule)) Py_RETURN_NONE;
-  const auto& packed = *static_cast<const Packed*>(PyCapsule_GetPointer(object, kCapsule));
-  if (const auto* kept = std::get_if<std::shared_ptr<const Original>>(&packed))
+  const Packed* packed = packed_of(object);
+  if (!packed) Py_RETURN_NONE;
+  if (const auto* leaf = std::get_if<Leaf>(packed)) {
+    const Tensor& x = THPVariable_Unpack(leaf->tensor.ptr());
+    check_unchanged(x, leaf->version, uint32_t(x._version()));
+    return pybind11::object(leaf->tensor).release().ptr();
+  }
+  if (const auto* kept = std::get_if<std::shared_ptr<const Original>>(packed))
     return THPVariable_Wrap((*kept)->unpack());
-  if (const auto* sparse = std::get_if<Sparse>(&packed)) return THPVariable_Wrap(made_again(*sparse));
-  if (const auto* joined = std::get_if<Concatenation>(&packed)) return THPVariable_Wrap(made_again(*joined));
-  return THPVariable_Wrap(made_again(std::get<Recipe>(packed)));
+  if (const auto* sparse = std::get_if<Sparse>(packed)) return THPVariable_Wrap(made_again(*sparse));
+  if (const auto* joined = std::get_if<Concatenation>(packed)) return THPVariable_Wrap(made_again(*joined));
+  return THPVariable_Wrap(made_again(std::get<Recipe>(*packed)));
   END_HANDLE_TH_ERRORS
 }
 
 PyObject* spread(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 3 && PyCapsule_IsValid(args[0], kCapsule),
-                   "spread: expected what `nonzeros` gave, values and bits");
-  Sparse sparse = std::get<Sparse>(*static_cast<const Packed*>(PyCapsule_GetPointer(args[0], kCapsule)));
+  const auto* frame = count == 3 ? std::get_if<Sparse>(packed_of(args[0])) : nullptr;
+  TORCH_CHECK_TYPE(frame, "spread: expected what `nonzeros` gave, values and bits");
+  Sparse sparse = *frame;
   Nonzeros& nonzeros = sparse.nonzeros;
   const Tensor &values = tensor_of(args[1], "spread"), &bits = tensor_of(args[2], "spread");
   TORCH_CHECK(values.is_cpu() && bits.is_cpu() && values.scalar_type() == nonzeros.dtype &&
@@ -332,7 +367,7 @@ bool lean_keeps(const Tensor& x) {
 }
 
 void bind_lean(pybind11::module_& m) {
-  if (PyModule_AddFunctions(m.ptr(), kMethods) != 0) throw pybind11::error_already_set();
+  if (PyType_Ready(&packed_type) != 0 || PyModule_AddFunctions(m.ptr(), kMethods) != 0) throw pybind11::error_already_set();
   the_pack = m.attr("pack").ptr();
   m.def("note_joined", note_joined);
   m.def("copy_parameters", [](bool copies) { copies_parameters = copies; });
