@@ -268,12 +268,14 @@ class Conv2d(Layer, memkit_nn.Conv2d):
     records_only = True
 
     def _stays(self, input: Tensor) -> bool:
+        height, width = self.kernel_size
+        weight = self.out_channels * self.in_channels // self.groups * height * width
         return not (
             input.device.type == "cpu"
-            and is_lean()
             and not is_dynamo_compiling()
-            and takes(self, input)  # before its weight is asked for, which a parametrization would compute
-            and _C.conv_parts(input.numel(), self.weight.numel()) > 1
+            and _C.conv_parts(input.numel(), weight) > 1  # first: most layers end here
+            and is_lean()
+            and takes(self, input)
             and not torch.is_autocast_enabled("cpu")
         )
 

@@ -259,10 +259,11 @@ def _next(steps: Sequence[Any], at: int, input: Tensor, dropout: bool) -> tuple[
     if act is not None:
         params: Any = act[1]
         after, p = at + 1, 0.0
-        while after < len(steps) and (
-            _is_idle(steps[after]) or (dropout and not p and _is_dropout(steps[after]))
-        ):
-            p = p or (0.0 if _is_idle(steps[after]) else steps[after].p)
+        while after < len(steps):
+            if not _is_idle(steps[after]):
+                if p or not (dropout and _is_dropout(steps[after])):
+                    break
+                p = steps[after].p
             after += 1
         layer: Any = steps[after] if after < len(steps) else None
         linear = linear_call(layer)

@@ -357,7 +357,8 @@ def computes_in(input: Any, *layers: Any) -> bool:
 def _weight_of(layer: Any) -> Any:
     """Past the dictionary's own way to look it up, by which ZeRO 3 gathers what another module asks for."""
     if isinstance(layer, nn.Module):
-        held = layer._parameters.get("weight")
+        if (held := layer._parameters.get("weight")) is not None:
+            return held
         elsewhere = (
             layer._buffers
             or layer._modules
@@ -365,6 +366,6 @@ def _weight_of(layer: Any) -> Any:
             or hasattr(type(layer), "weight")
             or type(layer).__getattr__ is not nn.Module.__getattr__
         )
-        if held is not None or not elsewhere:
-            return held
+        if not elsewhere:
+            return None
     return getattr(layer, "weight", None)
