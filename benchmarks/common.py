@@ -131,13 +131,16 @@ class Rounds:
     def take(self, visits: int = 1) -> None:
         """One of so many visits."""
         if not self.rounds:
-            begin = time.perf_counter()
-            interleave(self.timers, repeats=1, warm=0)
-            warm_round = time.perf_counter() - begin
+            warm_round = min(self._round(), self._round())  # the first may start what all later ones use
             self.rounds = max(self.least, min(self.most, int(self.budget / warm_round)))
         done = len(next(iter(self.times.values())))
         for name, taken in interleave(self.timers, -(-self.rounds // visits), warm=0, first=done).items():
             self.times[name] += taken
+
+    def _round(self) -> float:
+        begin = time.perf_counter()
+        interleave(self.timers, repeats=1, warm=0)
+        return time.perf_counter() - begin
 
     def found(self) -> dict[str, Any]:
         return {
