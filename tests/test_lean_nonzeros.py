@@ -15,7 +15,7 @@ import memkit.functional as M
 from memkit import _C, swap
 from memkit.memory import measure
 
-WIDTH, ROWS = 2048, 512
+WIDTH, ROWS = 1024, 256
 BITS = WIDTH * ROWS // 8
 
 
@@ -125,6 +125,25 @@ def test_what_does_not_pay_is_kept_as_it_is() -> None:
     assert bytes_of(strided) < strided.nbytes
     for x in (dense, few, short, other, result(M.gelu), result().detach()):
         assert bytes_of(x) == x.nbytes
+
+
+@pytest.mark.parametrize("zeros", [0.2, 0.5, 0.98, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_vectors_that_are_not_whole(dtype, zeros) -> None:
+    x = torch.randn(257, 1025, dtype=dtype).abs() + 0.1
+    x[torch.rand(x.shape) < zeros] = 0
+    x[:, :1000:3][torch.rand(257, 334) < 0.01] = float("nan")
+    y = M.relu(x.requires_grad_() * 1)
+    parts = _C.nonzeros(y)
+    assert (parts is None) == (zeros == 0.2)  # eight tenths, and bits, are too much
+    if parts is not None:
+        again = _C.spread(*parts)
+        assert torch.equal(again.nan_to_num(7.0), y.nan_to_num(7.0))
+
+
+def test_room_of_one_size() -> None:
+    sizes = {parts[1].untyped_storage().nbytes() for _ in range(20) if (parts := _C.nonzeros(result()))}
+    assert len(sizes) == 1
 
 
 def test_other_orders_of_memory_and_views() -> None:

@@ -5,6 +5,7 @@
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/set.h>
 
+#include <algorithm>
 #include <atomic>
 #include <utility>
 
@@ -17,9 +18,10 @@ namespace {
 
 using at::Tensor;
 
-// What is smaller, or has shorter rows, stays as it is: the products around it take too little time for packing not to
-// show (a step of OPT: 1.03 times as long with rows of 1,024, as long with 2,048).
-constexpr int64_t kRow = 2048, kElements = 1 << 20;
+// What is smaller, or has shorter rows, stays as it is: the products around it take too little time for packing not to show.
+constexpr int64_t kRow = 1024, kElements = 1 << 18;
+// In so many steps a tensor's nonzeros have room: not a number of which a half, as in a new network, is a limit of one.
+constexpr int64_t kSteps = 31;
 
 cpu::NonzerosArgs arguments(const Tensor& x, const Nonzeros& nonzeros) {
   cpu::NonzerosArgs args;
@@ -55,7 +57,9 @@ std::optional<Nonzeros> nonzeros_of(const Tensor& x) {
   int64_t before = 0;
   for (int64_t& start : found.starts) before += std::exchange(start, before);
   if (size_t(found.count()) * x.element_size() + found.bits.nbytes() > x.nbytes() / 4 * 3) return std::nullopt;
-  found.values = at::empty({found.count()}, x.options());
+  // Of one size from call to call, nearly always: others would cut up memory, which then comes anew from the system.
+  const int64_t step = x.numel() / kSteps, room = (found.count() + step - 1) / step * step;
+  found.values = at::empty({room}, x.options()).narrow(0, 0, found.count());
   args.nonzeros = found.values.data_ptr();
   on_threads(args, [&](int64_t begin, int64_t end) { cpu::gather_nonzeros(args, begin, end); });
   found.dtype = x.scalar_type();
