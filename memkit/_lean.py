@@ -42,7 +42,7 @@ class lean:  # noqa: N801  a context, named as torch.no_grad is
 
     What is packed: results of memkit's ``relu``, ``relu6`` and ``relu_squared`` and of its dropout behind them or with
     ``p >= 0.5``, on the CPU, with 2**18 elements in rows of 1,024 at least. Where half of one is zero, the other half and a
-    bit an element are kept, 2.2 bytes an element instead of 4 in float32; where one in twenty is not, 0.4. On CUDA how
+    bit an element are kept, 2.1 bytes an element instead of 4 in float32; where one in twenty is not, 0.3. On CUDA how
     many there are would have to be waited for, so nothing is packed there.
 
     The rest is saved as it would be outside, by the saved-tensor hooks around the context if there are any: inside

@@ -141,11 +141,6 @@ def test_vectors_that_are_not_whole(dtype, zeros) -> None:
         assert torch.equal(again.nan_to_num(7.0), y.nan_to_num(7.0))
 
 
-def test_room_of_one_size() -> None:
-    sizes = {parts[1].untyped_storage().nbytes() for _ in range(20) if (parts := _C.nonzeros(result()))}
-    assert len(sizes) == 1
-
-
 def test_other_orders_of_memory_and_views() -> None:
     leaf = torch.randn(WIDTH, ROWS, requires_grad=True)
     columns = M.relu(leaf.t())

@@ -101,7 +101,8 @@ std::optional<Recipe> recipe_of(const Tensor& x, bool asks_again) {
   const bool is_padded = pads_rebuildable(*node);
   if (!is_padded && !can_rebuild(made, asks_again)) return std::nullopt;
   packed_recipe = true;
-  Recipe recipe{node, at::DimVector(made.strides()), View(x), is_padded, is_padded ? fill_of(*node, made) : Tensor(), {}};
+  Recipe recipe{node, at::DimVector(made.strides()), View(x), is_padded, is_padded ? fill_of(*node, made) : Tensor(),
+                {}};
   if (is_rebuilt_by_stock(*node)) {
     recipe.known = std::make_shared<const Original>(made, Tensor(), node);
     note_kept(made, recipe.known);
@@ -174,8 +175,7 @@ Tensor made_again(const Sparse& sparse) {
 // allocations. In a model's step each finds the caches full of the layers' numbers.
 
 struct PackedObject {
-  PyObject_HEAD
-  Packed packed;
+  PyObject_HEAD Packed packed;
 };
 static_assert(sizeof(PackedObject) <= 512, "Python's own memory serves no more");
 
@@ -367,7 +367,8 @@ bool lean_keeps(const Tensor& x) {
 }
 
 void bind_lean(pybind11::module_& m) {
-  if (PyType_Ready(&packed_type) != 0 || PyModule_AddFunctions(m.ptr(), kMethods) != 0) throw pybind11::error_already_set();
+  if (PyType_Ready(&packed_type) != 0 || PyModule_AddFunctions(m.ptr(), kMethods) != 0)
+    throw pybind11::error_already_set();
   the_pack = m.attr("pack").ptr();
   m.def("note_joined", note_joined);
   m.def("copy_parameters", [](bool copies) { copies_parameters = copies; });

@@ -5,7 +5,6 @@
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/set.h>
 
-#include <algorithm>
 #include <atomic>
 #include <utility>
 
@@ -20,8 +19,6 @@ using at::Tensor;
 
 // What is smaller, or has shorter rows, stays as it is: the products around it take too little time for packing not to show.
 constexpr int64_t kRow = 1024, kElements = 1 << 18;
-// In so many steps a tensor's nonzeros have room: not a number of which a half, as in a new network, is a limit of one.
-constexpr int64_t kSteps = 31;
 
 cpu::NonzerosArgs arguments(const Tensor& x, const Nonzeros& nonzeros) {
   cpu::NonzerosArgs args;
@@ -57,9 +54,7 @@ std::optional<Nonzeros> nonzeros_of(const Tensor& x) {
   int64_t before = 0;
   for (int64_t& start : found.starts) before += std::exchange(start, before);
   if (size_t(found.count()) * x.element_size() + found.bits.nbytes() > x.nbytes() / 4 * 3) return std::nullopt;
-  // Of one size from call to call, nearly always: others would cut up memory, which then comes anew from the system.
-  const int64_t step = x.numel() / kSteps, room = (found.count() + step - 1) / step * step;
-  found.values = at::empty({room}, x.options()).narrow(0, 0, found.count());
+  found.values = at::empty({found.count()}, x.options());
   args.nonzeros = found.values.data_ptr();
   on_threads(args, [&](int64_t begin, int64_t end) { cpu::gather_nonzeros(args, begin, end); });
   found.dtype = x.scalar_type();

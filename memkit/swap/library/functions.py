@@ -32,7 +32,7 @@ from ..recipes import FUNCTIONS
 from .activations import computes
 from .attend import may_drop
 from .rewritten import rewrites, rewritten
-from .scaled import running, runs
+from .scaled import Running, runs
 from .sdpa import attending
 from .source import global_names, has_class
 from .twin import Instead, Ours, Twin, is_tracing, undecorated, with_names
@@ -93,7 +93,7 @@ class Functions(Twin, kind="functions"):
         drops = self._drops and self.training
         if not (in_lean or drops):
             return forward(self, *args, **kwargs)
-        with running(self):
+        with Running(self):
             return _with_ours(forward, in_lean, drops)(self, *args, **kwargs)
 
 
@@ -143,7 +143,7 @@ _made: dict[tuple[FunctionType, bool, bool], _Made] = {}
 
 
 def _with_ours(forward: Any, acts: bool, drops: bool) -> Any:
-    """The forward with our activations, or dropouts for what :func:`running` says; that of the last call, where all that it
+    """The forward with our activations, or dropouts for what :class:`Running` says; that of the last call, where all that it
     depends on is still there. This runs in each call: looking takes a tenth of the time that making it takes."""
     if type(forward) is not FunctionType:
         return forward
@@ -156,7 +156,9 @@ def _with_ours(forward: Any, acts: bool, drops: bool) -> Any:
             return made.function
     names = _ours(forward, acts, drops)
     function = rewritten(forward, **names) if acts else with_names(forward, **names) if names else forward
-    if not (names and has_class(undecorated(forward).__code__)):  # a class's body sees what its module held then
+    if not (
+        names and has_class(undecorated(forward).__code__)
+    ):  # a class's body sees what its module held then
         _made[forward, acts, drops] = _Made(function, tuple(_seen(forward)))
     return function
 

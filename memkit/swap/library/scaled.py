@@ -28,7 +28,7 @@ NAMES = ("gamma", "lambda", "layer_scale", "gate")
 _running = threading.local()
 
 
-class running:
+class Running:
     """Whose code runs inside."""
 
     __slots__ = ("_module", "_outer")
