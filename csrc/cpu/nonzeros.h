@@ -16,8 +16,8 @@ struct NonzerosArgs {
   void* elements = nullptr;  // all of them; only `spread` writes here
   void* nonzeros = nullptr;  // those that are not zero, in their order; only `gather` writes here
   uint64_t* bits = nullptr;  // nonzeros_words(numel); only `find` writes here
-  int64_t* starts =
-      nullptr;  // of each unit; `find` writes how many it has, the others read how many there are before it
+  // Of each unit, and one more: `find` writes how many a unit has, the others read how many there are before it, and in all.
+  int64_t* starts = nullptr;
 };
 
 // Each works on the units [begin, end), for a whole tensor or a thread's share of it.

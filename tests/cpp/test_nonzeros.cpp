@@ -30,7 +30,7 @@ void there_and_back(int64_t numel, double density, bool negative_zero) {
 
   const int64_t units = nonzeros_units(numel);
   std::vector<uint64_t> bits(size_t(nonzeros_words(numel)), ~uint64_t(0));
-  std::vector<int64_t> starts(static_cast<size_t>(units), -1);
+  std::vector<int64_t> starts(static_cast<size_t>(units) + 1, 0);
   NonzerosArgs args{numel, sizeof(E), x.data(), nullptr, bits.data(), starts.data()};
   bool found = false;
   for (int64_t u = 0; u < units; ++u) found |= find_nonzeros(args, u, u + 1);
