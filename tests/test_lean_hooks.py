@@ -124,3 +124,14 @@ def test_sparse_tensors_are_kept_where_memory_is_measured() -> None:
             return torch.autograd.grad(torch.sparse.mm(adjacency, x).square().sum(), x)
 
     torch.testing.assert_close(memkit.memory.measure(call).result, stock)
+
+
+def test_a_leaf_is_not_swapped_for_another_meanwhile() -> None:
+    weight, other = torch.ones(3, requires_grad=True), torch.full((3,), 5.0, requires_grad=True)
+    x = torch.ones(3, requires_grad=True)
+    with memkit.lean():
+        y = x * weight
+    with pytest.raises(RuntimeError, match="use_count"):
+        torch.utils.swap_tensors(weight, other)
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.ones(3))

@@ -2,12 +2,16 @@
 
 import copy
 import functools
+import gc
 import importlib
 import inspect
 import math
 import pickle
 import sys
 import warnings
+import weakref
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -371,6 +375,59 @@ def test_what_is_patched_later_is_called(monkeypatch):
     swap(model, lean="call")
     monkeypatch.setattr(F, "gelu", lambda x, **kwargs: x)
     torch.testing.assert_close(model(x), model.other(model.one(x)))
+
+
+def test_what_is_patched_during_a_forward_is_called():
+    class Patching(Gelus):
+        def forward(self, x):
+            with mock.patch.object(F, "gelu", lambda x, **kwargs: 3 * x):
+                return self.other(F.gelu(self.one(x)))
+
+    model, x = Patching().double(), samples()
+    swap(model, lean="call")
+    for _ in range(2):
+        torch.testing.assert_close(model(x), model.other(3 * model.one(x)))
+
+
+def test_a_forward_that_is_written_anew():
+    class Fresh(Gelus):
+        def forward(self, x, times=1.0, *, more=0.0):
+            return self.other(F.gelu(self.one(x))) * times + more
+
+    def changed(self, x, times=1.0, *, more=0.0):
+        return self.other(F.gelu(self.one(x))) * times + more + 100
+
+    model, x = Fresh().double(), samples()
+    stock = copy.deepcopy(model)
+    swap(model, lean="call")
+    before, forward = model(x), Fresh.forward
+    forward.__defaults__ = (2.0,)
+    torch.testing.assert_close(model(x), 2 * before)
+    forward.__kwdefaults__ = {"more": 5.0}
+    torch.testing.assert_close(model(x), 2 * before + 5)
+    forward.__code__ = changed.__code__
+    torch.testing.assert_close(model(x), stock(x))
+    torch.testing.assert_close(model(x), 2 * before + 105)
+
+
+SHIFT: Any = None
+
+
+def test_tensors_that_a_module_held_are_not_kept(monkeypatch):
+    class Shifted(Gelus):
+        def forward(self, x):
+            return self.other(F.gelu(self.one(x))) + SHIFT
+
+    shift = torch.ones((), dtype=torch.double)
+    monkeypatch.setitem(globals(), "SHIFT", shift)
+    model, gone = Shifted().double(), weakref.ref(shift)
+    swap(model, lean="call")
+    model(samples())
+    monkeypatch.setitem(globals(), "SHIFT", 0.0)
+    monkeypatch.undo()
+    del shift, model
+    gc.collect()
+    assert gone() is None
 
 
 LIBRARY = """

@@ -73,9 +73,9 @@ struct Concatenation {
   View view;
 };
 
-// A tensor of no graph, as autograd keeps it without hooks: itself.
+// A tensor of no graph, as autograd keeps it without hooks: itself, so that nothing is put in its place meanwhile.
 struct Leaf {
-  pybind11::object tensor;
+  Tensor tensor;
   uint32_t version;
 };
 
@@ -258,8 +258,7 @@ PyObject* pack(PyObject*, PyObject* tensor) {
   HANDLE_TH_ERRORS
   const Tensor& x = tensor_of(tensor, "pack");
   note_packing();
-  if (THPVariable_CheckExact(tensor) && !result_of(x).grad_fn())
-    return object_of(Leaf{pybind11::reinterpret_borrow<pybind11::object>(tensor), uint32_t(x._version())});
+  if (THPVariable_CheckExact(tensor) && !result_of(x).grad_fn()) return object_of(Leaf{x, uint32_t(x._version())});
   if (auto found = recipe_of(x, true)) return object_of(std::move(*found));
   const auto keep = [](const Tensor& part) { return std::make_shared<const Original>(part, part); };
   if (auto found = concatenation_of(x, {keep, {}})) return object_of(std::move(*found));
@@ -308,9 +307,8 @@ PyObject* unpack(PyObject*, PyObject* object) {
   const Packed* packed = packed_of(object);
   if (!packed) Py_RETURN_NONE;
   if (const auto* leaf = std::get_if<Leaf>(packed)) {
-    const Tensor& x = THPVariable_Unpack(leaf->tensor.ptr());
-    check_unchanged(x, leaf->version, uint32_t(x._version()));
-    return pybind11::object(leaf->tensor).release().ptr();
+    check_unchanged(leaf->tensor, leaf->version, uint32_t(leaf->tensor._version()));
+    return THPVariable_Wrap(leaf->tensor);
   }
   if (const auto* kept = std::get_if<std::shared_ptr<const Original>>(packed))
     return THPVariable_Wrap((*kept)->unpack());

@@ -16,7 +16,8 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
-from types import BuiltinFunctionType, CodeType, FunctionType
+from operator import is_
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType, NoneType
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -135,20 +136,25 @@ def why_idle(module: nn.Module) -> str:
 class _Made(NamedTuple):
     function: Any
     """A forward in its other form."""
+    parts: tuple[Any, ...]
+    """Of the forward then."""
     seen: tuple[tuple[dict[str, Any], str, Any], ...]
     """What decided on it: of modules, what they hold by a name."""
 
 
 _made: dict[tuple[FunctionType, bool, bool], _Made] = {}
+_LASTING = (FunctionType, BuiltinFunctionType, ModuleType, type, int, float, str, NoneType)
+"""What may be kept that a module holds: no tensors, which would outlive it."""
 
 
 def _with_ours(forward: Any, acts: bool, drops: bool) -> Any:
-    """The forward with our activations, or dropouts for what :class:`Running` says; that of the last call, where all that it
-    depends on is still there. This runs in each call: looking takes a tenth of the time that making it takes."""
+    """The forward with our activations, or dropouts for what :class:`Running` says; that of the last call, where all that
+    it depends on is still there. This runs in each call: looking takes a tenth of the time that making it takes."""
     if type(forward) is not FunctionType:
         return forward
+    parts = (forward.__code__, forward.__defaults__, forward.__kwdefaults__)
     made = _made.get((forward, acts, drops))
-    if made is not None:
+    if made is not None and all(map(is_, parts, made.parts)):
         for where, name, held in made.seen:
             if where.get(name) is not held:
                 break
@@ -156,10 +162,11 @@ def _with_ours(forward: Any, acts: bool, drops: bool) -> Any:
             return made.function
     names = _ours(forward, acts, drops)
     function = rewritten(forward, **names) if acts else with_names(forward, **names) if names else forward
-    if not (
-        names and has_class(undecorated(forward).__code__)
-    ):  # a class's body sees what its module held then
-        _made[forward, acts, drops] = _Made(function, tuple(_seen(forward)))
+    # Not what is decorated, by what may change as well, nor with a class inside, whose body sees what its module held then.
+    if undecorated(forward) is forward and not (names and has_class(forward.__code__)):
+        seen = tuple(_seen(forward))
+        if all(isinstance(held, _LASTING) for _, _, held in seen):
+            _made[forward, acts, drops] = _Made(function, parts, seen)
     return function
 
 
@@ -167,13 +174,7 @@ def _ours(forward: Any, acts: bool, drops: bool) -> dict[str, Any]:
     """What its names stand for instead: activations, and dropouts."""
     known = undecorated(forward).__globals__
     paths = [path for path, op in _called(forward).items() if (drops if op in DROPS else acts)]
-    names = {path[0]: _instead(path[0], known[path[0]], acts, drops) for path in paths}
-    for path in paths:  # at hand: a module's way to what it lacks takes longer
-        held = names[path[0]]
-        for name in path[1:]:
-            within, held = held, getattr(held, name)
-            vars(within)[name] = held
-    return names
+    return {path[0]: _instead(path[0], known[path[0]], acts, drops) for path in paths}
 
 
 def _seen(forward: Any) -> Iterator[tuple[dict[str, Any], str, Any]]:
