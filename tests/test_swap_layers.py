@@ -410,3 +410,13 @@ def test_without_autograd_stock_computes_what_brings_something_to_autograd_alone
         with pytest.raises(AssertionError, match="memkit's"):
             model(x)
     model(x)
+
+
+def test_idle_dropout_of_a_nested_tensor_is_stocks_copy():
+    model = nn.Sequential(nn.Dropout())
+    swap(model)
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    model.eval()(nested).unbind()[0].add_(1)
+    assert torch.equal(nested.unbind()[0], torch.ones(2))
+    x = torch.ones(2)
+    assert model(x) is x
