@@ -420,3 +420,12 @@ def test_idle_dropout_of_a_nested_tensor_is_stocks_copy():
     assert torch.equal(nested.unbind()[0], torch.ones(2))
     x = torch.ones(2)
     assert model(x) is x
+
+
+@pytest.mark.parametrize("p", [1.5, -1.0, float("nan")])
+def test_idle_dropout_of_a_wrong_probability(p):
+    model = nn.Sequential(nn.Dropout())
+    swap(model)
+    model[0].p = p
+    with pytest.raises((ValueError, RuntimeError), match="dropout probability has to be between 0 and 1"):
+        model.eval()(torch.ones(2))

@@ -168,7 +168,8 @@ class Dropout(Layer, memkit_nn.Dropout):
     def forward(self, input: Tensor) -> Tensor:
         if isinstance(input, Pending):
             return cast(Tensor, input.drop(self.p if self.training else 0.0))
-        if type(input) is Tensor and not (self.training and self.p) and not input.is_nested:
+        idle = not (self.training and self.p) and 0 <= self.p <= 1  # stock says what is not
+        if idle and type(input) is Tensor and not input.is_nested:
             return input
         return super().forward(input)
 
