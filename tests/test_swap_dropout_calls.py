@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import memkit
 from memkit import lean, swap, unswap
 from memkit.memory import measure
+from memkit.swap.library import dropped
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -262,3 +263,19 @@ def test_compiles_whole_with_the_compilers_dropout():
     out.sum().backward()
     assert (out == 0).any()
     assert model.first.weight.grad is not None
+
+
+def test_what_dropped_is_said_of_the_module_whose_forward_called_it():
+    class Around(Calls):
+        def __init__(self):
+            super().__init__()
+            self.inner = Calls(p=0.0)
+
+        def forward(self, x):
+            return F.dropout(self.inner(x), 0.5, self.training)
+
+    model = Around()
+    assert {row.path for row in swap(model).changed} == {"dropout", "inner.dropout"}
+    model(torch.randn(8, WIDTH))
+    assert model in dropped
+    assert model.inner not in dropped

@@ -410,6 +410,38 @@ def test_a_forward_that_is_written_anew():
     torch.testing.assert_close(model(x), 2 * before + 105)
 
 
+def passed_on(function):
+    @functools.wraps(function)
+    def called(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return called
+
+
+def test_what_a_decorated_forward_and_a_class_inside_read_is_live(monkeypatch):
+    class Decorated(Gelus):
+        @passed_on
+        def forward(self, x, times=1.0):
+            return self.other(F.gelu(self.one(x))) * times
+
+    class Inside(Gelus):
+        def forward(self, x):
+            class Kept:
+                scale = SCALE
+
+            return self.other(F.gelu(self.one(x))) * Kept.scale
+
+    x = samples()
+    models = Decorated().double(), Inside().double()
+    for model in models:
+        assert swap(model, lean="call").changed
+    before = [model(x) for model in models]
+    Decorated.forward.__wrapped__.__defaults__ = (2.0,)
+    monkeypatch.setitem(globals(), "SCALE", 2.0)
+    for model, out in zip(models, before, strict=True):
+        torch.testing.assert_close(model(x), 2 * out)
+
+
 SHIFT: Any = None
 
 
