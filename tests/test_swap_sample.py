@@ -120,6 +120,20 @@ def item(self, x):
     return self.second(y)
 
 
+def changed_past_a_dropout(self, x):
+    return self.second(F.dropout(self.act(self.first(x)), 0.5, self.training).mul_(2))
+
+
+def changed_past_a_drop_path(self, x):
+    y = self.act(self.first(x))
+    y = (y * y.new_empty(len(y), 1).bernoulli_(0.5) if self.training else y).view(-1)
+    return self.second(y.mul_(2).view(x.shape))
+
+
+def returned_past_dropouts(self, x):
+    return F.dropout(F.dropout(self.act(self.first(x)), 0.5, self.training), 0.1, self.training)
+
+
 def out_argument(self, x):
     y = self.act(self.first(x))
     torch.mul(y.detach(), 2, out=y.detach())
@@ -133,6 +147,9 @@ REFUSED = {
     output_changed: "changed in place by aten.add_",
     output_view_changed: "changed in place by aten",
     out_argument: "changed in place by aten.mul.out",
+    changed_past_a_dropout: "changed in place by aten.mul_",
+    changed_past_a_drop_path: "changed in place by aten.mul_",
+    returned_past_dropouts: "the model returns its output",
     returned: "the model returns its output",
     own_input: "its input is the model's",
 }
@@ -158,6 +175,25 @@ def test_refused(run, act):
     assert not row.changed
     assert REFUSED[run] in row.reason
     assert_as_stock(model, batch())
+    assert_as_stock(model.eval(), batch())
+
+
+@pytest.mark.parametrize("run", [changed_past_a_dropout, changed_past_a_drop_path])
+def test_a_norm_in_front_of_an_idle_dropout(run):
+    """In evaluation, where a dropout returns its input, the norm's own result is what the model changes."""
+    model = Block(run, nn.LayerNorm(D))
+    row = only(swap(model, sample=batch()))
+    assert row.saved == "input"
+    assert REFUSED[run] in row.reason
+    assert_as_stock(model.eval(), batch())
+
+
+def test_a_product_that_is_no_dropout_is_not_its_factor():
+    def run(self, x):
+        y = self.act(self.first(x))
+        return self.second(y) + (y * torch.ones_like(y)).mul_(2)
+
+    assert only(swap(Block(run), sample=batch())).changed
 
 
 @pytest.mark.parametrize("run", OUT_OF_PLACE)
