@@ -142,6 +142,10 @@ def _bare_conv() -> Case:
     )
 
 
+def _bare_linear() -> Case:
+    return Case(((2, ROWS, IN), (OUT, IN), (OUT,)), M.linear, F.linear, F.linear)
+
+
 def _act_conv() -> Case:
     how: Any = (2, (1, 2), 1, 2)
     return Case(
@@ -182,6 +186,7 @@ CASES: dict[str, Case] = {
     "batch_norm eval": _conv(False, "relu"),
     "batch_norm alone": _conv(True, None),
     "conv2d": _bare_conv(),
+    "linear": _bare_linear(),
 }
 
 
@@ -199,6 +204,7 @@ KINDS = (
     "batch_norm",
     "batch_norm eval",
     "conv2d",
+    "linear",
 )
 
 cases = pytest.mark.parametrize("name", CASES)

@@ -324,6 +324,11 @@ CASES = {
         [X, (6,), (8, 6), (8,)],
         ["S1 R R R -> S1 | S1 P P P", "R R S0 S0 -> S2 | P P S0 S0", "S2 R R R -> R !"],
     ),
+    "linear": (
+        F.linear,
+        [X, (8, 6), (8,)],
+        ["S1 R R -> S1 | S1 P P", "R S0 S0 -> S2 | P S0 S0", "S2 S1 R -> R !"],
+    ),
     "conv2d": (
         lambda x, w, b: F.conv2d(x, w, b, padding=1),
         [(5, 4, 6, 7), (8, 4, 3, 3), (8,)],

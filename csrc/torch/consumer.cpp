@@ -82,9 +82,10 @@ Tensors gradients(const Tensors& grads, Tensors inputs, Tensors statistics, cons
   std::vector<bool> of_layers(wanted.begin() + before - 1, wanted.end());
   of_layers[0] = std::find(of_inputs.begin(), of_inputs.end(), true) != of_inputs.end();
   const auto producer = make_producer(spec, std::move(inputs));
+  const bool is_dead = last && producer->is_nothing() && eager::is_dead(producer->inputs[0]);
   const auto h = [&] { return producer->forward(statistics); };
   Consumers::Gradients g =
-      layers.backward(grads, h, like_result(producer->inputs[0], producer->inputs, spec.op), of_layers);
+      layers.backward(grads, h, like_result(producer->inputs[0], producer->inputs, spec.op), of_layers, is_dead);
   Tensors found(before);
   if (of_layers[0]) found = producer->backward(std::move(g.h), statistics, of_inputs, last);
   found.insert(found.end(), g.weights.begin(), g.weights.end());

@@ -35,6 +35,8 @@ class Producer {
   // Whether backward is to have the result in the first input's place, being smaller and as good. Its numbers are then
   // these and a 1, with which the forward puts the result behind the statistics.
   virtual bool prefers_result() const { return false; }
+  // Whether the result is the first input itself.
+  virtual bool is_nothing() const { return false; }
   // From a result in the first input's place: another input with the same result and the same derivatives.
   virtual at::Tensor input_again([[maybe_unused]] const Tensors& statistics) const { return inputs[0]; }
 
@@ -66,9 +68,10 @@ struct Consumers {
     Tensors weights, biases;
   };
   // Gradients of what is wanted: h, then each weight, then each bias. h(): their input, asked for where a weight's
-  // gradient is wanted; if nobody else has its memory, its own gradient takes that. like: of h's shape, format and device.
+  // gradient is wanted; if nobody else has its memory, or it is dead, its own gradient takes that. like: of h's shape,
+  // format and device.
   Gradients backward(const Tensors& grads, const std::function<at::Tensor()>& h, const at::Tensor& like,
-                     const std::vector<bool>& wanted) const;
+                     const std::vector<bool>& wanted, bool is_dead) const;
 };
 
 }  // namespace memkit

@@ -18,6 +18,7 @@ void Consumers::check(const Tensor& input, at::ScalarType dtype) const {
                     "_consumer: expected a bias or None for each weight, got ", weights.size(), " and ", biases.size());
   const size_t dims = conv.empty() ? 2 : 4;
   const char* name = conv.empty() ? "linear" : "conv2d";
+  check_float_tensor(name, input);
   TORCH_CHECK_VALUE(conv.empty() ? input.dim() >= 1 : input.dim() == 4, name, ": expected an input of ",
                     conv.empty() ? "at least 1 dimension" : "4 dimensions", ", got ", input.sym_sizes());
   for (size_t i = 0; i < weights.size(); ++i) {
@@ -141,7 +142,7 @@ Tensors Consumers::forward(const Tensor& h) const {
 }
 
 Consumers::Gradients Consumers::backward(const Tensors& grads, const std::function<Tensor()>& h, const Tensor& like,
-                                         const std::vector<bool>& wanted) const {
+                                         const std::vector<bool>& wanted, bool is_dead) const {
   const size_t n = weights.size();
   Gradients found{{}, Tensors(n), Tensors(n)};
   const auto shape = like.sym_sizes();
@@ -184,7 +185,7 @@ Consumers::Gradients Consumers::backward(const Tensors& grads, const std::functi
         const Tensor made = h();
         const bool is_sole = made.use_count() == 1 && made.storage().use_count() == 1;
         rows = as_rows(made);
-        is_own = rows.is_contiguous() && (is_sole || !rows.is_alias_of(made));
+        is_own = rows.is_contiguous() && (is_sole || is_dead || !rows.is_alias_of(made));
       }
       if (scale) {
         std::tie(found.weights[i], found.biases[i]) = scale->of_layer(g, rows, weights[i], biases[i]);

@@ -82,7 +82,7 @@ SWAPPED: dict[str, tuple[str, ...]] = {
     "activations": tuple(TWINS),
     "norms": tuple(op for op in OPS if "norm" in op),
     "dropouts": tuple(op for op in OPS if "dropout" in op),
-    "lean": ("conv2d",),
+    "lean": ("conv2d", "linear"),
 }
 
 

@@ -26,6 +26,7 @@ from .consumer import (
     DropoutLinear,
     GatedMLP,
     GLULinear,
+    Linear,
     NormActConv2d,
     NormLinear,
 )
@@ -66,6 +67,7 @@ __all__ = [
     "Hardtanh",
     "LayerNorm",
     "LeakyReLU",
+    "Linear",
     "LinearCrossEntropyLoss",
     "LogSoftmax",
     "MaxPool2d",

@@ -26,6 +26,7 @@ __all__ = [
     "DropoutLinear",
     "GLULinear",
     "GatedMLP",
+    "Linear",
     "NormActConv2d",
     "NormLinear",
 ]
@@ -143,6 +144,13 @@ class NormLinear(nn.Module):
             h = norm(input)
             outs = tuple(each(h) for each in linears)
         return outs[0] if len(outs) == 1 else outs
+
+
+class Linear(nn.Linear):
+    """``torch.nn.Linear`` by :func:`memkit.functional.linear`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.weight, self.bias)
 
 
 class Conv2d(nn.Conv2d):

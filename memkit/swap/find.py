@@ -17,6 +17,7 @@ from .layers import (
     LAYERS,
     BatchNorm,
     Conv2d,
+    Linear,
     InstanceNorm,
     is_convolution,
     is_pointwise,
@@ -60,6 +61,7 @@ OPS = (
     *LAYERS,
     "batch_norm_act",
     "conv2d",
+    "linear",
     "act_linear",
     "gated",
     "attention",
@@ -236,6 +238,8 @@ class _Search:
             self.found.others.append(Row(where, kind.__name__, "memkit", "query, key, value", None, None, ""))
         if self.lean and is_convolution(module) and not is_pointwise(module) and "conv2d" in self.names:
             self.found.in_lean.append((module, Conv2d))
+        if self.lean and kind is nn.Linear and module.in_features > module.out_features and "linear" in self.names:
+            self.found.in_lean.append((module, Linear))
         self.function(module, places)
 
     def activation(self, module: nn.Module, where: str) -> None:

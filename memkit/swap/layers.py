@@ -281,6 +281,33 @@ class Conv2d(Layer, memkit_nn.Conv2d):
         )
 
 
+class Linear(Layer, memkit_nn.Linear):
+    """Brings less memory in backward, for layers whose input is larger than their output: the network's widest tensor, when
+    made again, is not there beside its gradient."""
+
+    _op = "linear"
+    records_only = True
+
+    def _stays(self, input: Tensor) -> bool:
+        return not (
+            input.requires_grad
+            and input.numel() >= LEAST
+            and not is_dynamo_compiling()
+            and is_lean()
+            and type(self.weight) is nn.Parameter
+            and self.weight.dtype == input.dtype
+            and not is_dtensor(input)
+            and not has_hooks(self)
+            and not torch.is_autocast_enabled(input.device.type)
+        )
+
+
+LEAST = 2**16
+"""Elements of such an input."""
+
+LINEARS = {nn.Linear, Linear}
+"""Layers that are a Linear and nothing else."""
+
 LAYERS: dict[str, type[Layer]] = {
     "layer_norm": LayerNorm,
     "rms_norm": RMSNorm,

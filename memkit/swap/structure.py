@@ -10,14 +10,15 @@ from torch import nn
 
 from .. import _C
 from .._hooks import has_hooks
-from .layers import FUSED, Choice
+from .layers import FUSED, LINEARS, Choice
 from .report import UNPROVEN
 from .sites import LEAN, LEAN_IN_TURN, AnySite, Decision, LayerSite, Site
 from .types import INEXACT, KEEPS_OUTPUT, NEEDS_BIT, TWO_SLOPES, Proof
 
 # Modules that keep their input for backward, give a new tensor, and change nothing; with a weight, where it is trained.
 WEIGHTED = {
-    *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *LINEARS,
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 }
 KEEPERS = {

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..layers import LINEARS
 from ..recipes import RECIPES
 from ..types import TWO_SLOPES
 from .activations import activation_of
 from .mlps import run
 from .twin import Twin, computes_in
 
-SIMPLE = {nn.Linear, nn.Dropout, nn.Identity, nn.LayerNorm, nn.RMSNorm}
+SIMPLE = {*LINEARS, nn.Dropout, nn.Identity, nn.LayerNorm, nn.RMSNorm}
 """What may stand beside activations in a Sequential that is run in another way."""
 
 
@@ -63,7 +64,7 @@ def is_ff_layer(module: Any) -> bool:
     if type(module) not in RECIPES:
         return False
     first, act, dropout, last, _ = steps_of(module)
-    known = (type(first), type(dropout), type(last)) == (nn.Linear, nn.Dropout, nn.Linear)
+    known = {type(first), type(last)} <= LINEARS and type(dropout) is nn.Dropout
     return known and _gains(act, dropout)
 
 
@@ -78,11 +79,11 @@ def pairs_of(module: nn.Module) -> list[tuple[nn.Module, Any]]:
     for before, act, *behind in zip(
         children, children[1:], children[2:], [*children[3:], None], strict=False
     ):
-        if type(before) is not nn.Linear or not activation_of(act):
+        if type(before) not in LINEARS or not activation_of(act):
             continue
-        if type(behind[0]) is nn.Linear:
+        if type(behind[0]) in LINEARS:
             pairs.append((act, behind[0]))
-        elif [type(each) for each in behind] == [nn.Dropout, nn.Linear]:
+        elif type(behind[0]) is nn.Dropout and type(behind[1]) in LINEARS:
             pairs.append((act, behind[1]))
             gains = gains or _gains(act, behind[0])
     return pairs if gains else []

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..layers import LINEARS
 from ..recipes import FUNCTIONS
 from .mlps import GATES, Gating, Steps
 
@@ -30,7 +31,7 @@ MODULES = (torch, nn, nn.functional)
 
 def written(module: nn.Module) -> Iterator[Steps | Gating]:
     """The rows that it may be."""
-    linears = {name: child for name, child in module._modules.items() if type(child) is nn.Linear}
+    linears = {name: child for name, child in module._modules.items() if type(child) in LINEARS}
     if len(linears) != len(module._modules) or len(linears) not in (2, 3):
         return
     for act in _activations(type(module).forward, linears):
