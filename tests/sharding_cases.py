@@ -327,7 +327,7 @@ CASES = {
     "linear": (
         F.linear,
         [X, (8, 6), (8,)],
-        ["S1 R R -> S1 | S1 P P", "R S0 S0 -> S2 | P S0 S0", "S2 S1 R -> R !"],
+        ["S1 R R -> S1 | S1 P P", "R S0 S0 -> S2 | P S0 S0", "S2 S1 R -> P | S2 S1 P", "P R R -> R !"],
     ),
     "conv2d": (
         lambda x, w, b: F.conv2d(x, w, b, padding=1),

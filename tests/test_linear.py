@@ -1,4 +1,4 @@
-"""The layer whose backward needs less memory: values, who keeps its input, and where it is used. The rest: test_consumer.py."""
+"""The layer whose backward needs less memory: values, who has its input, where it is used. The rest: test_consumer.py."""
 
 from __future__ import annotations
 
@@ -141,6 +141,31 @@ def test_the_gradient_takes_the_memory_of_an_input_that_nobody_holds(dims: int) 
     assert peak(M.linear) < 1.3 * size
 
 
+def test_frozen_weights_keep_no_input() -> None:
+    x = torch.randn(512, 1024, requires_grad=True)
+    weight, bias = torch.randn(32, 1024), torch.randn(32, requires_grad=True)
+    saved = [memkit.memory.measure(lambda f=f: f(x * 3, weight, bias).sum()).saved for f in (F.linear, M.linear)]
+    assert saved[0] == saved[1]
+    mine, other = (torch.autograd.grad(f(x, weight, bias).square().sum(), (x, bias)) for f in (M.linear, F.linear))
+    assert all(map(torch.equal, mine, other))
+
+
+def test_a_part_of_other_memory_is_left_to_its_gradient_alone() -> None:
+    class Part(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return torch.ones(100, *x.shape)[50]
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad
+
+    x, weight = torch.randn(64, 48, requires_grad=True), torch.randn(20, 48, requires_grad=True)
+    M.linear(Part.apply(x), weight).sum().backward()
+    assert x.grad is not None
+    assert x.grad.untyped_storage().nbytes() < 2 * x.numel() * 4
+
+
 def test_module() -> None:
     ours, stock = memkit.nn.Linear(48, 20), nn.Linear(48, 20)
     ours.load_state_dict(stock.state_dict())
@@ -224,3 +249,22 @@ def test_swapped_under_what_stays_stock_s() -> None:
     assert not runs(plain())
     handle.remove()
     assert runs(plain())
+    model.down.weight.requires_grad_(False)
+    assert not runs(plain())
+
+
+def test_a_parametrization_of_a_swapped_layer_is_evaluated_once() -> None:
+    class Counts(nn.Module):
+        calls = 0
+
+        def forward(self, weight: Tensor) -> Tensor:
+            self.calls += 1
+            return weight * 2
+
+    model, x = Feed(), torch.randn(1024, 64)
+    memkit.swap(model, lean=True)
+    nn.utils.parametrize.register_parametrization(model.down, "weight", counts := Counts())
+    counts.calls = 0
+    with memkit.lean():
+        model(x).sum().backward()
+    assert counts.calls == 1

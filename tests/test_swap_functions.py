@@ -613,3 +613,18 @@ def test_compiled_and_traced():
     torch.testing.assert_close(torch.jit.trace(model, (x,))(x), expected)
     (row,) = torch.func.vmap(model)(x[None])
     torch.testing.assert_close(row, expected)
+
+
+def test_a_lambda_behind_another_statement_of_its_line_is_left():
+    if True:
+
+        class Doubles(nn.Module):
+            pass
+
+        factor = 2; Doubles.forward = lambda self, x: F.gelu(x) * factor  # fmt: skip  # noqa: E702
+
+    model = nn.Sequential(nn.Linear(8, 8), Doubles())
+    x = torch.randn(4, 8)
+    stock = model(x)
+    swap(model, sample=x)
+    assert torch.equal(model(x), stock)

@@ -188,12 +188,39 @@ def test_a_norm_in_front_of_an_idle_dropout(run):
     assert_as_stock(model.eval(), batch())
 
 
-def test_a_product_that_is_no_dropout_is_not_its_factor():
-    def run(self, x):
-        y = self.act(self.first(x))
-        return self.second(y) + (y * torch.ones_like(y)).mul_(2)
+def noise_in_training(self, x):
+    y = self.act(self.first(x))
+    if self.training:
+        y *= 2
+    return self.second(y)
 
-    assert only(swap(Block(run), sample=batch())).changed
+
+@pytest.mark.parametrize("lean", [False, True])
+@pytest.mark.parametrize("act", [nn.GELU, lambda: nn.LayerNorm(D)])
+def test_what_training_alone_changes_is_seen_in_evaluation(act, lean):
+    model = Block(noise_in_training, act()).eval()
+    row = only(swap(model, sample=batch(), lean=lean, ops={"gelu", "layer_norm"}))
+    assert "changed in place by aten.mul_.Tensor in training" in row.reason or row.saved == "input"
+    with memkit.lean():
+        assert_as_stock(model.train(), batch())
+    assert_as_stock(model.train(), batch())
+
+
+def test_a_model_that_runs_in_one_mode_alone_is_swapped_by_that():
+    def run(self, x):
+        if self.training:
+            raise ValueError("no training")
+        return self.second(self.act(self.first(x)))
+
+    model = Block(run).eval()
+    assert only(swap(model, sample=batch())).after == "in place"
+    assert all(not module.training for module in model.modules())
+
+
+def test_selu_in_front_of_alpha_dropout_works_in_place():
+    model = nn.Sequential(nn.Linear(D, D), nn.SELU(), nn.AlphaDropout(0.1), nn.Linear(D, D)).double()
+    report = swap(model, sample=batch(), ops={"selu"})
+    assert only(report).after == "in place"
 
 
 @pytest.mark.parametrize("run", OUT_OF_PLACE)

@@ -82,7 +82,9 @@ Tensors gradients(const Tensors& grads, Tensors inputs, Tensors statistics, cons
   std::vector<bool> of_layers(wanted.begin() + before - 1, wanted.end());
   of_layers[0] = std::find(of_inputs.begin(), of_inputs.end(), true) != of_inputs.end();
   const auto producer = make_producer(spec, std::move(inputs));
-  const bool is_dead = last && producer->is_nothing() && eager::is_dead(producer->inputs[0]);
+  const Tensor& x = producer->inputs[0];
+  // A part of a larger storage would keep all of that.
+  const bool is_dead = last && producer->is_nothing() && eager::is_dead(x) && x.storage().nbytes() < 2 * x.nbytes();
   const auto h = [&] { return producer->forward(statistics); };
   Consumers::Gradients g =
       layers.backward(grads, h, like_result(producer->inputs[0], producer->inputs, spec.op), of_layers, is_dead);
@@ -270,7 +272,11 @@ Results recorded(const OptionalTensors& inputs, Text op, Text act, Text packing,
   Tensors all = given;
   all.insert(all.end(), layers.weights.begin(), layers.weights.end());
   all.insert(all.end(), layers.biases.begin(), layers.biases.end());
-  if (std::any_of(all.begin(), all.end(), [](const Tensor& x) { return x.defined() && needs_stock(x); }))
+  const auto is_frozen = [](const Tensor& weight) { return !weight.requires_grad(); };
+  const bool needs_no_input =
+      producer->is_nothing() && std::all_of(layers.weights.begin(), layers.weights.end(), is_frozen);
+  if (needs_no_input ||
+      std::any_of(all.begin(), all.end(), [](const Tensor& x) { return x.defined() && needs_stock(x); }))
     return composed(spec, given, layers);
   const bool records = autograd::compute_requires_grad(all), from_result = records && producer->prefers_result();
   std::vector<double> asked = numbers.vec();

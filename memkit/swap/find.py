@@ -17,8 +17,8 @@ from .layers import (
     LAYERS,
     BatchNorm,
     Conv2d,
-    Linear,
     InstanceNorm,
+    Linear,
     is_convolution,
     is_pointwise,
 )

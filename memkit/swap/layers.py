@@ -277,6 +277,7 @@ class Conv2d(Layer, memkit_nn.Conv2d):
             and _C.conv_parts(input.numel(), weight) > 1  # first: most layers end here
             and is_lean()
             and takes(self, input)
+            and self.weight.requires_grad
             and not torch.is_autocast_enabled("cpu")
         )
 
@@ -289,13 +290,16 @@ class Linear(Layer, memkit_nn.Linear):
     records_only = True
 
     def _stays(self, input: Tensor) -> bool:
+        weight: Any = self._parameters.get("weight")  # not by its name, which may be that of a parametrization
         return not (
             input.requires_grad
             and input.numel() >= LEAST
             and not is_dynamo_compiling()
             and is_lean()
-            and type(self.weight) is nn.Parameter
-            and self.weight.dtype == input.dtype
+            and type(weight) is nn.Parameter
+            and weight.requires_grad
+            and weight.dtype == input.dtype
+            and not torch.jit.is_tracing()
             and not is_dtensor(input)
             and not has_hooks(self)
             and not torch.is_autocast_enabled(input.device.type)

@@ -14,7 +14,7 @@ from ..functional import Save
 from .layers import FUSED, Choice, keeps_output
 from .sites import LEAN, AnySite, Decision, Decisions, LayerSite, Site
 from .structure import ALREADY, REBUILT, check, takes_bit
-from .trial import Trial
+from .trial import Trial, untouched
 from .types import FLOATS, INEXACT, KEEPS_OUTPUT, NEEDS_BIT, TWO_SLOPES, Proof
 from .watch import Call, Watch, watched
 
@@ -27,7 +27,12 @@ def prove(
     ``norms``: those that become memkit's and are no sites.
     """
     refusals = {site: check(site, lean) for site in sites}
-    watch = watched(trial, [site for site in sites if not refusals[site]], norms, exact)
+    open_sites = [site for site in sites if not refusals[site]]
+    written = _written_in_other_mode(trial, open_sites, exact)
+    watch = watched(trial, open_sites, norms, exact)
+    for site, reason in written.items():
+        for call in watch.calls.get(site, ()):
+            call.written = call.written or reason
     watch.kept_elsewhere = set(watch.saved_elsewhere)
     # What layers keep in stock, by how many are not decided yet: two norms of one input had better both keep that.
     layers = [site for site in refusals if isinstance(site, LayerSite)]
@@ -53,6 +58,27 @@ def prove(
         watch.kept_elsewhere.update(_kept(site, watch, decisions[site].proof))
     dtypes = {call.dtype for calls in watch.calls.values() for call in calls}
     return decisions, dtypes, watch.norms - watch.wanted
+
+
+def _written_in_other_mode(trial: Trial, sites: Sequence[AnySite], exact: bool) -> dict[AnySite, str]:
+    """Why outputs may not be saved in evaluation, of a model that is in training, or the other way round.
+
+    An idle dropout returns its input, which the forward may then change; routers change their input by noise in training.
+    Nothing of a model that does not run so on the sample.
+    """
+    model = trial.model
+    other = not model.training
+    try:
+        with untouched(model):
+            for module in model.modules():
+                module.training = other
+            watch = watched(trial, sites, (), exact)
+    except Exception:
+        return {}
+    mode = "training" if other else "evaluation"
+    return {
+        site: f"{call.written} in {mode}" for site, calls in watch.calls.items() for call in calls if call.written
+    }
 
 
 def _decide(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from sys import getrefcount
 from types import MethodType
@@ -28,9 +28,6 @@ from .recipes import RECIPES
 from .sites import AnySite, LayerSite, Site
 from .trial import Trial, explained, tensors, untouched
 from .types import ALONE
-
-
-aten = torch.ops.aten
 
 
 @dataclass(eq=False)
@@ -81,8 +78,6 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.kept_elsewhere: set[int] = set()  # the same of the swapped model
         self.inputs: dict[int, list[Call]] = {}
         self.outputs: dict[int, list[Call]] = {}
-        self.masks: set[int] = set()  # drawn by bernoulli_, by key
-        self.dropped: dict[int, int] = {}  # results of dropouts; of what they return in evaluation
         self.current: Call | None = None
         self.backups: dict[int, Tensor] = {}
 
@@ -167,22 +162,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in tensors((args, kwargs)):
             for storage in storages(tensor):
                 self.look(storage._cdata, str(func), storage._cdata in changed, node)
-        result = func(*args, **kwargs)
-        if func is aten.bernoulli_.float:
-            self.masks |= changed
-        elif func is aten.native_dropout.default or (func is aten.mul.Tensor and self.is_mask(args[1])):
-            given, returned = args[0], result if isinstance(result, Tensor) else result[0]
-            self.dropped |= zip(self.keys(returned), self.keys(given), strict=False)
-        return result
-
-    def is_mask(self, factor: Any) -> bool:
-        return isinstance(factor, Tensor) and not self.masks.isdisjoint(self.keys(factor))
-
-    def in_evaluation(self, key: int) -> Iterator[int]:
-        """It and what has its place where dropouts on the way are idle."""
-        yield key
-        while key in self.dropped:
-            yield (key := self.dropped[key])
+        return func(*args, **kwargs)
 
     def look(self, key: int, op: str, changes: bool, node: Any) -> None:
         for call in self.inputs.get(key, ()):
@@ -190,7 +170,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 call.read = call.read or f"its input is read again by {op}"
         if not changes:
             return
-        for call in (call for each in self.in_evaluation(key) for call in self.outputs.get(each, ())):
+        for call in self.outputs.get(key, ()):
             call.written = call.written or f"its output is changed in place by {op}"
         if key in self.parameters and key not in self.backups:
             self.backups[key] = self.parameters[key].detach().clone()
@@ -295,7 +275,7 @@ def _look_for_holders(watch: Watch, outputs: list[Any]) -> None:
     for key in {storage._cdata for tensor in tensors(outputs) for storage in storages(tensor)}:
         for call in watch.inputs.get(key, ()):
             call.read = call.read or "the model returns its input"
-        for call in (call for each in watch.in_evaluation(key) for call in watch.outputs.get(each, ())):
+        for call in watch.outputs.get(key, ()):
             call.written = call.written or "the model returns its output"
     outputs.clear()  # and with them the graph, where backward has not run
     watch.nodes.clear()

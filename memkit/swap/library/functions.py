@@ -244,9 +244,9 @@ def _uses(code: CodeType) -> tuple[_Use, ...]:
     try:
         source = inspect.getsource(code)
         (function,) = ast.parse(f"if True:\n{source}" if source[0].isspace() else source).body
+        (function,) = function.body if isinstance(function, ast.If) else (function,)
     except (OSError, SyntaxError, ValueError):
         return ()
-    (function,) = function.body if isinstance(function, ast.If) else (function,)
     if not isinstance(function, ast.FunctionDef) or function.name != code.co_name:
         return ()
     uses = tuple(use for line in function.body for use in _used(line) if use.path[0] in names)
