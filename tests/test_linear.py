@@ -144,9 +144,13 @@ def test_the_gradient_takes_the_memory_of_an_input_that_nobody_holds(dims: int) 
 def test_frozen_weights_keep_no_input() -> None:
     x = torch.randn(512, 1024, requires_grad=True)
     weight, bias = torch.randn(32, 1024), torch.randn(32, requires_grad=True)
-    saved = [memkit.memory.measure(lambda f=f: f(x * 3, weight, bias).sum()).saved for f in (F.linear, M.linear)]
+    saved = [
+        memkit.memory.measure(lambda f=f: f(x * 3, weight, bias).sum()).saved for f in (F.linear, M.linear)
+    ]
     assert saved[0] == saved[1]
-    mine, other = (torch.autograd.grad(f(x, weight, bias).square().sum(), (x, bias)) for f in (M.linear, F.linear))
+    mine, other = (
+        torch.autograd.grad(f(x, weight, bias).square().sum(), (x, bias)) for f in (M.linear, F.linear)
+    )
     assert all(map(torch.equal, mine, other))
 
 

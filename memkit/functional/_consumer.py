@@ -60,7 +60,9 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     with what :func:`memkit.lean` makes again.
     """
     _check_tensor("linear", "input", input)
-    return _consumer("linear", [input, None, None], "activation", "identity", "", [], [weight], [bias], [])[0][0]
+    return _consumer("linear", [input, None, None], "activation", "identity", "", [], [weight], [bias], [])[
+        0
+    ][0]
 
 
 @overload

@@ -290,7 +290,9 @@ class Linear(Layer, memkit_nn.Linear):
     records_only = True
 
     def _stays(self, input: Tensor) -> bool:
-        weight: Any = self._parameters.get("weight")  # not by its name, which may be that of a parametrization
+        weight: Any = self._parameters.get(
+            "weight"
+        )  # not by its name, which may be that of a parametrization
         return not (
             input.requires_grad
             and input.numel() >= LEAST

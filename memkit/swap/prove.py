@@ -77,7 +77,10 @@ def _written_in_other_mode(trial: Trial, sites: Sequence[AnySite], exact: bool) 
         return {}
     mode = "training" if other else "evaluation"
     return {
-        site: f"{call.written} in {mode}" for site, calls in watch.calls.items() for call in calls if call.written
+        site: f"{call.written} in {mode}"
+        for site, calls in watch.calls.items()
+        for call in calls
+        if call.written
     }
 
 
