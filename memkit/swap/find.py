@@ -21,6 +21,7 @@ from .layers import (
     Linear,
     is_convolution,
     is_pointwise,
+    narrows,
 )
 from .library import (
     ROTARY,
@@ -238,12 +239,7 @@ class _Search:
             self.found.others.append(Row(where, kind.__name__, "memkit", "query, key, value", None, None, ""))
         if self.lean and is_convolution(module) and not is_pointwise(module) and "conv2d" in self.names:
             self.found.in_lean.append((module, Conv2d))
-        if (
-            self.lean
-            and kind is nn.Linear
-            and module.in_features > module.out_features
-            and "linear" in self.names
-        ):
+        if self.lean and narrows(module) and "linear" in self.names:
             self.found.in_lean.append((module, Linear))
         self.function(module, places)
 

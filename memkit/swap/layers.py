@@ -15,7 +15,7 @@ autocast's dtype there, stock's float32.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -301,7 +301,7 @@ class Linear(Layer, memkit_nn.Linear):
             and type(weight) is nn.Parameter
             and weight.requires_grad
             and weight.dtype == input.dtype
-            and not torch.jit.is_tracing()
+            and torch._C._get_tracing_state() is None
             and not is_dtensor(input)
             and not has_hooks(self)
             and not torch.is_autocast_enabled(input.device.type)
@@ -312,7 +312,16 @@ LEAST = 2**16
 """Elements of such an input."""
 
 LINEARS = {nn.Linear, Linear}
-"""Layers that are a Linear and nothing else."""
+
+
+def is_linear(module: Any) -> TypeGuard[nn.Linear]:
+    """Whether it is a Linear and nothing else."""
+    return type(module) in LINEARS
+
+
+def narrows(module: Any) -> bool:
+    return is_linear(module) and module.in_features > module.out_features
+
 
 LAYERS: dict[str, type[Layer]] = {
     "layer_norm": LayerNorm,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..layers import LINEARS, Choice, Norm
+from ..layers import Choice, Norm, is_linear
 from ..trial import HALVES, exact_convolutions, own_copy, untouched
 from .activations import CLASSES, activation_of, activation_twin, library_activation
 from .again import drops, made_again, may_be_idle, needs_lean
@@ -129,7 +129,7 @@ def candidates(module: nn.Module, names: frozenset[str], exact: bool) -> list[Ma
         found.append(Match("dense_layer", "batch_norm_act", Choice(), probe, "forward", _acts(module, DENSE)))
     if {"act_linear", "dropout"} <= names:
         if pairs := pairs_of(module):
-            first = next(child for child in module.children() if type(child) in LINEARS)
+            first = next(child for child in module.children() if is_linear(child))
             acts = tuple(act for act, _ in pairs)
             found.append(Match("sequence", "act_linear", Choice(), _probe(first), "forward", acts))
         if is_ff_layer(module):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ... import functional as F
 from ...functional._glu import Packing
-from ..layers import LINEARS, Dropout
+from ..layers import LINEARS, Dropout, is_linear
 from .activations import activation_of
 from .mlps import GATES, act_alone, gated_linear, run
 from .twin import Twin, computes_in, is_plain
@@ -56,7 +56,7 @@ def projections(module: nn.Module) -> Iterator[Projection]:
     known = gates or any(word in name for word in ("gelu", "silu", "linearact"))
     if not known or cls.__module__.startswith(("torch.", "memkit.")) or module._parameters or module._buffers:
         return
-    linears = [name for name, child in module._modules.items() if type(child) in LINEARS]
+    linears = [name for name, child in module._modules.items() if is_linear(child)]
     acts = [name for name, child in module._modules.items() if activation_of(child)]
     if len(linears) > 1 or len(acts) > 1 or len(module._modules) != len(linears) + len(acts):
         return
@@ -71,7 +71,7 @@ def projections(module: nn.Module) -> Iterator[Projection]:
 def networks(module: nn.Module) -> Iterator[Projection]:
     """What a network may be, by its first module: dropouts and one Linear follow."""
     first, *rest = parts_of(module) or [module]
-    linears = [i for i, layer in enumerate(rest) if type(layer) in LINEARS]
+    linears = [i for i, layer in enumerate(rest) if is_linear(layer)]
     if len(linears) == 1 and all(type(layer) in SIMPLE for layer in rest):
         yield from (how._replace(down=linears[0]) for how in projections(first) if how.linear)
 
@@ -152,5 +152,5 @@ def _projected(module: Any, how: Projection, input: Tensor) -> Tensor:
 
 def _kept(module: Any, shape: torch.Size) -> int:
     """Elements of what the Linear gives, or of what is given where there is none, for a result of this shape."""
-    width = next((int(child.out_features) for child in module.children() if type(child) in LINEARS), 0)
+    width = next((int(child.out_features) for child in module.children() if is_linear(child)), 0)
     return shape.numel() // max(1, shape[-1]) * (width or 2 * shape[-1])

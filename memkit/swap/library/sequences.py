@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..layers import LINEARS
+from ..layers import LINEARS, is_linear
 from ..recipes import RECIPES
 from ..types import TWO_SLOPES
 from .activations import activation_of
@@ -64,7 +64,7 @@ def is_ff_layer(module: Any) -> bool:
     if type(module) not in RECIPES:
         return False
     first, act, dropout, last, _ = steps_of(module)
-    known = {type(first), type(last)} <= LINEARS and type(dropout) is nn.Dropout
+    known = is_linear(first) and is_linear(last) and type(dropout) is nn.Dropout
     return known and _gains(act, dropout)
 
 
@@ -79,11 +79,11 @@ def pairs_of(module: nn.Module) -> list[tuple[nn.Module, Any]]:
     for before, act, *behind in zip(
         children, children[1:], children[2:], [*children[3:], None], strict=False
     ):
-        if type(before) not in LINEARS or not activation_of(act):
+        if not is_linear(before) or not activation_of(act):
             continue
-        if type(behind[0]) in LINEARS:
+        if is_linear(behind[0]):
             pairs.append((act, behind[0]))
-        elif type(behind[0]) is nn.Dropout and type(behind[1]) in LINEARS:
+        elif type(behind[0]) is nn.Dropout and is_linear(behind[1]):
             pairs.append((act, behind[1]))
             gains = gains or _gains(act, behind[0])
     return pairs if gains else []

@@ -21,7 +21,7 @@ from torch.compiler import is_compiling
 from ..._hooks import has_global_hooks, has_hooks, only_read
 from ..._lean import lean
 from ..._sharding import is_dtensor
-from ..layers import LINEARS, serves
+from ..layers import is_linear, serves
 from ..types import Changed, Swapped, innermost_of
 from .source import has_class
 
@@ -286,7 +286,7 @@ def linear_weights(module: Any) -> tuple[Tensor, Tensor | None] | None:
 
     A weight of another tensor subclass (quantised) brings its own linear, which only a call of the layer reaches.
     """
-    linear = type(module) in LINEARS
+    linear = is_linear(module)
     transposed = not linear and _is_of(module, "Conv1D", "transformers.pytorch_utils")
     # transformers' layer for Falcon writes a Linear's product out
     other = not linear and (
@@ -315,7 +315,7 @@ def linear_call(module: Any) -> Callable[..., Tensor] | None:
     if (weights := linear_weights(module)) is not None:
         return lambda op, *inputs: cast(Tensor, op(*weights, *inputs))
     if (
-        type(module) not in LINEARS
+        not is_linear(module)
         or type(module._parameters.get("weight")) is not nn.Parameter
         or not only_read(module)
         or is_compiling()

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..layers import LINEARS
+from ..layers import is_linear
 from ..recipes import FUNCTIONS
 from .mlps import GATES, Gating, Steps
 
@@ -31,7 +31,7 @@ MODULES = (torch, nn, nn.functional)
 
 def written(module: nn.Module) -> Iterator[Steps | Gating]:
     """The rows that it may be."""
-    linears = {name: child for name, child in module._modules.items() if type(child) in LINEARS}
+    linears = {name: child for name, child in module._modules.items() if is_linear(child)}
     if len(linears) != len(module._modules) or len(linears) not in (2, 3):
         return
     for act in _activations(type(module).forward, linears):
