@@ -204,7 +204,7 @@ class Feed(nn.Module):
 def test_swap_in_lean() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Feed(), Feed())
-    x = torch.randn(1024, 64)
+    x = torch.randn(2048, 64)
 
     def step() -> list[Tensor]:
         out = model(x)
@@ -223,7 +223,7 @@ def test_swap_in_lean() -> None:
         assert type(model[0].down) is nn.Linear
     for mine, other in zip(*results, strict=True):
         assert torch.equal(mine, other)
-    assert peaks[0] - peaks[1] > 0.9 * 1024 * 512 * 4
+    assert peaks[0] - peaks[1] > 0.9 * 2048 * 512 * 4
     memkit.swap(model, sample=x)
     assert type(model[0].down) is nn.Linear  # without lean() nothing is made again
 
@@ -232,7 +232,7 @@ def test_swapped_under_what_stays_stock_s() -> None:
     """Autocast, hooks, a weight that is none of nn.Linear's own, a small input: nothing of memkit's runs."""
     model = Feed()
     memkit.swap(model, lean=True)
-    x = torch.randn(1024, 64, requires_grad=True)
+    x = torch.randn(2048, 64, requires_grad=True)
 
     def runs(context: Any, x: Tensor = x) -> bool:
         names: set[str] = set()
@@ -265,7 +265,7 @@ def test_a_parametrization_of_a_swapped_layer_is_evaluated_once() -> None:
             self.calls += 1
             return weight * 2
 
-    model, x = Feed(), torch.randn(1024, 64)
+    model, x = Feed(), torch.randn(2048, 64)
     memkit.swap(model, lean=True)
     nn.utils.parametrize.register_parametrization(model.down, "weight", counts := Counts())
     counts.calls = 0
