@@ -91,8 +91,8 @@ def swap(
             functions (with "dropout"), of which a seed is kept in either. Attention of torch.nn and of transformers'
             models, and what layers write out in their own code, keeps no weights inside it, recurrences (Mamba, linear
             attention) no states, and layer scales and gates (`gamma * linear(x)`, with "act_linear") no result of the layer.
-            Layers whose input is larger than their output ("linear") and convolutions ("conv2d") make the gradients of
-            their weights first, so that an input that was made again is not there beside its own gradient.
+            Layers with fewer outputs than inputs ("linear", of 2**20 numbers or more) and convolutions ("conv2d") make
+            their weights' gradients first, so that an input that was made again is not there beside its own gradient.
             What that attention reads, masks too, may not be changed in place before backward, which says so.
             The sample then is run inside it, too.
             "call": each call of the model runs inside it, so that nothing else has to be written; a part of the model
