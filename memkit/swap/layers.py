@@ -290,9 +290,7 @@ class Linear(Layer, memkit_nn.Linear):
     records_only = True
 
     def _stays(self, input: Tensor) -> bool:
-        weight: Any = self._parameters.get(
-            "weight"
-        )  # not by its name, which may be that of a parametrization
+        weight: Any = self._parameters.get("weight")  # by its name a parametrization would be evaluated
         return not (
             input.requires_grad
             and input.numel() >= LEAST
