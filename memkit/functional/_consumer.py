@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, cast, overload
 
 import torch
 from torch import Generator, Tensor
@@ -59,10 +59,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     The weight's gradient is made first. The input's takes the input's memory then where nobody else has that, as it is
     with what :func:`memkit.lean` makes again.
     """
-    _check_tensor("linear", "input", input)
-    return _consumer("linear", [input, None, None], "activation", "identity", "", [], [weight], [bias], [])[
-        0
-    ][0]
+    return cast(Tensor, _linear("linear", "activation", [input, None, None], weight, bias, "identity"))
 
 
 @overload
