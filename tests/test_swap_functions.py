@@ -440,6 +440,11 @@ def test_what_a_decorated_forward_and_a_class_inside_read_is_live(monkeypatch):
     monkeypatch.setitem(globals(), "SCALE", 2.0)
     for model, out in zip(models, before, strict=True):
         torch.testing.assert_close(model(x), 2 * out)
+    forwards = [lambda self, x, times=times: times * x for times in (3, 4)]
+    (cell,) = Decorated.forward.__closure__
+    for forward, times in zip(forwards, (3, 4), strict=True):
+        cell.cell_contents = Decorated.forward.__wrapped__ = forward
+        assert torch.equal(models[0](x), times * x)
 
 
 SHIFT: Any = None

@@ -36,7 +36,7 @@ from .rewritten import rewrites, rewritten
 from .scaled import Running, runs
 from .sdpa import attending
 from .source import global_names, has_class
-from .twin import Instead, Ours, Twin, is_tracing, undecorated, with_names
+from .twin import Instead, Ours, Twin, decorated, is_tracing, undecorated, with_names
 
 DROPOUTS: dict[Any, Callable[..., Tensor]] = {
     nn.functional.dropout: F.dropout,
@@ -137,7 +137,7 @@ class _Made(NamedTuple):
     function: Any
     """A forward in its other form."""
     parts: tuple[Any, ...]
-    """Of the forward then."""
+    """Of the forward and of its decorators then."""
     seen: tuple[tuple[dict[str, Any], str, Any], ...]
     """What decided on it: of modules, what they hold by a name."""
 
@@ -152,9 +152,13 @@ def _with_ours(forward: Any, acts: bool, drops: bool) -> Any:
     it depends on is still there. This runs in each call: looking takes a tenth of the time that making it takes."""
     if type(forward) is not FunctionType:
         return forward
-    parts = (forward.__code__, forward.__defaults__, forward.__kwdefaults__)
+    parts = [
+        part
+        for each in decorated(forward)
+        for part in (each, each.__code__, each.__defaults__, each.__kwdefaults__)
+    ]
     made = _made.get((forward, acts, drops))
-    if made is not None and all(map(is_, parts, made.parts)):
+    if made is not None and len(parts) == len(made.parts) and all(map(is_, parts, made.parts)):
         for where, name, held in made.seen:
             if where.get(name) is not held:
                 break
@@ -162,11 +166,11 @@ def _with_ours(forward: Any, acts: bool, drops: bool) -> Any:
             return made.function
     names = _ours(forward, acts, drops)
     function = rewritten(forward, **names) if acts else with_names(forward, **names) if names else forward
-    # Not what is decorated, by what may change as well, nor with a class inside, whose body sees what its module held then.
-    if undecorated(forward) is forward and not (names and has_class(forward.__code__)):
+    # Not with a class inside, whose body sees what its module held then.
+    if not (names and has_class(undecorated(forward).__code__)):
         seen = tuple(_seen(forward))
         if all(isinstance(held, _LASTING) for _, _, held in seen):
-            _made[forward, acts, drops] = _Made(function, parts, seen)
+            _made[forward, acts, drops] = _Made(function, tuple(parts), seen)
     return function
 
 

@@ -7,7 +7,7 @@ they are, and a pickle or a copy says: this mixin before that class.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial, update_wrapper, wraps
 from threading import RLock, get_ident
 from types import CellType, CodeType, FunctionType, ModuleType
@@ -168,6 +168,13 @@ def undecorated(forward: Any) -> Any:
     return forward
 
 
+def decorated(forward: Any) -> Iterator[Any]:
+    """The function and, one after the other, what its decorators keep, last the one that was written."""
+    while forward is not None:
+        yield forward
+        forward = _wrapped(forward)
+
+
 def with_names(forward: Any, code: CodeType | None = None, /, **names: Any) -> Callable[..., Any]:
     """The same code, or that, over its module's names, of which some stand for other things. Decorators stay around it."""
     known, cells = forward.__globals__, forward.__closure__
@@ -208,14 +215,18 @@ class _Names(dict[str, Any]):
 
 
 def _wrapped(forward: Any) -> Any:
-    inner = getattr(forward, "__wrapped__", None)
-    if type(forward) is not FunctionType or type(inner) is not FunctionType:
+    if type(forward) is not FunctionType:
         return None
-    if forward.__globals__.get("__name__", "").startswith(
-        "torch."
-    ):  # a compiler ties what it made to a module's names
+    inner = forward.__dict__.get("__wrapped__")
+    if type(inner) is not FunctionType:
         return None
-    return inner if any(_holds(cell, inner) for cell in forward.__closure__ or ()) else None
+    # A compiler ties what it made to a module's names.
+    if forward.__globals__.get("__name__", "").startswith("torch."):
+        return None
+    for cell in forward.__closure__ or ():  # a loop: it runs in each call
+        if _holds(cell, inner):
+            return inner
+    return None
 
 
 def _holds(cell: CellType, held: Any) -> bool:
