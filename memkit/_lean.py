@@ -47,8 +47,9 @@ class lean:  # noqa: N801  a context, named as torch.no_grad is
 
     The rest is saved as it would be outside, by the saved-tensor hooks around the context if there are any: inside
     ``torch.autograd.graph.save_on_cpu`` or a checkpoint the two work together. Hooks entered inside ``lean()`` take its
-    place, as hooks do. Has no effect in compiled code, where the compiler chooses what to recompute. Under ``no_grad``
-    nothing is saved anyway.
+    place, as hooks do. Has no effect in compiled code, where the compiler chooses what to recompute, nor in function
+    transforms (``torch.func.grad``, ``vmap``), in which PyTorch allows no such hooks: entered around one that takes
+    gradients, they raise there. Under ``no_grad`` nothing is saved anyway.
 
     A result that is changed in place afterwards is kept. Under autograd's rules for saved tensors all the same: changing
     the kept input in place raises in backward, as does changing what a concatenation was made of (through ``.data`` or
@@ -70,7 +71,7 @@ class lean:  # noqa: N801  a context, named as torch.no_grad is
         self._entered: list[saved_tensors_hooks | None] = []
 
     def __enter__(self) -> lean:
-        self._entered.append(None if is_compiling() or is_lean() else _hooks())
+        self._entered.append(None if is_compiling() or in_transform() or is_lean() else _hooks())
         hooks = self._entered[-1]
         if hooks is not None:
             hooks.__enter__()
@@ -82,6 +83,12 @@ class lean:  # noqa: N801  a context, named as torch.no_grad is
         hooks = self._entered.pop()
         if hooks is not None:
             hooks.__exit__(kind, error, trace)
+
+
+def in_transform() -> bool:
+    """Whether torch.func's `grad`, `vmap` and the like are at work."""
+    functorch: Any = torch._C._functorch
+    return functorch.peek_interpreter_stack() is not None
 
 
 def is_lean() -> bool:

@@ -135,3 +135,17 @@ def test_a_leaf_is_not_swapped_for_another_meanwhile() -> None:
         torch.utils.swap_tensors(weight, other)
     y.sum().backward()
     assert torch.equal(x.grad, torch.ones(3))
+
+
+def test_none_in_function_transforms() -> None:
+    """In which PyTorch allows none."""
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        with memkit.lean():
+            assert not is_lean()
+            return M.gelu(x, save="input").square().sum()
+
+    x = torch.randn(3, 4)
+    expected = torch.func.grad(lambda x: M.gelu(x, save="input").square().sum())(x)
+    torch.testing.assert_close(torch.func.grad(loss)(x), expected)
+    torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss))(x), expected)

@@ -17,7 +17,9 @@ from swap_cases import (
     plain,
     step,
 )
+from test_swap_library import MLP, ConvMLP, GatedMLP
 from torch import nn
+from torch.nn.utils.parametrize import register_parametrization
 
 from memkit import swap, unswap
 from memkit.swap import types
@@ -146,3 +148,35 @@ def test_a_forward_wrapped_after_the_swap_keeps_working():
     del act.forward
     unswap(model)
     assert type(act) is nn.GELU
+
+
+class Counted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, weight):
+        self.calls += 1
+        return weight * 2
+
+
+@pytest.mark.parametrize("lean", [False, "call"])
+@pytest.mark.parametrize("kind", [MLP, GatedMLP])
+def test_weights_parametrized_afterwards_are_made_once_a_call(kind, lean):
+    model, x = kind().double(), torch.randn(2, 3, D, dtype=torch.double)
+    assert swap(model, sample=x, lean=lean).changed
+    linears = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+    for _, layer in linears:
+        register_parametrization(layer, "weight", Counted(), unsafe=True)
+    made = [layer.parametrizations.weight[0] for _, layer in linears]
+    for each in made:
+        each.calls = 0
+    model(x).sum().backward()
+    assert [each.calls for each in made] == [1] * len(made)
+
+
+def test_traced_with_gradients():
+    """torch.jit.trace runs it again without them, to compare."""
+    model, x = ConvMLP(), torch.randn(2, 2, 5, 5)
+    assert swap(model, sample=x).changed
+    torch.testing.assert_close(torch.jit.trace(model, x)(x), model(x))

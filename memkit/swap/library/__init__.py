@@ -33,7 +33,7 @@ from .residual import BLOCKS, DENSE, OPTIONAL, is_dense_layer
 from .rotary import NAME as ROTARY
 from .rotary import served
 from .sequences import is_ff_layer, pairs_of, steps_of
-from .twin import MIXINS, TOLERANCE, InLean, Twin, fits, numbers, twin_of, why_not_fits
+from .twin import MIXINS, TOLERANCE, InLean, Twin, fits, numbers, twin_of, weight_of, why_not_fits
 from .written import written
 
 __all__ = [
@@ -433,11 +433,7 @@ def _frozen(held: Any) -> Hashable:
 
 def _probe(layer: Any) -> tuple[Tensor, ...]:
     """Input for a module whose first layer this is."""
-    parametrized = layer._modules.get("parametrizations") if isinstance(layer, nn.Module) else None
-    # To ask a parametrized layer for its weight may change buffers.
-    weight = getattr(getattr(parametrized, "weight", None), "original", None)
-    if weight is None:
-        weight = getattr(layer, "weight", None)
+    weight = weight_of(layer)
     if not isinstance(weight, Tensor) or weight.dim() not in (2, 4):
         return ()
     if weight.dim() == 4:

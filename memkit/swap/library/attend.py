@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ... import functional as F
+from ..._lean import in_transform
 from ...functional._dropout import draw_seed, drop_numbers
-from .twin import in_transform
 
 DROP: tuple[Any, ...] = (None, -1, "identity", [])
 """Of ``memkit::_activation``: dropout alone."""

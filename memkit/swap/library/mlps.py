@@ -25,7 +25,7 @@ from ...nn.norm import batch_norm_of
 from ..layers import BATCH_NORMS, BatchNorm, Dropout, serves, takes
 from ..types import KEEPS_OUTPUT
 from .activations import activation_of
-from .twin import Twin, computes_in, is_plain, linear_call, linear_weights
+from .twin import Twin, computes_in, is_plain, linear_call, linear_weights, weight_of
 
 
 class Steps(NamedTuple):
@@ -234,7 +234,7 @@ class BatchedExperts(Twin, kind="batched_experts"):
 
 def _hidden(down: Any, shape: torch.Size) -> int:
     """Elements of what this layer was given, where its result has this shape."""
-    return shape.numel() // shape[-1] * int(getattr(down, "in_features", 0) or down.weight.shape[0])
+    return shape.numel() // shape[-1] * int(getattr(down, "in_features", 0) or weight_of(down).shape[0])
 
 
 def run(steps: Sequence[Any], input: Tensor, dropout: bool) -> Tensor:

@@ -144,19 +144,10 @@ def _make(kinds: tuple[str, ...], cls: Any) -> Any:
     return cls.__new__(cls)
 
 
-def in_transform() -> bool:
-    """Whether torch.func's `grad`, `vmap` and the like are at work."""
-    functorch: Any = torch._C._functorch
-    return functorch.peek_interpreter_stack() is not None
-
-
 class InLean(Twin, kind="lean"):
-    """Each call runs inside :class:`memkit.lean`, but in function transforms, which allow no saved-tensor hooks. May stand
-    before another twin."""
+    """Each call runs inside :class:`memkit.lean`. May stand before another twin."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not is_compiling() and in_transform():
-            return super().__call__(*args, **kwargs)
         with lean():
             return super().__call__(*args, **kwargs)
 
@@ -359,17 +350,20 @@ def computes_in(input: Any, *layers: Any) -> bool:
         return True
     dtype = input.dtype
     for layer in layers:  # a loop, and no exceptions: it runs in each call
-        weight = _weight_of(layer)
+        weight = weight_of(layer)
         if isinstance(weight, Tensor) and weight.dtype != dtype:
             return False
     return True
 
 
-def _weight_of(layer: Any) -> Any:
-    """Past the dictionary's own way to look it up, by which ZeRO 3 gathers what another module asks for."""
+def weight_of(layer: Any) -> Any:
+    """Past the dictionary's own way to look it up, by which ZeRO 3 gathers what another module asks for. Of a parametrized
+    one the largest tensor that it is made of: to make it may change buffers, or draw numbers."""
     if isinstance(layer, nn.Module):
         if (held := layer._parameters.get("weight")) is not None:
             return held
+        if (parts := getattr(layer._modules.get("parametrizations"), "weight", None)) is not None:
+            return max((*parts._parameters.values(), *parts._buffers.values()), key=torch.numel)
         elsewhere = (
             layer._buffers
             or layer._modules
