@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint
 
 import memkit
@@ -200,6 +201,25 @@ def test_calls_that_are_left_to_stock() -> None:
         with pytest.raises(theirs.type) as mine:
             ours(*y, need_weights=False, **wrong)
         assert str(mine.value) == str(theirs.value)
+
+
+class Drawn(nn.Module):
+    """A weight that is another one each time."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + torch.randn_like(weight)
+
+
+@pytest.mark.parametrize("lean", [False, "call"])
+@pytest.mark.parametrize("name", ["in_proj_weight", "out_proj.weight"])
+def test_weights_parametrized_afterwards_are_made_as_often_as_in_stock(name: str, lean: Any) -> None:
+    x, found = torch.randn(2, 5, E, **DOUBLE), []
+    for module in (attention(), swapped(attention(), sample=(x, x, x), lean=lean)):
+        owner, _, last = name.rpartition(".")
+        register_parametrization(module.get_submodule(owner), last, Drawn(), unsafe=True)
+        torch.manual_seed(0)
+        found.append(module(x, x, x, need_weights=False)[0])
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("shape", [(0, L), (N, 0), (1, 1)])

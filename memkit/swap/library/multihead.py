@@ -95,6 +95,8 @@ def _is_usual(module: Any) -> bool:
         and module.bias_k is None
         and module.bias_v is None
         and not module.add_zero_attn
+        # Each time that one of those is asked for its weights may count.
+        and not ("parametrizations" in module._modules or "parametrizations" in module.out_proj._modules)
     )
 
 
