@@ -25,7 +25,7 @@ from torch import nn
 
 from memkit import swap
 from memkit.memory import measure
-from memkit.swap import trial, types
+from memkit.swap import NO_HOOKS, trial, types
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -523,3 +523,55 @@ def test_parameters_that_fsdp_has_sharded(version):
         assert only(swap(model)).changed
     finally:
         dist.destroy_process_group()
+
+
+# -- forwards that use function transforms -------------------------------------------------------------------------------
+
+
+class Ensemble(nn.Module):
+    """Of three networks by vmap."""
+
+    def __init__(self):
+        super().__init__()
+        nets = [mlp(nn.GELU()) for _ in range(3)]
+        weights, _ = torch.func.stack_module_state(nets)
+        self.weights = nn.ParameterDict({name.replace(".", "_"): each for name, each in weights.items()})
+        self.net = mlp(nn.GELU())
+        self.head = mlp(nn.GELU())
+
+    def forward(self, x):
+        weights = {name.replace("_", "."): each for name, each in self.weights.items()}
+        return self.head(torch.vmap(lambda w: torch.func.functional_call(self.net, w, (x,)))(weights))
+
+
+class InnerStep(nn.Module):
+    """Takes a gradient on the way."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = mlp(nn.GELU())
+        self.weight = nn.Parameter(torch.randn(D, D))
+
+    def forward(self, x):
+        x = self.net(x)
+        gradient = torch.func.grad(lambda w: (x @ w - x).square().mean())(self.weight)
+        return x @ (self.weight - gradient)
+
+
+@pytest.mark.parametrize("lean", [False, True, "call"])
+def test_an_ensemble_by_vmap(lean):
+    model = Ensemble().double()
+    assert [row.path for row in swap(model, sample=batch(), lean=lean).changed][-1] == "head.1"
+    assert_as_stock(model, batch())
+
+
+def test_gradients_on_the_way_allow_no_hooks():
+    model = InnerStep().double()
+    report = swap(model, sample=batch())
+    assert [row.path for row in report.changed] == ["net.1"]
+    assert str(report).endswith("1 of 1 sites changed; as without a sample: " + NO_HOOKS)
+    assert_as_stock(model, batch())
+    for lean in (True, "call"):
+        with pytest.raises(RuntimeError, match="swap: expected lean=False, as the forward takes gradients"):
+            swap(model, sample=batch(), lean=lean)
+        assert isinstance(model.net[1], types.Swapped)  # as before

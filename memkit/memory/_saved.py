@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from .. import _C
 from ._meters import Meter
 
+_functorch: Any = torch._C._functorch
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
@@ -74,6 +75,8 @@ def parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     if is_traceable_wrapper_subclass(wrapper):
         named = [getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0]]
         inner = [each for each in named if isinstance(each, torch.Tensor)]  # a DTensor names its mesh too
+    elif _functorch.is_functorch_wrapped_tensor(tensor):
+        inner = [_functorch.get_unwrapped(tensor)]
     elif tensor.layout is torch.strided:
         yield tensor
     elif tensor.layout is torch.sparse_coo:

@@ -47,6 +47,8 @@ from .trial import HALVES, TOLERANCE, WIDER, Outcome, Trial, exact_convolutions,
 
 __all__ = ["Row", "SwapReport", "swap", "unswap"]
 
+NO_HOOKS = "the forward takes gradients by torch.func, where PyTorch allows no saved-tensor hooks"
+
 
 def swap(
     model: nn.Module,
@@ -100,6 +102,8 @@ def swap(
 
     Raises:
         TypeError, ValueError: on unknown arguments, a compiled model, parameters that are not there yet.
+        RuntimeError: with `lean`, on a forward that takes gradients by torch.func, where PyTorch allows no saved-tensor
+            hooks. Without it, such a model is changed as without a sample.
         Whatever the model raises on the sample; it then is as it was before.
 
     Example:
@@ -119,14 +123,20 @@ def swap(
             _check_becomes_lean(model)
         found = find(model, names, exact, bool(lean))
         if sample is None:
-            pools = {site.module for site in found.layers if site.name == "max_pool2d" and not check(site)}
-            decisions = {site: by_structure(site, exact, bool(lean), pools) for site in found.sites}
-            report = SwapReport(_rows(decisions, found))
-            _apply(model, decisions, found, lean)
+            report = _swap_by_structure(model, found, exact, lean)
         else:
             given = dict(sample) if isinstance(sample, Mapping) else sample
-            with heap_passed_over():
-                report = _swap_by_sample(Trial(model, given), found, exact, lean)
+            try:
+                with heap_passed_over():
+                    report = _swap_by_sample(Trial(model, given), found, exact, lean)
+            except RuntimeError as error:
+                if "don't yet support saved tensor hooks" not in str(error):
+                    raise
+                if lean:
+                    raise RuntimeError(f"swap: expected lean=False, as {NO_HOOKS}") from error
+                change.undo(model)
+                report = _swap_by_structure(model, find(model, names, exact, False), exact, False)
+                report = replace(report, note=f"as without a sample: {NO_HOOKS}")
     except BaseException:
         change.undo(model)
         change.redo(previous)
@@ -144,6 +154,13 @@ def unswap(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"unswap: expected a torch.nn.Module, got {type(model).__name__}")
     change.undo(model)
+
+
+def _swap_by_structure(model: nn.Module, found: Found, exact: bool, lean: bool | str) -> SwapReport:
+    pools = {site.module for site in found.layers if site.name == "max_pool2d" and not check(site)}
+    decisions = {site: by_structure(site, exact, bool(lean), pools) for site in found.sites}
+    _apply(model, decisions, found, lean)
+    return SwapReport(_rows(decisions, found))
 
 
 def _swap_by_sample(trial: Trial, found: Found, exact: bool, lean: bool | str) -> SwapReport:

@@ -113,7 +113,7 @@ class SwapReport:
             total += ": the last column says why"
         if self.saved_before is not None and self.saved_after is not None:
             total += f"; saved for backward {_size(self.saved_before)} → {_size(self.saved_after)}"
-        if any(UNPROVEN in row.reason for row in self.rows):
+        if not self.note and any(UNPROVEN in row.reason for row in self.rows):
             total += "; swap(model, sample=...) with a batch as the model takes it can prove more"
         return "\n".join([*table, total + (f"; {self.note}" if self.note else "")])
 
