@@ -53,12 +53,13 @@ class Attention(Twin, kind="attention"):
         if is_compiling() or is_tracing():
             return forward(self, *args, **kwargs)
         names: dict[str, Any] = {}
+        written = undecorated(forward)
         in_lean = is_lean() and torch.is_grad_enabled()
         # Asked again: of a pickle, the library may be another now.
-        if self._in_lean and (in_lean or (self._drops and self.training)) and _asks(forward):
-            names[TABLE] = _Table(undecorated(forward).__globals__[TABLE], self._drops, in_lean)
-        if self._turns and calls_rotary(forward):
-            names[NAME] = rotary_of(self, forward)
+        if self._in_lean and (in_lean or (self._drops and self.training)) and _asks(written):
+            names[TABLE] = _Table(written.__globals__[TABLE], self._drops, in_lean)
+        if self._turns and calls_rotary(written):
+            names[NAME] = rotary_of(self, written)
         return (with_names(forward, **names) if names else forward)(self, *args, **kwargs)
 
 
