@@ -15,7 +15,9 @@ bool is_parameter(const torch::autograd::Edge& edge, int64_t elements) {
   return leaf && leaf->variable.numel() >= elements;
 }
 
-bool may_be_freed(const Tensor& x) { return !x.grad_fn() || is_parameter({x.grad_fn(), x.output_nr()}); }
+bool may_be_freed(const Tensor& x) {
+  return !x.grad_fn() || is_parameter({x.grad_fn(), static_cast<uint32_t>(x.output_nr())});
+}
 
 void check_there(const Tensor& x) {
   if (x.layout() != at::kStrided || x.is_nested() || !is_plain(x)) return;
