@@ -248,7 +248,9 @@ def test_transforms():
 
 
 def test_compiled(monkeypatch):
-    monkeypatch.setitem(globals(), "apply_rotary_pos_emb", as_llama)  # torch 2.11 asks the module of that name
+    monkeypatch.setitem(
+        globals(), "apply_rotary_pos_emb", as_llama
+    )  # torch 2.11 asks the module of that name
     module, x = attention(as_llama), torch.randn(BATCH, TOKENS, 16)
     cos, sin = tables()
     swap(module, ops=["apply_rotary"])

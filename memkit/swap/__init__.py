@@ -36,11 +36,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from . import change
-from .find import OPS, Found, find
+from .find import ON_REQUEST, OPS, Found, find
 from .layers import Choice
 from .library import dropped, fits, served, twin_of
 from .prove import prove
-from .report import Row, SwapReport
+from .report import UNPROVEN, Row, SwapReport
 from .sites import Decision, Decisions
 from .structure import by_structure, check
 from .trial import HALVES, TOLERANCE, WIDER, Outcome, Trial, exact_convolutions, heap_passed_over, tensors
@@ -83,6 +83,9 @@ def swap(
             "max_pool2d", of feed-forward networks ("act_linear", "gated"), of "attention" (torch.nn.MultiheadAttention
             with the batch first, transformers' layers, recurrences), of rotary embeddings ("apply_rotary") and of losses
             ("cross_entropy"). "gelu" means both forms of gelu, "gelu_tanh" that with approximate="tanh" alone.
+            Beside what "all" means, ``ops=["all", "linear_cross_entropy"]`` takes the loss of transformers' causal language
+            models straight from what their last layer is given, chunk by chunk: in training with labels such a model then
+            returns no logits, which are its largest tensor. It needs a sample with labels.
         exact: only where the slope from the output is off by at most 2e-4, and that only by its own rounding near the
             function's minimum: for gelu, silu, mish, hardswish, elu, selu, celu and softplus in float32 and
             float64. Calls in half precision then stay as in stock, and so do norms whose result is float32 under
@@ -157,6 +160,7 @@ def unswap(model: nn.Module) -> None:
 
 
 def _swap_by_structure(model: nn.Module, found: Found, exact: bool, lean: bool | str) -> SwapReport:
+    found.keep_logits(UNPROVEN)
     pools = {site.module for site in found.layers if site.name == "max_pool2d" and not check(site)}
     decisions = {site: by_structure(site, exact, bool(lean), pools) for site in found.sites}
     _apply(model, decisions, found, lean)
@@ -225,16 +229,40 @@ def _swap_by_sample(trial: Trial, found: Found, exact: bool, lean: bool | str) -
             reason = "values or gradients of the swapped model differ on the sample"
             decisions = _refused(decisions, found, reason)
             return SwapReport(_rows(decisions, found), before, before, note)
+    if found.heads and (why := _why_logits(trial, found, dropouts, tolerance)):
+        change_back()
+        found.keep_logits(why)
+        change_over()
     after = swapped.saved
-    if dropouts or found.dropouts:
+    if dropouts or found.dropouts or found.heads:
         dropped.difference_update(found.dropouts)
-        after = trial.run("swapped, with dropout", drops=True).saved
+        after = trial.run("swapped, with dropout, without logits", drops=True, logits=False).saved
         found.note_dropped()
     if before is not None and after is not None and after > 1.02 * before:
         change_back()
         decisions = _refused(decisions, found, "swapped, the model would keep more on the sample")
         after = before
     return SwapReport(_rows(decisions, found), before, after, note)
+
+
+def _why_logits(trial: Trial, found: Found, dropouts: Sequence[nn.Module], tolerance: float) -> str:
+    """Why a language model goes on returning them; nothing if its loss and gradients are the same without."""
+    served.difference_update(found.heads)
+    trial.of_loss = True
+    try:
+        kept = trial.run("swapped, its loss alone", dropouts)
+        without = trial.run("swapped, without logits", dropouts, logits=False)
+    except Exception as error:
+        return f"without logits the model raises on the sample: {type(error).__name__}: {error}"
+    finally:
+        trial.of_loss = False
+    if not (served.issuperset(found.heads) and kept.gradients):
+        return "on the sample, no step of training with labels"
+    return (
+        ""
+        if without.agrees_with(kept, tolerance)
+        else "without logits, values or gradients differ on the sample"
+    )
 
 
 def _tried(
@@ -354,10 +382,11 @@ def _names(ops: Any) -> frozenset[str]:
     elif not isinstance(ops, Collection):
         unknown = type(ops).__name__
     else:
-        unknown = ", ".join(repr(name) for name in ops if name not in OPS)
+        unknown = ", ".join(repr(name) for name in ops if name not in (*OPS, *ON_REQUEST, "all"))
     if unknown:
-        raise ValueError(f"swap: expected ops 'all' or a collection of {', '.join(OPS)}; got {unknown}")
-    return frozenset(ops)
+        known = ", ".join(("all", *OPS, *ON_REQUEST))
+        raise ValueError(f"swap: expected ops 'all' or a collection of {known}; got {unknown}")
+    return frozenset(ops) | (frozenset(OPS) if "all" in ops else frozenset())
 
 
 def _check_model(model: nn.Module) -> None:

@@ -32,6 +32,7 @@ from .library import (
     dropped,
     drops,
     has_library_loss,
+    head_of,
     is_attention,
     is_multihead,
     library_activation,
@@ -69,7 +70,8 @@ OPS = (
     "apply_rotary",
     "cross_entropy",
 )
-
+ON_REQUEST = ("linear_cross_entropy",)
+"""Not of what "all" means."""
 
 DROPS_NOTHING = "not called on the sample, or with nothing to drop out of place"
 IDLE = "not called on the sample, or with tables that memkit does not take"
@@ -88,6 +90,8 @@ class Found:
     """Those with a batch norm and an activation behind it."""
     losses: list[nn.Module] = field(default_factory=list)
     """Those that hold their loss as a function."""
+    heads: dict[nn.Module, tuple[nn.Module, int]] = field(default_factory=dict)
+    """Of models that will return no logits in training: their last layer, and the number of their row in `others`."""
     attentions: list[tuple[nn.Module, type[Any]]] = field(default_factory=list)
     """With their twins."""
     may_be_idle: dict[nn.Module, tuple[int, str]] = field(default_factory=dict)
@@ -109,6 +113,12 @@ class Found:
     def changes_others(self) -> bool:
         """Whether something is changed that nothing has to be proven of."""
         return bool(self.losses or self.attentions or self.in_lean)
+
+    def keep_logits(self, why: str) -> None:
+        """Of all models."""
+        for _, number in self.heads.values():
+            self.others[number] = replace(self.others[number], after="unchanged", saved="logits", reason=why)
+        self.heads.clear()
 
     def note_dropped(self) -> None:
         """After a run in which they drop."""
@@ -158,14 +168,26 @@ class _Search:
         if match is not None:
             twin = twin_of(match.kind, type(module))
             self.found.layers.append(LayerSite(module, match.op, where, twin, match.choice, match.method))
-        if "cross_entropy" in self.names and has_library_loss(module):
+        if self.names & {"cross_entropy", *ON_REQUEST} and has_library_loss(module):
             self.found.losses.append(module)
             path = _inside(places[:1], "loss_function")
             self.found.others.append(Row(path, "ForCausalLMLoss", "memkit", "logits", None, None, ""))
+            if self.names.issuperset(ON_REQUEST):
+                self.head(module, places)
         self.attention(module, places)
         if match is None and "forward" not in vars(module):
             return self.again(module, places)
         return () if match is None else match.takes
+
+    def head(self, model: nn.Module, places: list[str]) -> None:
+        where, head = _inside(places[:1], "logits"), head_of(model)
+        if head is None or narrows(head) or {"forward"} & (vars(model).keys() | vars(head).keys()):
+            self.left(
+                where, type(model).__name__, "its last layer is no Linear, or larger than what it gives"
+            )
+            return
+        self.found.heads[model] = head, len(self.found.others)
+        self.found.others.append(Row(where, "Linear", "none in training", "gradients", None, None, ""))
 
     def attention(self, module: nn.Module, places: list[str]) -> None:
         """Of transformers' models."""

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from .._lean import lean
 from ..memory import measure
 from .library.attend import stock_dropout
+from .library.heads import loss_of, with_logits
 
 # Of each output and gradient, so many elements are compared, and the norm.
 PROBES = 4096
@@ -80,17 +81,26 @@ class Trial:
         self.places: dict[nn.Module, nn.Module] = {}  # of a copy: what stands for which module
         self.in_lean = False
         """Whether forwards run inside :class:`memkit.lean`."""
+        self.of_loss = False
+        """Whether a model's loss is all of its outputs that counts."""
 
     def run(
-        self, phase: str, in_evaluation: Sequence[nn.Module] = (), noise: float = 0.0, drops: bool = False
+        self,
+        phase: str,
+        in_evaluation: Sequence[nn.Module] = (),
+        noise: float = 0.0,
+        drops: bool = False,
+        logits: bool = True,
     ) -> Outcome:
         """Counts what is saved on the way. Some modules may be told that this is no training; twins of what calls dropout as
         a function drop what stock does, so that results can be compared, but for ``drops``.
 
+        ``logits``: whether language models return them all the same.
         ``noise``: how far, relatively, numbers in the sample may be from what they are; of a sample without any, what
         its embeddings give.
         """
-        with untouched(self.model), explained(phase), nullcontext() if drops else stock_dropout():
+        as_stock = nullcontext() if drops else stock_dropout(), with_logits() if logits else nullcontext()
+        with untouched(self.model), explained(phase), as_stock[0], as_stock[1]:
             for module in in_evaluation:
                 self.places.get(module, module).training = False
             inputs = self.fresh()
@@ -169,6 +179,8 @@ class Trial:
                 outputs = self.model(**inputs)
             else:
                 outputs = self.model(*inputs) if isinstance(inputs, tuple) else self.model(inputs)
+        if self.of_loss:
+            outputs = loss_of(outputs)
         roots = [t for t in tensors(outputs) if t.requires_grad and _may_differentiate(t)]
         if roots and torch.is_grad_enabled():
             torch.autograd.backward(roots, [_slant(root) for root in roots])

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from ... import functional as F
 from ..layers import serves
+from .heads import Logits
 
 _HOLDER = "_loss_function"
 
 
 def causal_lm_loss(
-    logits: Tensor,
+    logits: Tensor | Logits,
     labels: Tensor | None,
     vocab_size: int,
     num_items_in_batch: Tensor | int | None = None,
@@ -32,7 +33,9 @@ def causal_lm_loss(
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]  # type: ignore[arg-type]
     targets = shift_labels.reshape(-1).to(logits.device)
     reduction: Any = "mean" if num_items_in_batch is None else "sum"
-    if serves(logits) and logits.dtype != torch.float64:  # stock's loss is float32 whatever it is given
+    if isinstance(logits, Logits):
+        loss = logits.loss(targets, ignore_index, reduction)
+    elif serves(logits) and logits.dtype != torch.float64:  # stock's loss is float32 whatever it is given
         half = logits.dtype in (torch.float16, torch.bfloat16)
         with torch.autocast(logits.device.type, logits.dtype if half else None, enabled=half):
             loss = F.cross_entropy(

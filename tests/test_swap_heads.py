@@ -1,0 +1,205 @@
+"""swap with "linear_cross_entropy": language models whose loss is taken without their logits."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memkit
+from memkit import swap, unswap
+from memkit.memory import measure
+from memkit.swap.library.heads import Logits
+
+transformers = pytest.importorskip("transformers")
+
+OPS = ["all", "linear_cross_entropy"]
+SHAPE: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 501,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "GPT2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "resid_pdrop": 0.0},
+    "OPT": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
+    "Gemma2": {"head_dim": 8},  # with a softcap
+    "Granite": {"logits_scaling": 3.0},
+    "Cohere": {"logit_scale": 0.25},
+    "Phi": {},  # with a bias
+}
+
+
+def model(name: str = "Llama", **options: Any) -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**SHAPE, **MODELS[name], **options)
+    kind = "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM"
+    made = getattr(transformers, kind)(config).train()
+    for part in made.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+    return made
+
+
+def batch() -> dict[str, Any]:
+    tokens = torch.randint(501, (4, 24), generator=torch.Generator().manual_seed(1))
+    labels = tokens.clone()
+    labels[0, :5] = -100
+    return {"input_ids": tokens, "labels": labels}
+
+
+def gradients(made: Any) -> list[Any]:
+    made.zero_grad()
+    out = made(**batch())
+    out.loss.backward()
+    return [out.loss, *(p.grad.clone() for p in made.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("lean", [False, "call"])
+@pytest.mark.parametrize("name", list(MODELS))
+def test_is_stock_without_logits(name: str, lean: Any) -> None:
+    stock = model(name)
+    ours = copy.deepcopy(stock)
+    report = swap(ours, sample=batch(), ops=OPS, lean=lean)
+    (row,) = [row for row in report if row.path == "logits"]
+    assert (row.after, row.reason) == ("none in training", "")
+    for a, b in zip(gradients(ours), gradients(stock), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    losses = [made(**batch(), num_items_in_batch=7).loss for made in (ours, stock)]
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
+    out = ours(**batch())
+    assert "logits" not in out
+    assert out.logits is None
+    assert len(ours(**batch(), return_dict=False)) == len(stock(**batch(), return_dict=False)) - 1
+    for part in (ours, stock):
+        part.eval()
+    torch.testing.assert_close(ours(**batch()).logits, stock(**batch()).logits)
+    unswap(ours)
+    assert [type(part) for part in ours.modules()] == [type(part) for part in stock.modules()]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_half_precision(autocast: bool) -> None:
+    stock = model() if autocast else model().bfloat16()
+    ours = copy.deepcopy(stock)
+    with torch.autocast("cpu", enabled=autocast):
+        swap(ours, sample=batch(), ops=OPS)
+        found = [part(**batch()).loss for part in (ours, stock)]
+        assert "logits" not in ours(**batch())
+    assert found[0].dtype == found[1].dtype == torch.float32
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
+
+
+def test_logits_are_never_whole() -> None:
+    whole = 4 * 24 * 501 * 4
+    made = model()
+    swap(made, sample=batch(), lean="call")
+    before = measure(lambda: gradients(made))
+    report = swap(made, sample=batch(), ops=OPS, lean="call")
+    gradients(made)
+    after = measure(lambda: gradients(made))
+    assert after.peak < before.peak - whole
+    assert after.saved < before.saved - whole / 2
+    assert report.saved_after < report.saved_before - whole
+
+
+def test_calls_that_return_logits() -> None:
+    ours, stock = model(), model()
+    swap(ours, sample=batch(), ops=OPS)
+    tokens = batch()["input_ids"]
+    torch.testing.assert_close(ours(tokens).logits, stock(tokens).logits)
+    with torch.no_grad():
+        assert ours(**batch()).logits is not None
+    hook = ours.lm_head.register_forward_hook(lambda *given: None)
+    assert ours(**batch()).logits is not None
+    hook.remove()
+    expected = torch.compile(stock, backend="eager")(**batch())
+    torch.compiler.reset()
+    torch.testing.assert_close(torch.compile(ours, backend="eager")(**batch()).logits, expected.logits)
+
+
+def test_copies_and_adapters() -> None:
+    ours = model()
+    swap(ours, sample=batch(), ops=OPS)
+    expected = gradients(ours)
+    for made in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        assert "logits" not in made(**batch())
+        torch.testing.assert_close(gradients(made), expected)
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(ours, peft.LoraConfig(target_modules=["q_proj", "lm_head"]))
+    assert adapted(**batch()).logits is not None  # the adapter's
+
+
+def test_not_chosen() -> None:
+    made = model()
+    assert "logits" not in [row.path for row in swap(made, sample=batch())]
+    assert made(**batch()).logits is not None
+    (row,) = [row for row in swap(made, ops=OPS) if row.path == "logits"]
+    assert row.reason == "not proven: pass sample="
+    for sample in ({"input_ids": batch()["input_ids"]}, batch()):
+        (row,) = [row for row in swap(made, sample=sample, ops=OPS) if row.path == "logits"]
+        assert row.reason == (
+            "on the sample, no step of training with labels" if "labels" not in sample else ""
+        )
+    made.eval()
+    (row,) = [row for row in swap(made, sample=batch(), ops=OPS) if row.path == "logits"]
+    assert (row.after, row.reason) == ("unchanged", "on the sample, no step of training with labels")
+    with pytest.raises(
+        ValueError, match=r"expected ops 'all' or a collection of all, .*linear_cross_entropy; got 'x'"
+    ):
+        swap(made, ops=["x"])
+
+
+def test_a_forward_that_looks_at_the_logits_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = model()
+    loss = type(made).loss_function
+
+    def looking(self: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
+        held = vars(self).get("_loss_function")
+        return held(logits[..., :501], *args, **kwargs) if held else loss.fget(self)(logits, *args, **kwargs)
+
+    monkeypatch.setattr(
+        type(made),
+        "loss_function",
+        property(lambda self: lambda *args, **kwargs: looking(self, *args, **kwargs)),
+    )
+    report = swap(made, sample=batch(), ops=OPS)
+    assert not [row for row in report.changed if row.path == "logits"]
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x: x[0],
+        lambda x: x + 1,
+        lambda x: x * torch.ones(1),
+        lambda x: x / torch.ones(1),
+        lambda x: x.shape,
+        lambda x: x.argmax(-1),
+        lambda x: torch.relu(x),
+        lambda x: torch.tanh(torch.tanh(x)),
+    ],
+)
+def test_what_stands_for_logits_is_no_tensor(use: Any) -> None:
+    head = nn.Linear(4, 8)
+    with pytest.raises((AttributeError, TypeError)):
+        use(Logits(head, torch.randn(3, 4)))
+
+
+def test_in_lean() -> None:
+    ours, stock = model(), model()
+    swap(ours, sample=batch(), ops=OPS, lean=True)
+    with memkit.lean():
+        found = gradients(ours)
+    for a, b in zip(found, gradients(stock), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
