@@ -392,7 +392,7 @@ def takes(conv: Any, input: Tensor) -> bool:
         and input.dim() == 4
         and input.requires_grad
         and torch.is_grad_enabled()
-        and not torch.jit.is_tracing()  # type: ignore[no-untyped-call]  # it runs again under no_grad, to compare
+        and torch._C._get_tracing_state() is None  # it runs again under no_grad, to compare
     )
 
 
