@@ -34,7 +34,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from .. import _C
 from .._sharding import call
@@ -96,6 +98,21 @@ def _apply(
         if out is not None:
             return out
     return _dispatched(op, input, params, inplace, save, bias, dim)
+
+
+def overwrites(own: Tensor) -> bool:
+    """Whether an activation may work in the memory of a tensor that nobody but its caller has: nothing is recorded of it,
+    and nobody looks on."""
+    functorch: Any = torch._C._functorch
+    return (
+        not (own.requires_grad and torch.is_grad_enabled())
+        and type(own) is Tensor
+        and not is_compiling()
+        and torch._C._get_tracing_state() is None
+        and not (_len_torch_dispatch_stack() or _len_torch_function_stack())
+        and functorch.peek_interpreter_stack() is None
+        and forward_ad._current_level < 0
+    )
 
 
 def _dispatched(

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional as F
-from .._hooks import has_hooks
+from .._hooks import has_global_hooks, has_hooks
 from .._lean import lean
+from ..functional._activation import overwrites
 from ..functional._glu import Packing
 from .norm import LayerNorm, RMSNorm, norm_act_conv_of
 
@@ -229,7 +230,9 @@ class MLP(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         h = self.fc1(input)
         p = self.dropout if self.training else 0.0
-        if _is_plain(self.fc2):
+        if not (p or has_global_hooks()) and _is_plain(self.fc1) and overwrites(h):
+            out = self.fc2(F.act_dropout(h, self.act, 0.0, inplace=True))
+        elif _is_plain(self.fc2):
             out = F.dropout_linear(h, self.fc2.weight, self.fc2.bias, p, act=self.act)
         else:
             out = self.fc2(F.act_dropout(h, self.act, p))
@@ -271,15 +274,19 @@ class GatedMLP(nn.Module):
         self.out_dropout = _probability("GatedMLP", out_dropout)
 
     def forward(self, input: Tensor) -> Tensor:
-        out = self._down(self.gate_proj(input), self.up_proj(input))
+        parts = [self.gate_proj(input), self.up_proj(input)]
+        out = self._down(parts)
         return F.dropout(out, self.out_dropout, self.training, "auto") if self.out_dropout else out
 
-    def _down(self, gate: Tensor, up: Tensor) -> Tensor:
+    def _down(self, parts: list[Tensor]) -> Tensor:
+        """Of gate and up, taken from the list."""
         down, act = self.down_proj, self.act
         p = self.dropout if self.training else 0.0
-        if not _is_plain(down):
-            h = F.gated(gate, up, act)  # type: ignore[arg-type]
+        if not _is_plain(down) or (not p and all(map(overwrites, parts))):
+            h = F.gated(parts[0], parts[1], act)  # type: ignore[arg-type]
+            parts.clear()
             return down(F.dropout(h, p) if p else h)  # type: ignore[no-any-return]
+        gate, up = parts
         if not p:
             return F.glu_linear(gate, up, down.weight, down.bias, act)
         with lean():  # the product, which dropout's node would keep

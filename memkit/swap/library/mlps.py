@@ -9,6 +9,7 @@ time of the call decides: an adapter around it, a hook or a quantised layer is c
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from statistics import mode
 from typing import Any, NamedTuple
 
@@ -18,11 +19,11 @@ from torch import Tensor, nn
 from ... import functional as F
 from ..._hooks import only_read
 from ..._lean import lean
-from ...functional._activation import _apply
+from ...functional._activation import _apply, overwrites
 from ...functional._glu import Packing
 from ...functional._norm import output_dtype
 from ...nn.norm import batch_norm_of
-from ..layers import BATCH_NORMS, BatchNorm, Dropout, serves, takes
+from ..layers import BATCH_NORMS, BatchNorm, Dropout, is_convolution, serves, takes
 from ..types import KEEPS_OUTPUT
 from .activations import activation_of
 from .twin import Twin, computes_in, is_plain, linear_call, linear_weights, weight_of
@@ -126,11 +127,10 @@ class GatedFeedForward(Twin, kind="gated"):
         act = (how.act[1:], {}) if how.act[0] == "=" else activation_of(getattr(self, how.act))
         if act is None or act[0] not in GATES or not computes_in(input, getattr(self, how.gate), down):
             return self._stock_forward(input)
-        gate = getattr(self, how.gate)(input)
-        up = None if how.up is None else getattr(self, how.up)(input)
+        parts = [getattr(self, name)(input) for name in (how.gate, how.up) if name is not None]
         between = [getattr(self, name) for name in how.between]
         kind: Any = act[0]
-        out = gated_linear(gate, up, kind, how.packing, between, down, how.dropout)
+        out = gated_linear(parts, kind, how.packing, between, down, how.dropout)
         for name in how.after:
             out = getattr(self, name)(out)
         return out
@@ -145,28 +145,30 @@ class GatedFeedForward(Twin, kind="gated"):
 
 
 def gated_linear(
-    gate: Tensor,
-    up: Tensor | None,
+    parts: list[Tensor],
     act: Any,
     packing: Packing,
     between: Sequence[Any],
     down: Any,
     dropout: bool,
 ) -> Tensor:
-    """The gated unit, what runs behind it, and the Linear. ``dropout``: whether memkit's may take the place of stock's."""
+    """The gated unit, what runs behind it, and the Linear. ``parts``: gate and up, or both in one; taken from the list.
+    ``dropout``: whether memkit's may take the place of stock's."""
     between = [step for step in between if not _is_idle(step)]
+    gated = partial(F.gated, act=act, packing=packing)
     linear = linear_call(down)
-    if linear is not None and not between:
+    if linear is not None and not between and not all(map(overwrites, parts)):
 
         def fused(weight: Tensor, bias: Tensor | None, gate: Tensor, up: Tensor | None = None) -> Tensor:
             return F.glu_linear(gate, up, weight, bias, act, packing=packing)
 
-        return linear(fused, gate) if up is None else linear(fused, gate, up)
+        return linear(fused, *parts)
     if linear is not None and dropout and len(between) == 1 and _is_dropout(between[0]):
         with lean():  # the product, which dropout's node would keep
-            product = F.gated(gate, up, act, packing=packing)
+            product = gated(*parts)
             return linear(lambda w, b, h: F.dropout_linear(h, w, b, between[0].p), product)
-    out = F.gated(gate, up, act, packing=packing)
+    out = gated(*parts)
+    parts.clear()  # nothing is recorded of them, or what is has them
     for step in (*between, down):
         out = step(out)
     return out
@@ -237,15 +239,17 @@ def _hidden(down: Any, shape: torch.Size) -> int:
     return shape.numel() // shape[-1] * int(getattr(down, "in_features", 0) or weight_of(down).shape[0])
 
 
-def run(steps: Sequence[Any], input: Tensor, dropout: bool) -> Tensor:
-    """Calls one after the other, and pairs that memkit has an operator for as one."""
+def run(steps: Sequence[Any], input: Tensor, dropout: bool, fresh: bool = False) -> Tensor:
+    """Calls one after the other, and pairs that memkit has an operator for as one. ``fresh``: nobody else has the input."""
     at = 0
     while at < len(steps):
-        input, at = _next(steps, at, input, dropout)
+        step = steps[at]
+        input, at = _next(steps, at, input, dropout, fresh)
+        fresh = linear_weights(step) is not None or (is_convolution(step) and is_plain(step))
     return input
 
 
-def _next(steps: Sequence[Any], at: int, input: Tensor, dropout: bool) -> tuple[Tensor, int]:
+def _next(steps: Sequence[Any], at: int, input: Tensor, dropout: bool, fresh: bool) -> tuple[Tensor, int]:
     step = steps[at]
     if is_batch_norm(step) and serves(input) and output_dtype(input) == input.dtype:
         after = at + 1
@@ -265,6 +269,8 @@ def _next(steps: Sequence[Any], at: int, input: Tensor, dropout: bool) -> tuple[
                     break
                 p = steps[after].p
             after += 1
+        if fresh and not p and overwrites(input):
+            return _apply(act[0], input, tuple(params.values()), True, "auto"), after
         layer: Any = steps[after] if after < len(steps) else None
         linear = linear_call(layer)
         if linear is not None and p:

@@ -22,7 +22,7 @@ from ...functional._glu import Packing
 from ..layers import LINEARS, Dropout, is_linear
 from .activations import activation_of
 from .mlps import GATES, act_alone, gated_linear, run
-from .twin import Twin, computes_in, is_plain
+from .twin import Twin, computes_in, is_plain, linear_weights
 
 PACKINGS: tuple[Packing, ...] = ("up_gate", "gate_up")
 SIMPLE = {*LINEARS, nn.Dropout, Dropout, nn.Identity}
@@ -118,11 +118,14 @@ class ProjectedNetwork(Twin, kind="projected network"):
         hidden = _projected(first, how, input)
         if how.packing is None:
             name = how.act[1:] if how.act[0] == "=" else getattr(first, how.act)
-            return run((name, *rest), hidden, how.dropout)
+            fresh = bool(how.linear) and linear_weights(getattr(first, how.linear)) is not None
+            return run((name, *rest), hidden, how.dropout, fresh)
         gate: Any = act[0]
         down = how.down
-        hidden = gated_linear(hidden, None, gate, how.packing, rest[:down], rest[down], how.dropout)
-        return run(rest[down + 1 :], hidden, dropout=False)
+        parts = [hidden]
+        del hidden
+        out = gated_linear(parts, gate, how.packing, rest[:down], rest[down], how.dropout)
+        return run(rest[down + 1 :], out, dropout=False)
 
     @staticmethod
     def kept(module: Any, shape: torch.Size, lean: bool) -> int:
