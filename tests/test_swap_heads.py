@@ -155,7 +155,7 @@ def test_not_chosen() -> None:
     (row,) = [row for row in swap(made, sample=batch(), ops=OPS) if row.path == "logits"]
     assert (row.after, row.reason) == ("unchanged", "on the sample, no step of training with labels")
     with pytest.raises(
-        ValueError, match=r"expected ops 'all' or a collection of all, .*linear_cross_entropy; got 'x'"
+        ValueError, match=r"expected ops 'all' or a collection of relu, .*linear_cross_entropy; got 'x'"
     ):
         swap(made, ops=["x"])
 

@@ -105,8 +105,8 @@ def overwrites(own: Tensor) -> bool:
     and nobody looks on."""
     functorch: Any = torch._C._functorch
     return (
-        not (own.requires_grad and torch.is_grad_enabled())
-        and type(own) is Tensor
+        type(own) is Tensor
+        and not (own.requires_grad and torch.is_grad_enabled())
         and not is_compiling()
         and torch._C._get_tracing_state() is None
         and not (_len_torch_dispatch_stack() or _len_torch_function_stack())

@@ -384,7 +384,7 @@ def _names(ops: Any) -> frozenset[str]:
     else:
         unknown = ", ".join(repr(name) for name in ops if name not in (*OPS, *ON_REQUEST, "all"))
     if unknown:
-        known = ", ".join(("all", *OPS, *ON_REQUEST))
+        known = ", ".join((*OPS, *ON_REQUEST))
         raise ValueError(f"swap: expected ops 'all' or a collection of {known}; got {unknown}")
     return frozenset(ops) | (frozenset(OPS) if "all" in ops else frozenset())
 
