@@ -13,7 +13,7 @@ from torch import nn
 import memkit
 from memkit import swap, unswap
 from memkit.memory import measure
-from memkit.swap.library.heads import Logits
+from memkit.swap.library.losses import Logits
 
 transformers = pytest.importorskip("transformers")
 
@@ -203,3 +203,63 @@ def test_in_lean() -> None:
         found = gradients(ours)
     for a, b in zip(found, gradients(stock), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_models_inside_of_what_shows_their_attributes() -> None:
+    peft = pytest.importorskip("peft")
+    stock = peft.get_peft_model(model(), peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    ours = copy.deepcopy(stock)
+    report = swap(ours, sample=batch(), ops=OPS)
+    assert [row.path for row in report if "logits" in row.path] == ["base_model.model.logits"]
+    for a, b in zip(gradients(ours), gradients(stock), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    assert ours(**batch()).logits is None
+
+
+class Pair(nn.Module):
+    """Two models with one last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = model(), model()
+        self.two.lm_head = self.one.lm_head
+
+    def forward(self, **given: Any) -> Any:
+        return self.one(**given).loss + self.two(**given).loss
+
+
+def test_two_models_with_one_last_layer() -> None:
+    ours = Pair()
+    expected = ours(**batch())
+    assert len([row for row in swap(ours, sample=batch(), ops=OPS).changed if "logits" in row.path]) == 2
+    torch.testing.assert_close(ours(**batch()), expected)
+    assert ours.two(**batch()).logits is None
+
+
+def test_a_short_sample_does_not_undo_the_rest() -> None:
+    short = {name: each[:1, :3] for name, each in batch().items()}
+    changed = [len(swap(model(), sample=short, ops=ops).changed) for ops in ("all", OPS)]
+    assert changed[1] == changed[0] + 1
+
+
+def test_another_loss_set_afterwards_gets_the_logits() -> None:
+    ours, stock = model(), model()
+    swap(ours, sample=batch(), ops=OPS)
+    for made in (ours, stock):
+        made.loss_function = lambda logits, labels, **more: logits[..., 0].square().mean()
+    torch.testing.assert_close(ours(**batch()).loss, stock(**batch()).loss)
+    assert ours(**batch()).logits is not None
+
+
+def test_calls_on_the_way_get_logits() -> None:
+    ours, seen = model(), []
+    swap(ours, sample=batch(), ops=OPS)
+
+    def look(module: Any, given: Any, hidden: Any) -> None:
+        if len(seen) < 2:
+            seen.append(ours.lm_head(hidden[0] if isinstance(hidden, tuple) else hidden))
+            seen.append(ours(batch()["input_ids"]).logits)
+
+    ours.model.layers[0].register_forward_hook(look)
+    assert ours(**batch()).logits is None
+    assert all(isinstance(each, torch.Tensor) for each in seen)

@@ -19,6 +19,7 @@ from swap_cases import (
 )
 from test_swap_library import MLP, ConvMLP, GatedMLP
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.parametrize import register_parametrization
 
 from memkit import swap, unswap
@@ -173,6 +174,17 @@ def test_weights_parametrized_afterwards_are_made_once_a_call(kind, lean):
         each.calls = 0
     model(x).sum().backward()
     assert [each.calls for each in made] == [1] * len(made)
+
+
+def test_parametrizations_whose_tensors_an_engine_took():
+    model, x = MLP().double(), torch.randn(2, 3, D, dtype=torch.double)
+    swap(model, sample=x)
+    weight_norm(model.fc1)
+    expected, parts = model(x), model.fc1.parametrizations.weight
+    for name, each in [*parts._parameters.items()]:
+        del parts._parameters[name]
+        setattr(parts, name, each.detach())
+    torch.testing.assert_close(model(x), expected)
 
 
 def test_traced_with_gradients():

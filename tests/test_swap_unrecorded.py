@@ -111,3 +111,37 @@ def test_who_looks_on_sees_what_stock_shows(how: str, made: str) -> None:
         each.remove()
     hidden = (seen or mode.seen)[0]
     torch.testing.assert_close(hidden, nn.functional.linear(x, model.fc1.weight, model.fc1.bias).detach())
+
+
+class Same(nn.Parameter):
+    """A weight whose product is what it is given."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is nn.functional.linear:
+            return args[0]
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_weights_of_other_classes_may_give_what_is_not_theirs() -> None:
+    x, model = torch.randn(64, D), memkit.nn.MLP(D, D)
+    model.fc1.weight = Same(model.fc1.weight.data)
+    before = x.clone()
+    with torch.no_grad():
+        model(x)
+    assert torch.equal(x, before)
+
+
+def test_a_replaced_linear_sees_what_stock_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, model, seen = torch.randn(64, D), MLP(), []
+    swap(model, sample=x)
+    linear = nn.functional.linear
+
+    def kept(*args: Any) -> torch.Tensor:
+        seen.append(linear(*args))
+        return seen[-1]
+
+    monkeypatch.setattr(nn.functional, "linear", kept)
+    with torch.no_grad():
+        model(x)
+    torch.testing.assert_close(seen[0], linear(x, model.fc1.weight, model.fc1.bias).detach())

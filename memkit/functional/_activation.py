@@ -33,7 +33,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling, is_dynamo_compiling
@@ -100,6 +100,10 @@ def _apply(
     return _dispatched(op, input, params, inplace, save, bias, dim)
 
 
+_LINEAR, _FORWARD = nn.functional.linear, nn.Linear.forward
+"""Which somebody may have replaced, to look on."""
+
+
 def overwrites(own: Tensor) -> bool:
     """Whether an activation may work in the memory of a tensor that nobody but its caller has: nothing is recorded of it,
     and nobody looks on."""
@@ -110,6 +114,8 @@ def overwrites(own: Tensor) -> bool:
         and not is_compiling()
         and torch._C._get_tracing_state() is None
         and not (_len_torch_dispatch_stack() or _len_torch_function_stack())
+        and nn.functional.linear is _LINEAR
+        and nn.Linear.forward is _FORWARD
         and functorch.peek_interpreter_stack() is None
         and forward_ad._current_level < 0
     )

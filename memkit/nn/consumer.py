@@ -230,7 +230,7 @@ class MLP(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         h = self.fc1(input)
         p = self.dropout if self.training else 0.0
-        if not (p or has_global_hooks()) and _is_plain(self.fc1) and overwrites(h):
+        if not p and _is_fresh(self.fc1) and overwrites(h):
             out = self.fc2(F.act_dropout(h, self.act, 0.0, inplace=True))
         elif _is_plain(self.fc2):
             out = F.dropout_linear(h, self.fc2.weight, self.fc2.bias, p, act=self.act)
@@ -314,6 +314,11 @@ def _probability(name: str, p: float) -> float:
     if not 0 <= p <= 1:
         raise ValueError(f"{name}: expected a dropout probability in [0, 1], got {p}")
     return p
+
+
+def _is_fresh(linear: nn.Module) -> bool:
+    """Whether nobody has its result but who calls it. A weight of another tensor class may bring its own product."""
+    return _is_plain(linear) and type(linear.weight) is nn.Parameter and not has_global_hooks()
 
 
 def _is_plain(module: nn.Module, *types: type[nn.Module]) -> bool:

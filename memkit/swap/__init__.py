@@ -65,7 +65,8 @@ def swap(
     in the mode, training or evaluation, in which nothing was proven of the code that calls it.
     What remains different: dropout drops other elements than stock's under the same seed, as many and as random.
     Backward raises if a hook added later changes an activation's or a norm's output in place, and if the gradient itself
-    is to be differentiated (`create_graph=True`) through gelu, silu, mish or hardswish or a norm that keeps its output.
+    is to be differentiated (`create_graph=True`) through gelu, silu, mish or hardswish, a norm that keeps its output or a
+    loss without logits.
 
     Args:
         model: changed where it stands. Swap before `torch.compile`, and before DDP, FSDP or DeepSpeed if there is a sample.
@@ -85,7 +86,8 @@ def swap(
             ("cross_entropy"). "gelu" means both forms of gelu, "gelu_tanh" that with approximate="tanh" alone.
             Beside what "all" means, ``ops=["all", "linear_cross_entropy"]`` takes the loss of transformers' causal language
             models straight from what their last layer is given, chunk by chunk: in training with labels such a model then
-            returns no logits, which are its largest tensor. It needs a sample with labels.
+            returns no logits, which are its largest tensor; it keeps the gradient of that layer's weight, which takes more
+            where a batch has fewer tokens than the layer has inputs. It needs a sample with labels.
         exact: only where the slope from the output is off by at most 2e-4, and that only by its own rounding near the
             function's minimum: for gelu, silu, mish, hardswish, elu, selu, celu and softplus in float32 and
             float64. Calls in half precision then stay as in stock, and so do norms whose result is float32 under
@@ -234,14 +236,16 @@ def _swap_by_sample(trial: Trial, found: Found, exact: bool, lean: bool | str) -
         found.keep_logits(why)
         change_over()
     after = swapped.saved
-    if dropouts or found.dropouts or found.heads:
+    if dropouts or found.dropouts:
         dropped.difference_update(found.dropouts)
-        after = trial.run("swapped, with dropout, without logits", drops=True, logits=False).saved
+        after = trial.run("swapped, with dropout", drops=True).saved
         found.note_dropped()
     if before is not None and after is not None and after > 1.02 * before:
         change_back()
         decisions = _refused(decisions, found, "swapped, the model would keep more on the sample")
         after = before
+    elif found.heads:  # a long batch gains by that what a short one does not
+        after = trial.run("swapped, without logits", drops=True, logits=False).saved
     return SwapReport(_rows(decisions, found), before, after, note)
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from .find import Found
 from .layers import Sequential
-from .library import InLean, hold, release, twin_of
+from .library import Head, InLean, hold, release, twin_of
 from .recipes import RECIPES
 from .sites import AnySite, Site
 from .types import Changed, Swapped, stock_of
@@ -28,7 +28,8 @@ def apply_others(found: Found) -> None:
         hold(module)
     for model, (head, _) in found.heads.items():
         _become(model, twin_of("without logits", type(model)))
-        _become(head, twin_of("head", type(head)))
+        if not isinstance(head, Head):  # another model's too
+            _become(head, twin_of("head", type(head)))
     for module in found.sequences:
         _become(module, Sequential)
     for module, twin in found.attentions:

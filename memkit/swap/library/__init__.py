@@ -23,7 +23,7 @@ from .attention import attention_twin, is_attention, why_not_rotary
 from .channel_norms import channel_norm_kinds
 from .functions import dropped, what_drops
 from .gated_norms import GATES, gated_norm_probe, is_gated_norm
-from .heads import head_of
+from .heads import Head, head_of
 from .losses import has_library_loss, hold, release
 from .mlps import GATINGS, STEPS, Gating, Steps
 from .multihead import is_multihead, multihead_twin
@@ -41,6 +41,7 @@ __all__ = [
     "CLASSES",
     "ROTARY",
     "BatchNormAct",
+    "Head",
     "InLean",
     "Match",
     "Twin",

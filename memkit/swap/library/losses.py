@@ -14,9 +14,82 @@ from torch import Tensor, nn
 
 from ... import functional as F
 from ..layers import serves
-from .heads import Logits
 
 _HOLDER = "_loss_function"
+
+
+HALVES = torch.float16, torch.bfloat16
+INSTEAD = 'swap: expected, with "linear_cross_entropy", nothing but the loss to use the logits in training with labels'
+
+
+class Logits:
+    """What stands for the result of the last layer, or for a multiple of it, or for cap * tanh(a multiple)."""
+
+    def __init__(self, head: Any, hidden: Tensor, times: float = 1.0, cap: float | None = None) -> None:
+        self._head, self._hidden, self._times, self._cap = head, hidden, times, cap
+        self.device = hidden.device
+
+    def contiguous(self) -> Logits:
+        return self
+
+    def float(self) -> Logits:
+        """The loss is taken in float32."""
+        return self
+
+    def tanh(self) -> Logits:
+        if self._cap is not None:
+            raise TypeError(INSTEAD)
+        return Logits(self._head, self._hidden, self._times, 1.0)
+
+    def __mul__(self, number: Any) -> Logits:
+        if not isinstance(number, int | float):
+            raise TypeError(INSTEAD)
+        if self._cap is not None:
+            return Logits(self._head, self._hidden, self._times, self._cap * number)
+        return Logits(self._head, self._hidden, self._times * number)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, number: Any) -> Logits:
+        if not isinstance(number, int | float):
+            raise TypeError(INSTEAD)
+        return self * (1 / number)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{INSTEAD}, got .{name}")
+
+    def _refuse(self, *others: Any) -> Any:
+        raise TypeError(INSTEAD)
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __matmul__ = __neg__ = __len__ = __iter__ = __getitem__ = (
+        _refuse
+    )
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.tanh and len(args) == 1 and not kwargs:
+            return args[0].tanh()
+        raise TypeError(f"{INSTEAD}, got {getattr(function, '__name__', function)}")
+
+    def loss(self, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
+        kind, dtype = self.device.type, self._hidden.dtype
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+        half = dtype in HALVES
+        hidden, bias = self._hidden.flatten(0, -2), self._head.bias
+        times = self._times * (self._cap or 1.0)  # cap * tanh(times * x / cap)
+        if abs(times - 1) > 1e-12:
+            hidden, bias = hidden * times, None if bias is None else bias * times
+        with torch.autocast(kind, dtype if half else None, enabled=half):  # in which the loss is float32
+            return F.linear_cross_entropy(
+                hidden,
+                self._head.weight,
+                target,
+                linear_bias=bias,
+                ignore_index=ignore_index,
+                reduction=reduction,
+                softcap=self._cap,
+            )
 
 
 def causal_lm_loss(
@@ -36,7 +109,7 @@ def causal_lm_loss(
     if isinstance(logits, Logits):
         loss = logits.loss(targets, ignore_index, reduction)
     elif serves(logits) and logits.dtype != torch.float64:  # stock's loss is float32 whatever it is given
-        half = logits.dtype in (torch.float16, torch.bfloat16)
+        half = logits.dtype in HALVES
         with torch.autocast(logits.device.type, logits.dtype if half else None, enabled=half):
             loss = F.cross_entropy(
                 logits.view(-1, vocab_size), targets, ignore_index=ignore_index, reduction=reduction
@@ -52,6 +125,8 @@ def causal_lm_loss(
 
 def has_library_loss(module: Any) -> bool:
     """Whether a model's loss is transformers' for causal language models, and computes what ours does."""
+    if not hasattr(type(module), "loss_function"):  # what wraps a model may show its attributes as its own
+        return False
     kind = getattr(module, "loss_type", "")
     if kind not in ("ForCausalLM", None) or _HOLDER in vars(module):
         return False
@@ -69,9 +144,13 @@ def hold(module: nn.Module) -> None:
     vars(module)[_HOLDER] = causal_lm_loss
 
 
+def holds(module: nn.Module) -> bool:
+    return vars(module).get(_HOLDER) is causal_lm_loss
+
+
 def release(module: nn.Module) -> bool:
     """Gives the library's loss back, if the module held ours."""
-    if vars(module).get(_HOLDER) is not causal_lm_loss:
+    if not holds(module):
         return False
     del vars(module)[_HOLDER]
     return True

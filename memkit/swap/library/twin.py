@@ -362,8 +362,9 @@ def weight_of(layer: Any) -> Any:
     if isinstance(layer, nn.Module):
         if (held := layer._parameters.get("weight")) is not None:
             return held
-        if (parts := getattr(layer._modules.get("parametrizations"), "weight", None)) is not None:
-            return max((*parts._parameters.values(), *parts._buffers.values()), key=torch.numel)
+        parts: Any = getattr(layer._modules.get("parametrizations"), "weight", None)
+        if parts is not None and (made_of := [*parts._parameters.values(), *parts._buffers.values()]):
+            return max(made_of, key=torch.numel)
         elsewhere = (
             layer._buffers
             or layer._modules
