@@ -252,14 +252,14 @@ def _swap_by_sample(trial: Trial, found: Found, exact: bool, lean: bool | str) -
 def _why_logits(trial: Trial, found: Found, dropouts: Sequence[nn.Module], tolerance: float) -> str:
     """Why a language model goes on returning them; nothing if its loss and gradients are the same without."""
     served.difference_update(found.heads)
-    trial.of_loss = True
+    trial.but_logits = True
     try:
-        kept = trial.run("swapped, its loss alone", dropouts)
+        kept = trial.run("swapped, logits not compared", dropouts)
         without = trial.run("swapped, without logits", dropouts, logits=False)
     except Exception as error:
         return f"without logits the model raises on the sample: {type(error).__name__}: {error}"
     finally:
-        trial.of_loss = False
+        trial.but_logits = False
     if not (served.issuperset(found.heads) and kept.gradients):
         return "on the sample, no step of training with labels"
     return (

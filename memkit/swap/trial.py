@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from .._lean import lean
 from ..memory import measure
 from .library.attend import stock_dropout
-from .library.heads import loss_of, with_logits
+from .library.heads import but_logits, with_logits
 
 # Of each output and gradient, so many elements are compared, and the norm.
 PROBES = 4096
@@ -81,8 +81,8 @@ class Trial:
         self.places: dict[nn.Module, nn.Module] = {}  # of a copy: what stands for which module
         self.in_lean = False
         """Whether forwards run inside :class:`memkit.lean`."""
-        self.of_loss = False
-        """Whether a model's loss is all of its outputs that counts."""
+        self.but_logits = False
+        """Whether a language model's logits do not count among its outputs."""
 
     def run(
         self,
@@ -179,8 +179,8 @@ class Trial:
                 outputs = self.model(**inputs)
             else:
                 outputs = self.model(*inputs) if isinstance(inputs, tuple) else self.model(inputs)
-        if self.of_loss:
-            outputs = loss_of(outputs)
+        if self.but_logits:
+            outputs = but_logits(outputs)
         roots = [t for t in tensors(outputs) if t.requires_grad and _may_differentiate(t)]
         if roots and torch.is_grad_enabled():
             torch.autograd.backward(roots, [_slant(root) for root in roots])

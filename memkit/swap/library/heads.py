@@ -101,8 +101,8 @@ def _without(out: Any) -> Any:
     return tuple(each for each in out if not isinstance(each, Logits)) if type(out) is tuple else out
 
 
-def loss_of(out: Any) -> Any:
-    """Of what a language model returns. None without labels."""
+def but_logits(out: Any) -> Any:
+    """Of what a model returns, all that it returns without logits too; of a tuple the loss."""
     if isinstance(out, Mapping):
-        return out.get("loss")
-    return out[0] if type(out) is tuple and isinstance(out[0], Tensor) and out[0].dim() == 0 else None
+        return {name: each for name, each in out.items() if name != "logits"}
+    return out[0] if type(out) is tuple and out else out
