@@ -239,17 +239,18 @@ def _hidden(down: Any, shape: torch.Size) -> int:
     return shape.numel() // shape[-1] * int(getattr(down, "in_features", 0) or weight_of(down).shape[0])
 
 
-def run(steps: Sequence[Any], input: Tensor, dropout: bool, fresh: bool = False) -> Tensor:
-    """Calls one after the other, and pairs that memkit has an operator for as one. ``fresh``: nobody else has the input."""
+def run(steps: Sequence[Any], input: Tensor, dropout: bool, before: Any = None) -> Tensor:
+    """Calls one after the other, and pairs that memkit has an operator for as one. ``before``: the layer whose result the
+    input is, if nothing came between."""
     at = 0
     while at < len(steps):
         step = steps[at]
-        input, at = _next(steps, at, input, dropout, fresh)
-        fresh = linear_weights(step) is not None or (is_convolution(step) and is_plain(step))
+        input, at = _next(steps, at, input, dropout, before)
+        before = step
     return input
 
 
-def _next(steps: Sequence[Any], at: int, input: Tensor, dropout: bool, fresh: bool) -> tuple[Tensor, int]:
+def _next(steps: Sequence[Any], at: int, input: Tensor, dropout: bool, before: Any) -> tuple[Tensor, int]:
     step = steps[at]
     if is_batch_norm(step) and serves(input) and output_dtype(input) == input.dtype:
         after = at + 1
@@ -269,7 +270,7 @@ def _next(steps: Sequence[Any], at: int, input: Tensor, dropout: bool, fresh: bo
                     break
                 p = steps[after].p
             after += 1
-        if fresh and not p and overwrites(input):
+        if not p and overwrites(input) and _makes_new(before):
             return _apply(act[0], input, tuple(params.values()), True, "auto"), after
         layer: Any = steps[after] if after < len(steps) else None
         linear = linear_call(layer)
@@ -287,6 +288,11 @@ def _next(steps: Sequence[Any], at: int, input: Tensor, dropout: bool, fresh: bo
         if serves(input):  # before a layer that is none of these, as one with an adapter
             return act_alone(input, *act), at + 1
     return _called(step, input), at + 1
+
+
+def _makes_new(layer: Any) -> bool:
+    """Whether nobody has its result but who calls it."""
+    return linear_weights(layer) is not None or (is_convolution(layer) and is_plain(layer))
 
 
 def _called(step: Any, input: Tensor) -> Tensor:

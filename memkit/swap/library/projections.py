@@ -22,7 +22,7 @@ from ...functional._glu import Packing
 from ..layers import LINEARS, Dropout, is_linear
 from .activations import activation_of
 from .mlps import GATES, act_alone, gated_linear, run
-from .twin import Twin, computes_in, is_plain, linear_weights
+from .twin import Twin, computes_in, is_plain
 
 PACKINGS: tuple[Packing, ...] = ("up_gate", "gate_up")
 SIMPLE = {*LINEARS, nn.Dropout, Dropout, nn.Identity}
@@ -118,8 +118,8 @@ class ProjectedNetwork(Twin, kind="projected network"):
         hidden = _projected(first, how, input)
         if how.packing is None:
             name = how.act[1:] if how.act[0] == "=" else getattr(first, how.act)
-            fresh = bool(how.linear) and linear_weights(getattr(first, how.linear)) is not None
-            return run((name, *rest), hidden, how.dropout, fresh)
+            before = getattr(first, how.linear) if how.linear else None
+            return run((name, *rest), hidden, how.dropout, before)
         gate: Any = act[0]
         down = how.down
         parts = [hidden]
