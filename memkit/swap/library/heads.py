@@ -75,8 +75,7 @@ class WithoutLogits(Twin, kind="without logits"):
 
 def head_of(model: Any) -> nn.Module | None:
     """The layer that gives a language model's logits, where that is a Linear and nothing else."""
-    # What wraps a model may show its methods as its own.
-    if not hasattr(type(model), "get_output_embeddings"):
+    if not hasattr(model, "get_output_embeddings"):
         return None
     head = model.get_output_embeddings()
     whole = is_linear(head) and type(head._parameters.get("weight")) is nn.Parameter
