@@ -263,3 +263,18 @@ def test_calls_on_the_way_get_logits() -> None:
     ours.model.layers[0].register_forward_hook(look)
     assert ours(**batch()).logits is None
     assert all(isinstance(each, torch.Tensor) for each in seen)
+
+
+def test_last_layers_that_are_left() -> None:
+    made = model()
+    made.lm_head.forward = made.lm_head.forward
+    (row,) = [row for row in swap(made, sample=batch(), ops=OPS) if row.path == "logits"]
+    assert (row.after, row.reason) == ("unchanged", "a forward is replaced")
+    made = model()
+    made.lm_head = nn.Sequential(made.lm_head)
+    (row,) = [row for row in swap(made, sample=batch(), ops=OPS) if row.path == "logits"]
+    assert (row.after, row.reason) == (
+        "unchanged",
+        "its last layer is no Linear with more outputs than inputs",
+    )
+    assert made(**batch()).logits is not None

@@ -102,7 +102,10 @@ def test_who_looks_on_sees_what_stock_shows(how: str, made: str) -> None:
         swap(model, sample=x)
     seen: list[Any] = []
     mode: Any = {"functions": Functions, "operators": Operators}.get(how, nullcontext)()
-    hook = lambda module, given, out: seen.append(out)  # noqa: E731
+
+    def hook(module: nn.Module, given: Any, out: torch.Tensor) -> None:
+        seen.append(out)
+
     removed = [model.fc1.register_forward_hook(hook)] if how == "hook" else []
     removed += [register_module_forward_hook(hook)] if how == "global hook" else []
     with torch.no_grad(), mode:

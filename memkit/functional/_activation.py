@@ -39,6 +39,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling, is_dynamo_compiling
 
 from .. import _C
+from .._lean import in_transform
 from .._sharding import call
 
 __all__ = [
@@ -107,7 +108,6 @@ _LINEAR, _FORWARD = nn.functional.linear, nn.Linear.forward
 def overwrites(own: Tensor) -> bool:
     """Whether an activation may work in the memory of a tensor that nobody but its caller has: nothing is recorded of it,
     and nobody looks on."""
-    functorch: Any = torch._C._functorch
     return (
         type(own) is Tensor
         and not (own.requires_grad and torch.is_grad_enabled())
@@ -116,7 +116,7 @@ def overwrites(own: Tensor) -> bool:
         and not (_len_torch_dispatch_stack() or _len_torch_function_stack())
         and nn.functional.linear is _LINEAR
         and nn.Linear.forward is _FORWARD
-        and functorch.peek_interpreter_stack() is None
+        and not in_transform()
         and forward_ad._current_level < 0
     )
 

@@ -181,10 +181,13 @@ class _Search:
 
     def head(self, model: nn.Module, places: list[str]) -> None:
         where, head = _inside(places[:1], "logits"), head_of(model)
-        if head is None or narrows(head) or {"forward"} & (vars(model).keys() | vars(head).keys()):
-            self.left(
-                where, type(model).__name__, "its last layer is no Linear, or larger than what it gives"
-            )
+        why_not = ""
+        if head is None or narrows(head):
+            why_not = "its last layer is no Linear with more outputs than inputs"
+        elif "forward" in vars(model) or "forward" in vars(head):
+            why_not = "a forward is replaced"
+        if head is None or why_not:
+            self.left(where, type(model).__name__, why_not)
             return
         self.found.heads[model] = head, len(self.found.others)
         self.found.others.append(Row(where, "Linear", "none in training", "gradients", None, None, ""))
