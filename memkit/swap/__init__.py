@@ -43,7 +43,8 @@ from .prove import prove
 from .report import UNPROVEN, Row, SwapReport
 from .sites import Decision, Decisions
 from .structure import by_structure, check
-from .trial import HALVES, TOLERANCE, WIDER, Outcome, Trial, exact_convolutions, heap_passed_over, tensors
+from .trial import TOLERANCE, WIDER, Outcome, Trial, exact_convolutions, heap_passed_over, tensors
+from .types import HALVES
 
 __all__ = ["Row", "SwapReport", "swap", "unswap"]
 

@@ -26,8 +26,6 @@ from .library.heads import but_logits, with_logits
 PROBES = 4096
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
 
-HALVES = torch.float16, torch.bfloat16
-
 WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
 
 Digests = list[tuple[float, Tensor]]

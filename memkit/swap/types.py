@@ -194,6 +194,7 @@ def _references_of_a_temporary() -> int:
 ALONE = _references_of_a_temporary()
 
 FLOATS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
+HALVES = torch.float16, torch.bfloat16
 WIDE = frozenset({torch.float32, torch.float64})
 
 

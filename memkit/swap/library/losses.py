@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from ... import functional as F
 from ..layers import serves
+from ..types import HALVES
 
 _HOLDER = "_loss_function"
 
 
-HALVES = torch.float16, torch.bfloat16
 INSTEAD = 'swap: expected, with "linear_cross_entropy", nothing but the loss to use the logits in training with labels'
 
 

@@ -18,7 +18,7 @@ from torch.compiler import is_compiling
 
 from ..._lean import is_lean
 from ..layers import serves
-from ..trial import HALVES
+from ..types import HALVES
 from .attend import Scores, attend, may_drop
 from .checkpoint import checkpointed
 from .twin import Twin, in_forward_mode, is_tracing, twin_of

@@ -13,7 +13,7 @@ from ... import functional as F
 from ..._hooks import only_read
 from ...functional._norm import Denominator
 from ..layers import Norm, is_stocks, row_shape
-from ..trial import HALVES
+from ..types import HALVES
 from .twin import Twin, numbers
 
 GAINS = "gamma", "g", "scale", "alpha", "a_2", "a"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..._lean import is_lean
 from ..layers import serves
-from ..trial import HALVES
+from ..types import HALVES
 from .attend import Scores, attend, may_drop
 from .checkpoint import checkpointed
 from .twin import in_forward_mode

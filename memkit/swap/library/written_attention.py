@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..layers import serves
-from ..trial import HALVES
+from ..types import HALVES
 from .attend import Scores, attend
 from .checkpoint import generators
 from .twin import TOLERANCE, in_forward_mode, itself, near, numbers
