@@ -23,6 +23,7 @@ from norm_cases import (
 )
 from torch import Tensor
 
+import memkit
 import memkit.functional as M
 from memkit._reference_norm import run
 
@@ -95,6 +96,28 @@ def test_a_large_mean_does_not_spoil_the_variance() -> None:
     assert error < 1e-3
     x = torch.full((2, 4096), 3.3)  # no variance at all
     assert M.layer_norm(x, (4096,)).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("columns", [256, 1000, 2048, 5000])
+def test_first_elements_far_from_the_others(columns: int) -> None:
+    """Their mean does not serve for the row, whose variance would lose up to five bits."""
+    x = normal((50, columns), torch.float64, 0)
+    x[:, :64] += 1e4
+    tensors = [x.float(), *weights("layer_norm", columns, torch.float32)]
+    grads = [normal((50, columns), torch.float32, 3)]
+    want = run(stock("layer_norm", columns), tensors, grads, torch.float64)
+    mine = run(ours("layer_norm", columns), tensors, grads)
+    theirs = run(stock("layer_norm", columns), tensors, grads)
+    assert_as_good_as_stock("y input weight bias", mine, theirs, want, 0.25)
+
+
+def test_statistics_are_kept_for_backward_alone() -> None:
+    """Without gradients a norm allocates its output, in place nothing."""
+    x, weight = torch.randn(64, 8), torch.ones(8)
+    for op in (M.layer_norm, M.rms_norm):
+        with torch.no_grad():
+            assert memkit.memory.measure(lambda: op(x, (8,), weight)).allocations == 1
+            assert memkit.memory.measure(lambda: op(x, (8,), weight, inplace=True)).allocations == 0
 
 
 @pytest.mark.parametrize("op", ["add_layer_norm", "add_rms_norm"])

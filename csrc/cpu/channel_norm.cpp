@@ -294,7 +294,7 @@ struct PlaneMoments {
         for (int64_t first = 0; first < args.inner; first += kChunk) {
           const int64_t n = std::min(kChunk, args.inner - first);
           const T* x = read<Lanes>(args.x, args.dtype, plane * args.inner + first, n, space);
-          moments.add(moments_about<Lanes, double>(x, n, about_of<Lanes>(x, n), x == space ? 0 : n));
+          moments.add(moments_of<Lanes, double>(x, n, x == space ? 0 : n));
         }
         means[plane] = moments.mean, m2[plane] = moments.m2;
       }

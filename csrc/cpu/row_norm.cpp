@@ -74,10 +74,8 @@ struct Forward {
     MEMKIT_FN static void add_moments(const Piece& piece, const T* x, int64_t ahead, Moments<T>* moments) {
       const int64_t n = piece.width;
       if constexpr (centered) {
-        T about[kTogether];
-        for (int64_t r = 0; r < piece.rows; ++r) about[r] = about_of<Lanes>(x + r * n, n);
         for (int64_t r = 0; r < piece.rows; ++r) {
-          const auto own = moments_about<Lanes, T>(x + r * n, n, about[r], ahead);
+          const auto own = moments_of<Lanes, T>(x + r * n, n, ahead);
           if (piece.first == 0)
             moments[r] = own;
           else

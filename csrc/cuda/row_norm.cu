@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(kForwardThreads, 2) forward_kernel(const RowNo
     const T rstd = args.reciprocal(squares);
     if (threadIdx.x == 0) {
       if (args.mean) static_cast<T*>(args.mean)[row] = mean;
-      static_cast<T*>(args.rstd)[row] = rstd;
+      if (args.rstd) static_cast<T*>(args.rstd)[row] = rstd;
     }
     const int64_t at = row * columns;
     for (int64_t turn = 0; turn < turns; ++turn) {

@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(kTeamMost) forward_held_kernel(const RowNormAr
   const float rstd = args.reciprocal(squares);
   if (real && thread == 0) {
     if (args.mean) static_cast<float*>(args.mean)[row] = mean;
-    static_cast<float*>(args.rstd)[row] = rstd;
+    if (args.rstd) static_cast<float*>(args.rstd)[row] = rstd;
   }
   words.stay_narrow();
   with_stored<Half, Bfloat>(args.weight_dtype, [&](auto parameter) {

@@ -35,6 +35,13 @@ struct Moments {
   }
 };
 
+// Whether the sums of x - about and of its square tell the variance as well as those about the mean would: what `about` is off
+// adds at most a sixteenth to the squares.
+template <class T>
+MEMKIT_FN bool is_near_mean(T count, T sum, T squares) {
+  return sum / count * sum <= squares * T(1.0 / 16);
+}
+
 template <class T>
 MEMKIT_FN T reciprocal_root(T variance, T eps) {
   return T(1) / std::sqrt(variance + eps);
@@ -106,8 +113,8 @@ struct RowNormArgs {
   Dtype weight_dtype;            // of weight and bias
   const void* weight = nullptr;  // null: 1
   const void* bias = nullptr;    // null: 0
-  void* mean = nullptr;          // one a row; backward: null where not needed
-  void* rstd = nullptr;          // one a row
+  void* mean = nullptr;          // one a row; null where not needed
+  void* rstd = nullptr;          // one a row; forward: null where not needed
 
   // Forward. The output may be in the input's or the sum's memory, the sum in that of either summand.
   const void* x = nullptr;

@@ -117,7 +117,9 @@ struct RowNormProducer : Producer {
   Tensor forward(Tensors& statistics) const override {
     if (keeps_result && !statistics.empty()) return inputs[0];
     const bool from_input = statistics.empty() && !keeps_result;
-    RowNormed made = row_norm_forward(norm, inputs[0], std::nullopt, weight(), bias(), from_input);
+    const Statistics wanted =
+        statistics.empty() ? statistics_beside(from_input ? Kept::input : Kept::output) : Statistics::none;
+    RowNormed made = row_norm_forward(norm, inputs[0], std::nullopt, weight(), bias(), wanted);
     if (statistics.empty()) {
       statistics.push_back(made.rstd);
       if (keeps_result) statistics.push_back(made.out);

@@ -46,14 +46,16 @@ inline at::ScalarType compute_dtype(at::ScalarType dtype) { return dtype == at::
 // float32, unless autocast says otherwise for this input.
 at::ScalarType norm_output_dtype(const at::Tensor& input);
 
+// What backward needs of each row: from an output it starts without the mean.
+enum class Statistics { none, rstd, mean_and_rstd };
+
 struct RowNormed {
-  at::Tensor out, sum, mean, rstd;  // sum: of input and residual, where there is one
+  at::Tensor out, sum, mean, rstd;  // undefined where not wanted; sum: of input and residual
 };
 
 // into: memory for the result, where there is some: with a residual for the sum, else for the output.
-// needs_mean: backward starts from the input.
 RowNormed row_norm_forward(const RowNorm& norm, const at::Tensor& input, const OptionalTensor& residual,
-                           const OptionalTensor& weight, const OptionalTensor& bias, bool needs_mean = true,
+                           const OptionalTensor& weight, const OptionalTensor& bias, Statistics statistics,
                            at::Tensor into = {});
 
 struct RowNormGradients {

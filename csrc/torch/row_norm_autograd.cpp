@@ -16,11 +16,11 @@ using at::Tensor;
 namespace {
 
 RowNormed forward(const RowNorm& norm, const Tensor& input, const OptionalTensor& residual,
-                  const OptionalTensor& weight, const OptionalTensor& bias, bool needs_mean) {
+                  const OptionalTensor& weight, const OptionalTensor& bias, Statistics statistics) {
   const at::AutoDispatchBelowADInplaceOrView below;
   if (is_plain(input) && (!residual || is_plain(*residual)) && (!weight || is_plain(*weight)) &&
       (!bias || is_plain(*bias)))
-    return row_norm_forward(norm, input, residual, weight, bias, needs_mean);
+    return row_norm_forward(norm, input, residual, weight, bias, statistics);
   auto [out, sum, mean, rstd] = MEMKIT_CALL(
       "memkit::_row_norm_forward", std::tuple<Tensor, Tensor, Tensor, Tensor>(
                                        const Tensor&, const OptionalTensor&, int64_t, int64_t, const OptionalTensor&,
@@ -52,7 +52,8 @@ struct RowNormBackward : SavedNode {
 
  protected:
   Tensor recompute() override {
-    return forward(norm, unpack(0), std::nullopt, optional(unpack_parameter(2)), optional(unpack_parameter(3)), false)
+    return forward(norm, unpack(0), std::nullopt, optional(unpack_parameter(2)), optional(unpack_parameter(3)),
+                   Statistics::none)
         .out;
   }
 
@@ -132,10 +133,10 @@ Tensor row_norm(const Tensor& input, int64_t dims, int64_t behind, const Optiona
   check_row_norm(norm, input, std::nullopt, weight, bias);
   if (needs_stock(input, weight, bias)) return stock_row_norm(norm, input, weight, bias);
   if (!autograd::compute_requires_grad(input, weight, bias))
-    return forward(norm, input, std::nullopt, weight, bias, false).out;
+    return forward(norm, input, std::nullopt, weight, bias, Statistics::none).out;
   const Kept kept = resolve_kept(norm, input, weight, bias, save, false);
   auto node = new_node(norm, kept, input, autograd::collect_next_edges(input, weight, bias));
-  const RowNormed made = forward(norm, input, std::nullopt, weight, bias, kept == Kept::input);
+  const RowNormed made = forward(norm, input, std::nullopt, weight, bias, statistics_beside(kept));
   autograd::set_history(made.out, node);
   node->watch(made.out);
   node->keep(kept == Kept::input ? input : made.out, made, weight, bias, kept == Kept::output);
@@ -152,13 +153,13 @@ std::tuple<Tensor, Tensor> add_row_norm(const Tensor& input, const Tensor& resid
     return {stock_row_norm(norm, sum, weight, bias), sum};
   }
   if (!autograd::compute_requires_grad(input, residual, weight, bias)) {
-    RowNormed made = forward(norm, input, residual, weight, bias, false);
+    RowNormed made = forward(norm, input, residual, weight, bias, Statistics::none);
     return {made.out, made.sum};
   }
   const Kept kept = resolve_kept(norm, input, weight, bias, save, false);
   auto node = new_node(norm, kept, input, autograd::collect_next_edges(input, residual, weight, bias));
   node->adds = true;
-  const RowNormed made = forward(norm, input, residual, weight, bias, kept == Kept::input);
+  const RowNormed made = forward(norm, input, residual, weight, bias, statistics_beside(kept));
   autograd::set_history(made.sum, node);
   autograd::set_history(made.out, node);
   node->watch(made.out);
@@ -193,7 +194,8 @@ Tensor& row_norm_(const RowNorm& norm, Tensor& x, const OptionalTensor& weight, 
   {
     const at::AutoDispatchBelowADInplaceOrView below;
     const bool direct = x.is_contiguous();
-    made = row_norm_forward(norm, x, std::nullopt, weight, bias, false, direct ? x : Tensor());
+    const Statistics statistics = requires_grad ? statistics_beside(Kept::output) : Statistics::none;
+    made = row_norm_forward(norm, x, std::nullopt, weight, bias, statistics, direct ? x : Tensor());
     if (!direct) x.copy_(made.out);
   }
   autograd::impl::bump_version(x);
@@ -217,8 +219,10 @@ std::tuple<Tensor, Tensor> add_row_norm_(const RowNorm& norm, const Tensor& inpu
               ", a view that autograd records; use inplace=False or inplace='auto', or pass a clone");
   decltype(make_node<RowNormBackward>()) node;
   Kept kept = Kept::input;
+  Statistics statistics = Statistics::none;
   if (requires_grad) {
     kept = resolve_kept(norm, input, weight, bias, save, false);
+    statistics = statistics_beside(kept);
     node = new_node(norm, kept, input, autograd::collect_next_edges(input, residual, weight, bias));
     node->adds = true;
   }
@@ -226,8 +230,7 @@ std::tuple<Tensor, Tensor> add_row_norm_(const RowNorm& norm, const Tensor& inpu
   {
     const at::AutoDispatchBelowADInplaceOrView below;
     const bool direct = residual.is_contiguous();
-    made = row_norm_forward(norm, input, residual, weight, bias, requires_grad && kept == Kept::input,
-                            direct ? residual : Tensor());
+    made = row_norm_forward(norm, input, residual, weight, bias, statistics, direct ? residual : Tensor());
     if (!direct) residual.copy_(made.sum);
   }
   autograd::impl::bump_version(residual);

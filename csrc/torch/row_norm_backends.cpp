@@ -135,10 +135,11 @@ Tensor from_rows(const RowNorm& norm, const Tensor& x) {
 }  // namespace
 
 RowNormed row_norm_forward(const RowNorm& norm, const Tensor& input, const OptionalTensor& residual,
-                           const OptionalTensor& weight, const OptionalTensor& bias, bool needs_mean, Tensor into) {
+                           const OptionalTensor& weight, const OptionalTensor& bias, Statistics statistics,
+                           Tensor into) {
   check_row_norm(norm, input, residual, weight, bias);
   if (needs_rows(norm, input)) {
-    RowNormed made = row_norm_forward(over_last(norm), as_rows(norm, input), std::nullopt, weight, bias, needs_mean);
+    RowNormed made = row_norm_forward(over_last(norm), as_rows(norm, input), std::nullopt, weight, bias, statistics);
     made.out = from_rows(norm, made.out);
     return made;
   }
@@ -149,8 +150,8 @@ RowNormed row_norm_forward(const RowNorm& norm, const Tensor& input, const Optio
   RowNormed result;
   if (residual) result.sum = into.defined() ? into : fresh_like(x);
   result.out = into.defined() && !residual ? into : fresh_like(x, norm.dtype);
-  if (norm.centered && needs_mean) result.mean = empty_statistic(norm, x);
-  result.rstd = empty_statistic(norm, x);
+  if (norm.centered && statistics == Statistics::mean_and_rstd) result.mean = empty_statistic(norm, x);
+  if (statistics != Statistics::none) result.rstd = empty_statistic(norm, x);
   if (x.is_meta()) return result;
   RowNormArgs args;
   describe_call(args, norm, x, x.scalar_type(), w, b);
@@ -161,7 +162,7 @@ RowNormed row_norm_forward(const RowNorm& norm, const Tensor& input, const Optio
     args.sum = result.sum.mutable_data_ptr();
   }
   args.mean = result.mean.defined() ? result.mean.mutable_data_ptr() : nullptr;
-  args.rstd = result.rstd.mutable_data_ptr();
+  args.rstd = result.rstd.defined() ? result.rstd.mutable_data_ptr() : nullptr;
   run_row_norm_forward(args, x.device());
   return result;
 }
@@ -222,7 +223,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward_op(const Tensor& input, const
                                                       const OptionalTensor& bias, double eps, bool centered,
                                                       at::ScalarType dtype, c10::string_view denominator) {
   const RowNorm norm{dims, eps, centered, dtype, behind, denominator_of(denominator)};
-  RowNormed r = row_norm_forward(norm, input, residual, weight, bias);
+  RowNormed r = row_norm_forward(norm, input, residual, weight, bias, Statistics::mean_and_rstd);
   return {r.out, or_nothing(r.sum, input), or_nothing(r.mean, r.rstd), r.rstd};
 }
 
@@ -242,13 +243,13 @@ Tensor norm_op(const Tensor& input, int64_t dims, int64_t behind, const Optional
                const OptionalTensor& bias, double eps, bool centered, at::ScalarType dtype, c10::string_view,
                c10::string_view denominator) {
   const RowNorm norm{dims, eps, centered, dtype, behind, denominator_of(denominator)};
-  return row_norm_forward(norm, input, std::nullopt, weight, bias, false).out;
+  return row_norm_forward(norm, input, std::nullopt, weight, bias, Statistics::none).out;
 }
 
 std::tuple<Tensor, Tensor> add_norm_op(const Tensor& input, const Tensor& residual, int64_t dims,
                                        const OptionalTensor& weight, const OptionalTensor& bias, double eps,
                                        bool centered, at::ScalarType dtype, c10::string_view) {
-  RowNormed r = row_norm_forward({dims, eps, centered, dtype}, input, residual, weight, bias, false);
+  RowNormed r = row_norm_forward({dims, eps, centered, dtype}, input, residual, weight, bias, Statistics::none);
   return {r.out, r.sum};
 }
 

@@ -7,6 +7,10 @@ namespace memkit {
 
 enum class Kept { input, output };
 
+inline Statistics statistics_beside(Kept kept) {
+  return kept == Kept::input ? Statistics::mean_and_rstd : Statistics::rstd;
+}
+
 // Whether `save` is one that norms know, and that a call in place can keep.
 void check_save(const RowNorm& norm, std::string_view save, bool inplace);
 
