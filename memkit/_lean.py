@@ -11,6 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.compiler import is_compiling
 
 from . import _C
+from ._modes import in_transform
 
 CHECKPOINTS = "torch.utils.checkpoint", "memkit.swap.library.checkpoint"
 """Modules whose hooks make again what was saved."""
@@ -83,12 +84,6 @@ class lean:  # noqa: N801  a context, named as torch.no_grad is
         hooks = self._entered.pop()
         if hooks is not None:
             hooks.__exit__(kind, error, trace)
-
-
-def in_transform() -> bool:
-    """Whether torch.func's `grad`, `vmap` and the like are at work."""
-    functorch: Any = torch._C._functorch
-    return functorch.peek_interpreter_stack() is not None
 
 
 def is_lean() -> bool:

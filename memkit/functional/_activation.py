@@ -34,12 +34,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
-from torch.autograd import forward_ad
 from torch.compiler import is_compiling, is_dynamo_compiling
 
 from .. import _C
-from .._lean import in_transform
+from .._modes import has_torch_modes, in_forward_mode, in_transform, is_tracing
 from .._sharding import call
 
 __all__ = [
@@ -112,12 +110,12 @@ def overwrites(own: Tensor) -> bool:
         type(own) is Tensor
         and not (own.requires_grad and torch.is_grad_enabled())
         and not is_compiling()
-        and torch._C._get_tracing_state() is None
-        and not (_len_torch_dispatch_stack() or _len_torch_function_stack())
+        and not is_tracing()
+        and not has_torch_modes()
         and nn.functional.linear is _LINEAR
         and nn.Linear.forward is _FORWARD
         and not in_transform()
-        and forward_ad._current_level < 0
+        and not in_forward_mode()
     )
 
 

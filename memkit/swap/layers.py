@@ -27,6 +27,7 @@ from .. import functional as F
 from .. import nn as memkit_nn
 from .._hooks import has_global_hooks, has_hooks, shows_result
 from .._lean import is_lean
+from .._modes import is_tracing
 from .._older import is_exporting
 from .._sharding import is_dtensor
 from ..functional import Save, norm_saves
@@ -299,7 +300,7 @@ class Linear(Layer, memkit_nn.Linear):
             and type(weight) is nn.Parameter
             and weight.requires_grad
             and weight.dtype == input.dtype
-            and torch._C._get_tracing_state() is None
+            and not is_tracing()
             and not is_dtensor(input)
             and not has_hooks(self)
             and not torch.is_autocast_enabled(input.device.type)
@@ -392,7 +393,7 @@ def takes(conv: Any, input: Tensor) -> bool:
         and input.dim() == 4
         and input.requires_grad
         and torch.is_grad_enabled()
-        and torch._C._get_tracing_state() is None  # it runs again under no_grad, to compare
+        and not is_tracing()  # it runs again under no_grad, to compare
     )
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ... import functional as F
-from ..._lean import in_transform
+from ..._modes import in_transform
 from ...functional._dropout import draw_seed, drop_numbers
 
 DROP: tuple[Any, ...] = (None, -1, "identity", [])

@@ -27,17 +27,11 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from ..._lean import is_lean
+from ..._modes import is_tracing
 from .attend import attend, may_drop
 from .checkpoint import checkpointed
 from .rotary import NAME, calls_rotary, is_rotary, rotary_of
-from .twin import (
-    Twin,
-    is_tracing,
-    own_tensors,
-    twin_of,
-    undecorated,
-    with_names,
-)
+from .twin import Twin, own_tensors, twin_of, undecorated, with_names
 from .written_attention import as_written, is_fused, is_learned
 
 TABLE = "ALL_ATTENTION_FUNCTIONS"

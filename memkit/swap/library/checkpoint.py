@@ -19,7 +19,8 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from ..._C import SavedTensor
-from .twin import in_forward_mode, itself
+from ..._modes import in_forward_mode
+from .twin import itself
 
 
 def checkpointed(

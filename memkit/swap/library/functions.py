@@ -27,6 +27,7 @@ from torch.compiler import is_compiling
 
 from ... import functional as F
 from ..._lean import is_lean
+from ..._modes import is_tracing
 from ...functional._activation import _PARAMETERS
 from ..layers import Pending, serves
 from ..recipes import FUNCTIONS
@@ -36,7 +37,7 @@ from .rewritten import rewrites, rewritten
 from .scaled import Running, runs
 from .sdpa import attending
 from .source import global_names, has_class
-from .twin import Instead, Ours, Twin, decorated, is_tracing, undecorated, with_names
+from .twin import Instead, Ours, Twin, decorated, undecorated, with_names
 
 DROPOUTS: dict[Any, Callable[..., Tensor]] = {
     nn.functional.dropout: F.dropout,

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from ..._lean import in_transform
+from ..._modes import in_forward_mode, in_transform, is_tracing
 from ..layers import is_linear, serves
 from ..types import _caller
 from .losses import INSTEAD, Logits, holds
 from .rotary import served
-from .twin import Twin, in_forward_mode, is_plain, is_tracing, undecorated
+from .twin import Twin, is_plain, undecorated
 
 _now = local()
 _kept = 0

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from ..._lean import is_lean
+from ..._modes import in_forward_mode, is_tracing
 from ..layers import serves
 from ..types import HALVES
 from .attend import Scores, attend, may_drop
 from .checkpoint import checkpointed
-from .twin import Twin, in_forward_mode, is_tracing, twin_of
+from .twin import Twin, twin_of
 
 Mask = Tensor | None
 

@@ -11,13 +11,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..._hooks import has_global_hooks
-from ..._lean import in_transform, is_lean
+from ..._lean import is_lean
+from ..._modes import in_forward_mode, in_transform, is_tracing
 from .attend import may_drop
 from .checkpoint import checkpointed
 from .described import attended
 from .repeatable import CONSTANTS, Names, is_layer, is_readable, is_torchs, reach, reach_of
 from .scaled import note_served
-from .twin import in_forward_mode, is_tracing, itself, near
+from .twin import itself, near
 
 LEAST = 2**20
 """Bytes that a call has to keep less, which takes some 0.2 ms and what it computes."""

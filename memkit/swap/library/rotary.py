@@ -19,9 +19,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ... import functional as F
-from ..._lean import in_transform
+from ..._modes import in_forward_mode, in_transform
 from ..layers import serves
-from .twin import in_forward_mode, itself, near, numbers, undecorated
+from .twin import itself, near, numbers, undecorated
 
 NAME = "apply_rotary_pos_emb"
 LIBRARIES = ("transformers.", "liger_kernel.")

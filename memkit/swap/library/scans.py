@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from ..._lean import is_lean
+from ..._modes import in_forward_mode, is_tracing
 from ..layers import serves
 from .checkpoint import checkpointed
 from .recurrences import KNOWN, stand_in
-from .twin import Twin, in_forward_mode, is_tracing, undecorated, with_names
+from .twin import Twin, undecorated, with_names
 
 
 class Scan(Twin, kind="scan"):

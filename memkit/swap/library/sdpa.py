@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from ..._lean import is_lean
+from ..._modes import in_forward_mode
 from ..layers import serves
 from ..types import HALVES
 from .attend import Scores, attend, may_drop
 from .checkpoint import checkpointed
-from .twin import in_forward_mode
 
 BY_POSITION = 6
 """So many arguments stock takes by their place."""

@@ -15,7 +15,6 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from ..._hooks import has_global_hooks, has_hooks, only_read
@@ -244,16 +243,6 @@ class Ours(partial[Any]):
     @property
     def stock(self) -> Any:
         return self.args[-1]
-
-
-def is_tracing() -> bool:
-    jit: Any = torch.jit
-    return bool(jit.is_tracing())
-
-
-def in_forward_mode() -> bool:
-    """Whether results may have tangents: our functions have no rule for them, and a checkpoint would make others again."""
-    return forward_ad._current_level >= 0
 
 
 def own_tensors(module: nn.Module, function: Any) -> list[Tensor]:

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..._modes import in_forward_mode
 from ..layers import serves
 from ..types import HALVES
 from .attend import Scores, attend
 from .checkpoint import generators
-from .twin import TOLERANCE, in_forward_mode, itself, near, numbers
+from .twin import TOLERANCE, itself, near, numbers
 
 FUSED = "sdpa_attention_forward"
 TOKENS = 8
