@@ -1,7 +1,7 @@
-// Some rows at a time, which stay in the first-level cache between the passes over them: forward two for the moments and
-// one for the result, backward one for the sums over a row and one for the gradients. Each step is taken for all of the rows
-// before the next, so that the reductions of one overlap with the loads of another. Half dtypes are converted once, or, of rows
-// too long for that, again for the second pass.
+// Some rows at a time, which stay in the first-level cache between the passes over them: forward one or two for the moments
+// and one for the result, backward one for the sums over a row and one for the gradients. Each step is taken for all of the
+// rows before the next, so that the reductions of one overlap with the loads of another. Half dtypes are converted once, or,
+// of rows too long for that, again for the second pass.
 #include "row_norm.h"
 
 #include <algorithm>

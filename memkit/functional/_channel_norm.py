@@ -2,7 +2,7 @@
 
 Stock PyTorch keeps the input of the norm and, for most activations, the input of the activation as well; here that is
 computed again. weight keeps its sign: nothing is inverted, so pretrained weights of either sign are exact. The rest is as
-in :mod:`memkit.functional._norm`: statistics in float32 (float64 for float64) in two passes, the autocast dtype as the
+in :mod:`memkit.functional._norm`: statistics in float32 (float64 for float64), the autocast dtype as the
 result's under autocast, weights of another dtype than the input's. Channels last stays channels last.
 """
 

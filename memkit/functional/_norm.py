@@ -31,8 +31,8 @@ twins, in their order; ``add_layer_norm`` and ``add_rms_norm`` add a residual fi
     output would not be exact. ``"auto"``: overwritten where autograd and reference counts prove that nothing else needs
     it and ``save="auto"`` means the output, else a new tensor.
 
-Statistics are computed in float32 (float64 for float64) in two passes over each row in the cache, so that a large mean
-does not spoil a small variance. Under autocast the result is of the autocast dtype, so that the next layer shares it;
+Statistics are computed in float32 (float64 for float64) from distances to the mean, or to a value near it, so that a large
+mean does not spoil a small variance. Under autocast the result is of the autocast dtype, so that the next layer shares it;
 weights may be float32 beside a float16 or bfloat16 input anywhere, and their gradients are of their dtype.
 
 Shapes: any; the result is contiguous and of the input's shape and dtype. Devices: CPU, CUDA. ``ValueError``: shapes that
