@@ -111,6 +111,15 @@ def test_first_elements_far_from_the_others(columns: int) -> None:
     assert_as_good_as_stock("y input weight bias", mine, theirs, want, 0.25)
 
 
+@pytest.mark.parametrize("columns", [100, 256, 3000])
+@pytest.mark.parametrize("at", [0, 63, -1])
+def test_squares_that_overflow_leave_a_row_finite(columns: int, at: int) -> None:
+    """As in PyTorch, where that depends on the place."""
+    x = normal((4, columns), torch.float32, 0)
+    x[1, at] = 3e38
+    assert M.layer_norm(x, (columns,)).isfinite().all()
+
+
 def test_statistics_are_kept_for_backward_alone() -> None:
     """Without gradients a norm allocates its output, in place nothing."""
     x, weight = torch.randn(64, 8), torch.ones(8)

@@ -28,10 +28,11 @@ struct Moments {
     count = both;
   }
 
-  // From the sums of x - about and of its square, `about` being near the mean: its rounding is made up for.
+  // From the sums of x - about and of its square, `about` being near the mean: its rounding is made up for. Squares that
+  // overflow stay infinite, whatever the sum's would do.
   MEMKIT_FN static Moments from_sums(T count, T about, T sum, T squares) {
-    const T shift = sum / count;
-    return {count, about + shift, at_least(squares - sum * shift, T(0))};
+    const T shift = sum / count, centred = at_least(squares - sum * shift, T(0));
+    return {count, about + shift, select(squares < std::numeric_limits<T>::infinity(), centred, squares)};
   }
 };
 
@@ -39,7 +40,8 @@ struct Moments {
 // off by 0.58 of a deviation at most, by which the squares are a third larger.
 template <class T>
 MEMKIT_FN bool is_near_mean(T count, T sum, T squares) {
-  return sum / count * sum <= squares * T(0.25);
+  const T most = squares * T(0.25);
+  return sum / count * sum <= most && most < std::numeric_limits<T>::infinity();
 }
 
 template <class T>

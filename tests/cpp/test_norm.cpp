@@ -55,10 +55,12 @@ void test_moments() {
   none.add(Moments<float>());
   CHECK(none.count == 0 && none.mean == 0 && none.m2 == 0, "nothing and nothing is nothing");
   CHECK((Moments<float>::from_sums(2, 0, 2, 1.5f).m2 == 0), "no negative variance");
+  CHECK((Moments<float>::from_sums(4, 0, 3e38f, INFINITY).m2 == INFINITY), "infinite squares, not their difference");
   // 100 values of deviation 1, seen from half of it away and from more.
   CHECK(is_near_mean(100., 50., 125.) && is_near_mean(100., -50., 125.), "off by half of the deviation");
   CHECK(!is_near_mean(100., 60., 136.), "off by more");
   CHECK(is_near_mean(100., 0., 0.) && !is_near_mean(100., 1., std::nan("")), "equal values, and a NaN");
+  CHECK(!is_near_mean(4., 1., double(INFINITY)), "nothing is told by infinite squares");
 }
 
 // The projection against differences of the reciprocal, and where a row has no deviation or little beside eps.
