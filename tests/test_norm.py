@@ -120,6 +120,23 @@ def test_squares_that_overflow_leave_a_row_finite(columns: int, at: int) -> None
     assert M.layer_norm(x, (columns,)).isfinite().all()
 
 
+@pytest.mark.parametrize(
+    ("columns", "dtype", "off"),
+    [
+        (1024, torch.float32, 6e17),
+        (1024, torch.float32, 1e18),
+        (4096, torch.bfloat16, 1e18),
+        (256, torch.float64, 1e153),
+    ],
+)
+def test_squares_that_overflow_about_the_first_elements_alone(
+    columns: int, dtype: torch.dtype, off: float
+) -> None:
+    x = normal((4, columns), dtype, 0)
+    x[1, :64] += off
+    torch.testing.assert_close(M.layer_norm(x, (columns,)), F.layer_norm(x, (columns,)))
+
+
 @ops
 def test_statistics_are_kept_for_backward_alone(op: str) -> None:
     """Without gradients a norm allocates its output, in place nothing."""
