@@ -115,16 +115,16 @@ struct RowNormProducer : Producer {
   }
 
   Tensor forward(Tensors& statistics) const override {
-    if (keeps_result && !statistics.empty()) return inputs[0];
-    const bool from_input = statistics.empty() && !keeps_result;
-    const Statistics wanted =
-        statistics.empty() ? statistics_beside(from_input ? Kept::input : Kept::output) : Statistics::none;
-    RowNormed made = row_norm_forward(norm, inputs[0], std::nullopt, weight(), bias(), wanted);
-    if (statistics.empty()) {
-      statistics.push_back(made.rstd);
-      if (keeps_result) statistics.push_back(made.out);
-      if (from_input && norm.centered) statistics.push_back(made.mean);
-    }
+    const auto run = [&](Statistics wanted) {
+      return row_norm_forward(norm, inputs[0], std::nullopt, weight(), bias(), wanted);
+    };
+    if (!statistics.empty()) return keeps_result ? inputs[0] : run(Statistics::none).out;
+    RowNormed made = run(statistics_beside(keeps_result ? Kept::output : Kept::input));
+    statistics.push_back(made.rstd);
+    if (keeps_result)
+      statistics.push_back(made.out);
+    else if (norm.centered)
+      statistics.push_back(made.mean);
     return made.out;
   }
 
