@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -98,6 +100,21 @@ def may_ask_again() -> bool:
     """Whether what is saved now, inside :class:`lean`, may be asked for more than once by one backward."""
     hooks = _active_hooks()
     return hooks is not None and (hooks[0] is _C.pack or getattr(hooks[0], "lean", False))
+
+
+@contextmanager
+def without_lean() -> Iterator[None]:
+    """What is saved goes to the hooks around :class:`lean`, if there are any."""
+    if not is_lean():
+        yield
+        return
+    autograd: Any = torch._C._autograd
+    hooks = _active_hooks()
+    autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        autograd._push_saved_tensors_default_hooks(*hooks)
 
 
 class _Nonzeros(NamedTuple):

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -10,7 +11,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+import memkit
 from memkit import _C, functional
+from memkit._lean import is_lean
 from memkit.memory import measure
 
 N = 1000
@@ -106,6 +109,30 @@ def test_hooks_inside_the_call_keep_working(w):
     v = w.detach().clone().requires_grad_()
     v.exp().sin().sum().backward()
     assert torch.equal(w.grad, v.grad)
+
+
+@pytest.mark.parametrize("around", [nullcontext, save_on_cpu])
+def test_what_lean_drops_does_not_count(around):
+    """With lean around the call as with lean in it; afterwards it goes on as it did."""
+    first, second = nn.Linear(64, 256), nn.Linear(256, 64)
+    data = torch.randn(128, 64)
+
+    def model():
+        return second(functional.gelu(first(data))).sum()
+
+    def inside():
+        with memkit.lean():
+            return model()
+
+    with around():
+        stock, expected = measure(model), measure(inside)
+        with memkit.lean():
+            got = measure(model)
+            assert is_lean()
+    assert got.saved == expected.saved == stock.saved / 2
+    assert (got.peak, got.live) == (expected.peak, expected.live)
+    parameters = [*first.parameters(), *second.parameters()]
+    assert all(map(torch.equal, *(torch.autograd.grad(each.result, parameters) for each in (stock, got))))
 
 
 def test_the_hooks_of_saved_change_no_memory(w):

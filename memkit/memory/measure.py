@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -12,6 +13,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from .._devices import cuda_device
+from .._lean import is_lean, lean, without_lean
 from ._meters import CpuMeter, CudaMeter, Meter
 from ._saved import SavedStorages
 
@@ -66,8 +68,9 @@ def measure(
 
     Calls may be nested, in `fn` or in other threads: each sees all memory of the process. `saved` sees what
     the calling thread saves, except tensors that go to hooks set inside `fn` (offloading). Of a
-    checkpointed block it sees the inputs. Hooks around the call keep working. `torch.func.grad` inside `fn`
-    refuses saved-tensor hooks and raises: use `timeline`, which sets none.
+    checkpointed block it sees the inputs. Hooks around the call keep working, :class:`memkit.lean` too, and
+    what that drops does not count. `torch.func.grad` inside `fn` refuses saved-tensor hooks and raises: use
+    `timeline`, which sets none.
 
     Example:
         >>> m = memkit.memory.measure(lambda: model(x).sum().backward())
@@ -75,7 +78,8 @@ def measure(
     """
     meter, target = _meter("measure", fn, args, kwargs, device)
     recorder = SavedStorages(meter, target)
-    with _Running(meter), recorder.hooks():
+    inside = lean() if is_lean() else nullcontext()  # within, so that what it drops is not counted
+    with _Running(meter), without_lean(), recorder.hooks(), inside:
         begin = time.perf_counter()
         result = fn(*args, **kwargs)
         meter.synchronize()

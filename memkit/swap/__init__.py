@@ -35,6 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from .._lean import without_lean
 from . import change
 from .find import ON_REQUEST, OPS, Found, find
 from .layers import Choice
@@ -133,7 +134,7 @@ def swap(
         else:
             given = dict(sample) if isinstance(sample, Mapping) else sample
             try:
-                with heap_passed_over():
+                with heap_passed_over(), without_lean():
                     report = _swap_by_sample(Trial(model, given), found, exact, lean)
             except RuntimeError as error:
                 if "don't yet support saved tensor hooks" not in str(error):
