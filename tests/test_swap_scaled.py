@@ -153,12 +153,21 @@ def test_outside_lean_it_is_stock() -> None:
         assert torch.equal(model(x, c), stock(x, c))
 
 
-@pytest.mark.parametrize("tokens", [TOKENS, 1])
-def test_a_row_says_where_it_did_nothing(tokens: int) -> None:
-    model, (x, c) = Block(), samples(torch.float32)
-    report = swap(model, ops=["act_linear"], sample=(x[:, :tokens], c), lean="call")
+class First(Block):
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+        return self.gamma * self.layer(x)
+
+
+@pytest.mark.parametrize(("tokens", "needs_grad"), [(TOKENS, True), (1, True), (TOKENS, False)])
+def test_a_row_says_where_it_did_nothing(tokens: int, needs_grad: bool) -> None:
+    """A layer whose input needs no gradient keeps no weight, of which the numbers' gradient is made."""
+    model, (x, c) = First(), samples(torch.float32)
+    report = swap(
+        model, ops=["act_linear"], sample=(x[:, :tokens].detach().requires_grad_(needs_grad), c), lean="call"
+    )
     (row,) = report.rows
-    assert ("many rows" in row.reason) == (tokens == 1), report
+    does_nothing = tokens == 1 or not needs_grad
+    assert ("for many rows whose input needs a gradient" in row.reason) == does_nothing, report
 
 
 class Numbers(Block):

@@ -74,7 +74,9 @@ BELONGS = {"gelu_tanh": "gelu", "normalize": "rms_norm"}
 WHY_IDLE = {
     "attend": "not called on the sample, or without a MiB of weights to make again",
     "norm and act": "not called on the sample, or of no norm whose result is made again",
-    "scale": "not called on the sample, or not with the result of a linear layer for many rows",
+    "scale": (
+        "not called on the sample, or not with the result of a linear layer for many rows whose input needs a gradient"
+    ),
 }
 
 dropped: WeakSet[nn.Module] = WeakSet()
