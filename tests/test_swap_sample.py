@@ -383,6 +383,16 @@ def test_report():
     assert pickle.loads(pickle.dumps(report)) == report
 
 
+@pytest.mark.parametrize("lean", [False, True, "call"])
+@pytest.mark.parametrize("by_sample", [False, True])
+def test_report_says_where_the_saving_holds(lean, by_sample):
+    report = swap(mlp(nn.GELU()), sample=batch() if by_sample else None, lean=lean)
+    assert report.lean == report.to_dict()["lean"] == lean
+    assert ("the saving holds inside memkit.lean()" in str(report).splitlines()[-1]) == (lean is True)
+    nothing = swap(nn.GELU(), lean=lean, ops=["relu"])
+    assert "inside" not in str(nothing)
+
+
 def test_report_explains_that_nothing_changed():
     nothing = str(swap(nn.Linear(2, 2)))
     assert nothing.startswith("nothing to change: no activation, norm, dropout")

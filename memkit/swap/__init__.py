@@ -105,7 +105,8 @@ def swap(
             What that attention reads, masks too, may not be changed in place before backward, which says so.
             The sample then is run inside it, too.
             "call": each call of the model runs inside it, so that nothing else has to be written; a part of the model
-            that is called by itself does not.
+            that is called by itself does not. Small models in float32 may peak higher than without `lean`
+            (docs/limits.md).
 
     Raises:
         TypeError, ValueError: on unknown arguments, a compiled model, parameters that are not there yet.
@@ -149,8 +150,8 @@ def swap(
         change.redo(previous)
         raise
     if not report.rows and ops != "all":
-        return replace(report, note=f"the model has none of ops {sorted(names)} as a module")
-    return report
+        report = replace(report, note=f"the model has none of ops {sorted(names)} as a module")
+    return replace(report, lean=lean)
 
 
 def unswap(model: nn.Module) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ..memory.measure import _size
 
@@ -48,6 +48,8 @@ class SwapReport:
     """Bytes the whole model saved for backward on the sample, measured before and after; None without a sample."""
     saved_after: int | None = None
     note: str = ""
+    lean: bool | Literal["call"] = False
+    """What `swap` was called with. With True the bytes are those inside `memkit.lean()`."""
 
     @property
     def changed(self) -> tuple[Row, ...]:
@@ -92,6 +94,7 @@ class SwapReport:
             "saved_before": self.saved_before,
             "saved_after": self.saved_after,
             "note": self.note,
+            "lean": self.lean,
             "modules": {path: list(counts) for path, counts in self.by_module().items()},
         }
 
@@ -113,6 +116,8 @@ class SwapReport:
             total += ": the last column says why"
         if self.saved_before is not None and self.saved_after is not None:
             total += f"; saved for backward {_size(self.saved_before)} → {_size(self.saved_after)}"
+        if self.lean is True and self.changed:
+            total += "; the saving holds inside memkit.lean()"
         if not self.note and any(UNPROVEN in row.reason for row in self.rows):
             total += "; swap(model, sample=...) with a batch as the model takes it can prove more"
         return "\n".join([*table, total + (f"; {self.note}" if self.note else "")])
