@@ -112,7 +112,25 @@ class GivesWeights(Attention):
         return outputs
 
 
-KINDS = [Attention, InOneLine, InBranches, ByMethods, ByAFunction, GivesALayer, GivesWeights]
+class OfAnotherName(Attention):
+    """That of the first argument."""
+
+    def forward(layer, x, mask=None):  # noqa: N805
+        q, k, v = layer.projected(x)
+        scores = q @ k.mT
+        scores = layer.relative(scores)
+        return layer.merged(layer.dropout(scores.softmax(-1)) @ v)
+
+    def relative(me, scores):  # noqa: N805
+        return scores + me.own_bias()
+
+    def own_bias(me):  # noqa: N805
+        return me.bias
+
+
+KINDS = [
+    *(Attention, InOneLine, InBranches, ByMethods, ByAFunction, GivesALayer, GivesWeights, OfAnotherName),
+]
 kinds = pytest.mark.parametrize("kind", KINDS)
 BY_ATTEND = {InOneLine, GivesWeights}
 """Without a dropout of stock's, and with no more than `attend` computes."""

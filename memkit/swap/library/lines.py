@@ -48,8 +48,9 @@ class OwnLines(ast.NodeTransformer):
 class Lines:
     """Whether lines may be run again, and which variables they read that they have not set."""
 
-    def __init__(self, variables: set[str], numbers: set[str], is_function: bool = False) -> None:
-        self._variables, self._is_function = variables, is_function
+    def __init__(self, variables: set[str], numbers: set[str], owner: str, is_function: bool = False) -> None:
+        """`owner`: the name of the object that they are part of a method of."""
+        self._variables, self._owner, self._is_function = variables, owner, is_function
         self.reads: list[str] = []
         self.stored: set[str] = set()
         self.bound = set(numbers)
@@ -131,7 +132,7 @@ class Lines:
         if isinstance(call.func, ast.Call):  # nn.Softmax(dim=-1)(x)
             return root(getattr(call.func.func, "value", call.func)) in TORCH - self._variables
         of = root(receiver)
-        if of == "self":
+        if of == self._owner:
             return isinstance(receiver, ast.Name) or name in METHODS
         return name in METHODS or bool(of and of not in self._variables)
 
@@ -172,9 +173,10 @@ class Lines:
         return new or isinstance(value, ast.Compare | ast.Constant)
 
 
-def repeats(function: ast.FunctionDef) -> bool:
+def repeats(function: ast.FunctionDef, owner: str) -> bool:
     """Whether it may be run again, as far as its lines say."""
-    return Lines(variables_of(function), _numbers(function.args), is_function=True).takes(function.body)
+    lines = Lines(variables_of(function), _numbers(function.args), owner, is_function=True)
+    return lines.takes(function.body)
 
 
 def _numbers(arguments: ast.arguments) -> set[str]:
@@ -207,11 +209,11 @@ def is_fused(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and _name_of(node) == FUSED
 
 
-def is_own_call(node: ast.AST) -> bool:
+def is_own_call(node: ast.AST, owner: str) -> bool:
     """`self.layer(x)`"""
     function = node.func if isinstance(node, ast.Call) else None
     held = function.value if isinstance(function, ast.Attribute) else None
-    return isinstance(held, ast.Name) and held.id == "self"
+    return isinstance(held, ast.Name) and held.id == owner
 
 
 def _is_view(call: ast.Call) -> bool:

@@ -69,8 +69,9 @@ def regions_of(code: CodeType) -> list[CodeType]:
     return [each for each in code.co_consts if isinstance(each, CodeType) and each.co_name.startswith(NAME)]
 
 
-def with_regions(function: ast.FunctionDef, called: Call) -> bool:
-    """Makes functions of such lines, and calls of them by `called("again", ...)`; False where there are none."""
+def with_regions(function: ast.FunctionDef, owner: str, called: Call) -> bool:
+    """Makes functions of such lines, and calls of them by `called("again", ...)`; False where there are none. `owner`: what
+    the function calls its layer."""
     arguments = {arg.arg for arg in ast.walk(function.args) if isinstance(arg, ast.arg)}
     count = 0
     for is_end in (is_fused, is_softmax):
@@ -78,7 +79,7 @@ def with_regions(function: ast.FunctionDef, called: Call) -> bool:
             if any(map(_is_region, nodes(block.lines))):
                 continue  # it was in a block of this one
             lines = (i for i, line in enumerate(block.lines) if any(map(is_end, ast.walk(line))))
-            regions = (_region(block, i, function) for i in lines)
+            regions = (_region(block, i, function, owner) for i in lines)
             if (region := next(filter(None, regions), None)) is not None:
                 _make(region, block.lines, f"{NAME}{count}", _first_argument(function), called)
                 count += 1
@@ -125,14 +126,14 @@ def _blocks(lines: list[ast.stmt], bound: set[str], is_repeated: bool = False) -
         bound = bound | bound_by([line])
 
 
-def _region(block: _Block, at: int, function: ast.FunctionDef) -> _Region | None:
+def _region(block: _Block, at: int, function: ast.FunctionDef, owner: str) -> _Region | None:
     """Around the softmax or the kernel in that line."""
     lines = block.lines
     if fused := [each for each in ast.walk(lines[at]) if is_fused(each)]:
-        first = _first_of_mask(lines, at, fused[0])
+        first = _first_of_mask(lines, at, fused[0], owner)
         end: tuple[int, ast.expr | None] | None = at, _taken_out(lines[at], fused[0])
     else:
-        first, end = _first(lines, at), _end(lines, at)
+        first, end = _first(lines, at, owner), _end(lines, at)
     if first is None or end is None:
         return None
     last, product = end
@@ -144,7 +145,7 @@ def _region(block: _Block, at: int, function: ast.FunctionDef) -> _Region | None
         body = [*body, ast.copy_location(assigned, lines[last])]
     variables = variables_of(function)
     given = block.bound | bound_by(lines[:first])
-    check = Lines(variables, set())
+    check = Lines(variables, set(), owner)
     if not check.takes(body):
         return None
     inside = {id(node) for node in nodes(body)}
@@ -159,7 +160,7 @@ def _region(block: _Block, at: int, function: ast.FunctionDef) -> _Region | None
     return _Region(first, last, body, product, check.reads, outs)
 
 
-def _first(lines: list[ast.stmt], at: int) -> int:
+def _first(lines: list[ast.stmt], at: int, owner: str) -> int:
     """The line of the first product that leads to a softmax without another one in between; the softmax's without one."""
     softmax = next(filter(is_softmax, ast.walk(lines[at])))
     first = at if any(map(is_product, ast.walk(softmax))) else None
@@ -172,7 +173,7 @@ def _first(lines: list[ast.stmt], at: int) -> int:
         needed -= bound_by([line])
         if any(map(is_product, ast.walk(line))):
             first = i
-        elif any(map(is_own_call, ast.walk(line))):  # of what a layer is given, what comes back
+        elif _calls_own(line, owner):  # of what a layer is given, what comes back
             needed |= used(line) & found
         else:
             needed |= used(line)
@@ -195,7 +196,7 @@ def _end(lines: list[ast.stmt], at: int) -> tuple[int, ast.expr | None] | None:
     return None
 
 
-def _first_of_mask(lines: list[ast.stmt], at: int, kernel: ast.AST) -> int | None:
+def _first_of_mask(lines: list[ast.stmt], at: int, kernel: ast.AST, owner: str) -> int | None:
     """The line with which a fused kernel's mask begins, where its function computes it: PyTorch's for the CPU have no
     gradient of one, and keep the weights where it is wanted."""
     needed, first = _mask_of(kernel), None
@@ -204,7 +205,7 @@ def _first_of_mask(lines: list[ast.stmt], at: int, kernel: ast.AST) -> int | Non
         if found:
             first = i
             needed -= bound_by([lines[i]])
-            calls = any(map(is_own_call, ast.walk(lines[i]))) or any(map(_is_plain_call, ast.walk(lines[i])))
+            calls = _calls_own(lines[i], owner) or any(map(_is_plain_call, ast.walk(lines[i])))
             needed |= used(lines[i]) & found if calls else used(lines[i])
     return first
 
@@ -213,6 +214,10 @@ def _mask_of(kernel: ast.AST) -> set[str]:
     assert isinstance(kernel, ast.Call)
     given = [*kernel.args[3:4], *(each.value for each in kernel.keywords if each.arg == "attn_mask")]
     return read(given)
+
+
+def _calls_own(line: ast.stmt, owner: str) -> bool:
+    return any(is_own_call(each, owner) for each in ast.walk(line))
 
 
 def _is_plain_call(node: ast.AST) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..._hooks import has_hooks
 from .lines import GRAD, repeats
-from .source import definition
+from .source import definition, owner_name
 
 CHANGES = (
     *("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF", "DELETE_"),
@@ -104,7 +104,7 @@ def _collect(
 
 def _repeats(code: CodeType) -> bool:
     source = definition(code.co_filename, code)
-    return source is not None and repeats(source[1])
+    return source is not None and repeats(source[1], owner_name(*source))
 
 
 def _is_known(name: str, names: dict[str, Any], found: set[str], seen: set[Any]) -> bool:

@@ -102,8 +102,8 @@ def _changed(_file: str, code: CodeType) -> CodeType | None:
     if not (calls or modulates or scales or norms or attends):
         return None
 
-    def change(function: ast.FunctionDef) -> bool:
-        found = attends and with_regions(function, _called)  # first, of lines that say what they call
+    def change(function: ast.FunctionDef, owner: str) -> bool:
+        found = attends and with_regions(function, owner, _called)  # first, of lines that say what they call
         visitors: list[Any] = [_Calls(_called)] if calls else []
         if modulates:
             visitors.append(Modulation(_called))

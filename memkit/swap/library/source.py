@@ -46,17 +46,18 @@ def has_class(code: CodeType) -> bool:
 
 
 def changed(
-    code: CodeType, change: Callable[[ast.FunctionDef], bool], constant: str, value: Any
+    code: CodeType, change: Callable[[ast.FunctionDef, str], bool], constant: str, value: Any
 ) -> CodeType | None:
     """The code of a function as `change` leaves its syntax tree, at the lines of the original, with an object in the place
     of a constant that the tree has got; nothing where `change` returns False, or the source cannot be read or is not the
-    function's."""
+    function's. `change` is given the name of the function's object too."""
     found = definition(code.co_filename, code)
     if found is None:
         return None
     module, function = found
     own = copy.deepcopy(function)  # the rest of the tree is shared
-    made = _compiled(_with(own, function, module), code) if change(own) else None
+    owner = owner_name(module, function)
+    made = _compiled(_with(own, function, module), code) if change(own, owner) else None
     return made and _with_constant(made, constant, value)
 
 
@@ -67,6 +68,18 @@ def definition(_file: str, code: CodeType) -> tuple[ast.Module, ast.FunctionDef]
     if found is None or (original := _compiled(found[0], code)) is None or not _is_same(original, code):
         return None
     return found
+
+
+def owner_name(module: ast.Module, function: ast.FunctionDef) -> str:
+    """What a method calls the object that it is of: its first argument. Of another function "self", which it may be given to
+    become one."""
+    classes = (each for each in ast.walk(module) if isinstance(each, ast.ClassDef))
+    is_static = any(
+        isinstance(each, ast.Name) and each.id == "staticmethod" for each in function.decorator_list
+    )
+    arguments = [*function.args.posonlyargs, *function.args.args]
+    is_method = any(each is function for cls in classes for each in cls.body) and not is_static and arguments
+    return arguments[0].arg if is_method else "self"
 
 
 def _with(new: ast.FunctionDef, old: ast.FunctionDef, module: ast.Module) -> ast.Module:
