@@ -141,7 +141,8 @@ class PoolReplay(_Within):
                 self._pool._warned.add(self.plan)
                 warnings.warn(
                     f"Pool.replay: {count_text(self.fell_back, 'allocation')} of the step did not go by the plan and came "
-                    f"from the pool; the first: {self.mismatch}; record again, a later step than the optimizer's first",
+                    f"from the pool; the first: {self.mismatch}; a plan holds for one shape: record one for each, of a "
+                    "later step than the optimizer's first (memkit.Plans, docs/pool.md)",
                     RuntimeWarning,
                     stacklevel=2,
                 )
