@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
+from functools import partial
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -347,6 +350,32 @@ def test_backward_reads_no_foreign_memory(change: dict[str, Any], text: str) -> 
 
 
 # -- modules ---------------------------------------------------------------------------------------------------------------
+
+
+def _positional(function: Any) -> list[str]:
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return [each.name for each in inspect.signature(function).parameters.values() if each.kind in kinds]
+
+
+def test_functions_take_by_position_what_their_twins_take() -> None:
+    """But for what is of PyTorch's own making: `_stacklevel` of softmax, `out` of normalize."""
+    apart = {"softmax", "log_softmax", "normalize"}
+    twins = {name: getattr(torch.nn.functional, name, None) for name in M.__all__ if name not in apart}
+    known = {name: twin for name, twin in twins.items() if isinstance(twin, FunctionType)}
+    del known["max_pool2d"]  # which PyTorch dispatches by *args
+    assert len(known) > 15
+    for name, twin in known.items():
+        assert _positional(getattr(M, name)) == _positional(twin), name
+    x = torch.randn(8)
+    for given in (
+        *(M.relu, M.relu6, M.selu, M.silu, M.mish, M.hardswish, M.hardsigmoid),
+        *(partial(M.leaky_relu, negative_slope=0.1), partial(M.hardtanh, min_val=-2.0, max_val=2.0)),
+    ):
+        function, parameters = getattr(given, "func", given), getattr(given, "keywords", {}).values()
+        h = x * 2
+        want = function(h, *parameters)
+        assert function(h, *parameters, True) is h
+        assert torch.equal(h, want)
 
 
 def test_modules_take_what_their_twins_take_and_no_more() -> None:

@@ -1,6 +1,6 @@
 """Activations in place or not, with the least memory kept for backward that an exact gradient allows.
 
-Every function takes the arguments of its ``torch.nn.functional`` twin, in their order, and two more:
+Every function takes the arguments of its ``torch.nn.functional`` twin, in their order, and by keyword one or two more:
 
 ``inplace``
     ``False``: a new tensor. ``True``: the input's memory is overwritten; raises where that would corrupt a value or a
@@ -134,29 +134,29 @@ def _dispatched(
     return input.copy_(out) if inplace is True else out
 
 
-def relu(input: Tensor, *, inplace: Inplace = False, save: Save = "auto") -> Tensor:
+def relu(input: Tensor, inplace: Inplace = False, *, save: Save = "auto") -> Tensor:
     """max(0, x)."""
     return _apply("relu", input, (), inplace, save)
 
 
 def leaky_relu(
-    input: Tensor, negative_slope: float = 0.01, *, inplace: Inplace = False, save: Save = "auto"
+    input: Tensor, negative_slope: float = 0.01, inplace: Inplace = False, *, save: Save = "auto"
 ) -> Tensor:
     """x for x > 0, else negative_slope * x. The slope follows from the output where negative_slope >= 0."""
     return _apply("leaky_relu", input, (negative_slope,), inplace, save)
 
 
-def elu(input: Tensor, alpha: float = 1.0, *, inplace: Inplace = False, save: Save = "auto") -> Tensor:
+def elu(input: Tensor, alpha: float = 1.0, inplace: Inplace = False, *, save: Save = "auto") -> Tensor:
     """x for x > 0, else alpha * (exp(x) - 1) (Clevert et al. 2015). From the output where alpha >= 0."""
     return _apply("elu", input, (alpha,), inplace, save)
 
 
-def selu(input: Tensor, *, inplace: Inplace = False, save: Save = "auto") -> Tensor:
+def selu(input: Tensor, inplace: Inplace = False, *, save: Save = "auto") -> Tensor:
     """scale * elu(x, alpha) with the constants of Klambauer et al. 2017."""
     return _apply("selu", input, (), inplace, save)
 
 
-def celu(input: Tensor, alpha: float = 1.0, *, inplace: Inplace = False, save: Save = "auto") -> Tensor:
+def celu(input: Tensor, alpha: float = 1.0, inplace: Inplace = False, *, save: Save = "auto") -> Tensor:
     """max(0, x) + min(0, alpha * (exp(x / alpha) - 1)) (Barron 2017). From the output where alpha > 0."""
     return _apply("celu", input, (alpha,), inplace, save)
 
@@ -186,7 +186,7 @@ def softplus(
     return _apply("softplus", input, (beta, threshold), inplace, save)
 
 
-def relu6(input: Tensor, *, inplace: Inplace = False, save: Save = "auto") -> Tensor:
+def relu6(input: Tensor, inplace: Inplace = False, *, save: Save = "auto") -> Tensor:
     """min(max(0, x), 6)."""
     return _apply("relu6", input, (), inplace, save)
 
@@ -195,15 +195,15 @@ def hardtanh(
     input: Tensor,
     min_val: float = -1.0,
     max_val: float = 1.0,
-    *,
     inplace: Inplace = False,
+    *,
     save: Save = "auto",
 ) -> Tensor:
     """min(max(min_val, x), max_val)."""
     return _apply("hardtanh", input, (min_val, max_val), inplace, save)
 
 
-def hardsigmoid(input: Tensor, *, inplace: Inplace = False, save: Save = "auto") -> Tensor:
+def hardsigmoid(input: Tensor, inplace: Inplace = False, *, save: Save = "auto") -> Tensor:
     """relu6(x + 3) / 6."""
     return _apply("hardsigmoid", input, (), inplace, save)
 
@@ -227,17 +227,17 @@ def quick_gelu(input: Tensor, *, inplace: Inplace = False, save: Save = "auto") 
     return _apply("quick_gelu", input, (), inplace, save)
 
 
-def silu(input: Tensor, *, inplace: Inplace = False, save: Save = "auto") -> Tensor:
+def silu(input: Tensor, inplace: Inplace = False, *, save: Save = "auto") -> Tensor:
     """x * sigmoid(x)."""
     return _apply("silu", input, (), inplace, save)
 
 
-def mish(input: Tensor, *, inplace: Inplace = False, save: Save = "auto") -> Tensor:
+def mish(input: Tensor, inplace: Inplace = False, *, save: Save = "auto") -> Tensor:
     """x * tanh(softplus(x)) (Misra 2019)."""
     return _apply("mish", input, (), inplace, save)
 
 
-def hardswish(input: Tensor, *, inplace: Inplace = False, save: Save = "auto") -> Tensor:
+def hardswish(input: Tensor, inplace: Inplace = False, *, save: Save = "auto") -> Tensor:
     """x * relu6(x + 3) / 6 (Howard et al. 2019)."""
     return _apply("hardswish", input, (), inplace, save)
 
