@@ -320,6 +320,8 @@ def test_modules_are_their_twins() -> None:
         (ValueError, "at least 2 dimensions", lambda x: M.group_norm(x[0, 0], 1)),
         (ValueError, "channels that num_groups divides, got 6 and 4", lambda x: M.group_norm(x, 4)),
         (ValueError, "num_groups of at least 1, got 0", lambda x: M.group_norm(x, 0)),
+        (TypeError, "num_groups to be an int, got str", lambda x: M.group_norm(x, "2")),
+        (TypeError, "num_groups to be an int, got float", lambda x: M.group_norm(x, 2.0)),
         (ValueError, r"a weight of shape \[6\], got \[5\]", lambda x: M.group_norm(x, 2, torch.ones(5))),
         (TypeError, "float16 or bfloat16", lambda x: M.batch_norm_act(x.int(), None, None, training=True)),
         (ValueError, "running_mean and running_var", lambda x: M.batch_norm_act(x, None, None)),

@@ -130,6 +130,14 @@ def test_bad_input() -> None:
         M.act_dropout(x, "leaky_relu", slope=0.2)
     with pytest.raises(ValueError, match="dropout: expected inplace True, False or 'auto', got 1"):
         M.dropout(x, inplace=1)
+    for function, shape in (
+        (M.alpha_dropout, (4, 6)),
+        (M.dropout2d, (2, 3, 4)),
+        (M.drop_path, (4, 6)),
+        (M.feature_alpha_dropout, (2, 3, 4)),
+    ):
+        with pytest.raises(ValueError, match=f"^{function.__name__}: expected inplace .*, got 1"):
+            function(torch.ones(shape), 0.5, True, 1)
     with pytest.raises(ValueError, match=r"bias_dropout_add: expected a bias of shape \[6\]"):
         M.bias_dropout_add(x, torch.zeros(4), x)
     with pytest.raises(ValueError, match="activation: expected one of"):

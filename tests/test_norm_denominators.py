@@ -216,3 +216,9 @@ def test_refused() -> None:
         M.normalize(x, p=1)
     with pytest.raises(ValueError, match=r"normalize: expected dim in \[-2, 1\], got 2 for \[2, 3\]"):
         M.normalize(x, dim=2)
+    for dim in ("1", 1.0, (0, 1), None):
+        name = type(dim).__name__
+        with pytest.raises(TypeError, match=f"normalize: expected dim to be an int, got {name}"):
+            M.normalize(x, dim=dim)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="normalize: expected eps to be a number, got NoneType"):
+        M.normalize(x, eps=None)  # type: ignore[arg-type]

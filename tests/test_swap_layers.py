@@ -422,6 +422,18 @@ def test_idle_dropout_of_a_nested_tensor_is_stocks_copy():
     assert model(x) is x
 
 
+@pytest.mark.parametrize("kind", [nn.Dropout, nn.Dropout1d, nn.AlphaDropout, nn.FeatureAlphaDropout])
+def test_dropout_in_place_by_a_number(kind):
+    """As torch.nn takes it, and memkit does not: it runs as stock."""
+    model, x = nn.Sequential(nn.LayerNorm(4), kind(0.5, 1), nn.LayerNorm(4)), torch.randn(2, 8, 4)
+    stock = copy.deepcopy(model)
+    swap(model)
+    torch.manual_seed(0)
+    got = model(x)
+    torch.manual_seed(0)
+    torch.testing.assert_close(got, stock(x))
+
+
 @pytest.mark.parametrize("p", [1.5, -1.0, float("nan")])
 def test_idle_dropout_of_a_wrong_probability(p):
     model = nn.Sequential(nn.Dropout())

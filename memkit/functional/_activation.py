@@ -70,7 +70,7 @@ TWO_SLOPES = frozenset({"relu", "leaky_relu", "relu6", "hardtanh", "hardsigmoid"
 
 def check_inplace(op: str, inplace: object, save: str = "auto") -> None:
     """What the eager entries check by themselves."""
-    if inplace not in (True, False, "auto"):
+    if not (inplace is True or inplace is False or inplace == "auto"):  # 1 is no True elsewhere
         raise ValueError(f"{op}: expected inplace True, False or 'auto', got {inplace!r}")
     if inplace is True and save == "input":
         raise ValueError(

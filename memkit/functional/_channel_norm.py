@@ -33,6 +33,8 @@ def group_norm(
 
     As in PyTorch, the result is channels_last where the input is, on the CPU, and else contiguous.
     """
+    if not hasattr(num_groups, "__index__"):
+        raise TypeError(f"group_norm: expected num_groups to be an int, got {type(num_groups).__name__}")
     if num_groups < 1:
         raise ValueError(f"group_norm: expected num_groups of at least 1, got {num_groups}")
     if not is_dynamo_compiling():

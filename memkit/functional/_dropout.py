@@ -77,7 +77,7 @@ def draw_seed(op: str, input: Tensor, generator: Generator | None) -> Tensor:
 
 def _dispatched(op: str, input: Tensor, inplace: Inplace, *args: Any, **kwargs: Any) -> Tensor:
     """Through torch.ops: what a compiler traces, and what DTensors take. Functional, with a copy in place."""
-    check_inplace("dropout", inplace)
+    check_inplace(op, inplace)
     out: Tensor = call(op, input, *args, **kwargs)
     return input.copy_(out) if inplace is True else out
 
@@ -123,6 +123,7 @@ def alpha_dropout(
 
     Klambauer, Unterthiner, Mayr, Hochreiter, "Self-normalizing neural networks", 2017.
     """
+    check_inplace("alpha_dropout", inplace)
     if not is_dynamo_compiling():
         out = _C.dropout(input, p, training, inplace, generator, True)
         if out is not None:

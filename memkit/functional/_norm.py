@@ -126,6 +126,10 @@ def normalize(
     """x / max(|x|, eps) over one dimension, with the arguments of ``torch.nn.functional.normalize``; ``p`` is 2."""
     if p != 2:
         raise ValueError(f"normalize: expected p=2, got {p}; use torch.nn.functional.normalize")
+    if eps is None:  # which rms_norm takes
+        raise TypeError("normalize: expected eps to be a number, got NoneType")
+    if not hasattr(dim, "__index__"):
+        raise TypeError(f"normalize: expected dim to be an int, got {type(dim).__name__}")
     if not -input.dim() <= dim < input.dim():
         raise ValueError(
             f"normalize: expected dim in [{-input.dim()}, {input.dim() - 1}], got {dim} for {list(input.shape)}"
