@@ -36,7 +36,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def add_bench(parsers: Parsers) -> None:
-    from .bench.options import BATCH, DTYPES, INGREDIENTS, MODELS, POOLS, STEPS, VARIANTS, Options
+    from .bench.options import (
+        BATCH,
+        DTYPES,
+        INGREDIENTS,
+        LEAST_STEPS,
+        MODELS,
+        POOLS,
+        STEPS,
+        VARIANTS,
+        Options,
+    )
 
     default = Options()
     parser = parsers.add_parser(
@@ -110,7 +120,11 @@ def add_bench(parsers: Parsers) -> None:
     )
     hint = ", ".join(f"{model} {STEPS[model]}" for model in MODELS)
     sizes.add_argument(
-        "--steps", type=int, default=argparse.SUPPRESS, metavar="N", help=f"steps (default: {hint})"
+        "--steps",
+        type=int,
+        default=argparse.SUPPRESS,
+        metavar="N",
+        help=f"steps, at least {LEAST_STEPS} (default: {hint})",
     )
 
     output = parser.add_argument_group("output")

@@ -175,6 +175,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
         "of the weights (default: float32); with --amp, what autocast computes in (default: bfloat16)"
         in printed
     )
+    assert "steps, at least 3 (default: " in printed
     assert "(default: None)" not in printed
     assert "(default: False)" not in printed
     assert "dropout (default: 0)" in printed

@@ -25,6 +25,7 @@ STEPS = {"gpt": 20, "cnn": 60}
 TRAIN_DIGITS = 1437  # 80% of scikit-learn's
 
 WARM_STEPS = 2  # the first steps compile and create the optimizer state: their times do not count
+LEAST_STEPS = WARM_STEPS + 1
 
 
 class OptionError(ValueError):
@@ -149,7 +150,7 @@ def _check_sizes(options: Options) -> None:
         "seq_len": 2,
         "vocab": 300,
         "batch": 2,
-        "steps": WARM_STEPS + 1,
+        "steps": LEAST_STEPS,
     }
     for name, floor in floors.items():
         value = getattr(options, name)
