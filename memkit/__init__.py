@@ -74,4 +74,5 @@ if not TYPE_CHECKING:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    """What is public, and what has an underscore: not what this file imports."""
+    return sorted({*(name for name in globals() if name[0] == "_"), *__all__})
