@@ -393,6 +393,15 @@ def test_report_says_where_the_saving_holds(lean, by_sample):
     assert "inside" not in str(nothing)
 
 
+def test_report_says_of_how_many_sites_nothing_is_saved():
+    model = mlp(nn.Sequential(nn.GELU(), nn.Linear(D, D), nn.ReLU()))  # stock keeps relu's output alone, too
+    report = swap(model, sample=batch())
+    assert [row.bytes_after < row.bytes_before for row in report.changed] == [True, False]
+    assert "2 of 2 sites changed, 1 of them without keeping less; saved" in str(report)
+    assert "without" not in str(swap(model)).splitlines()[-1]
+    assert "without" not in str(swap(model, sample=batch(), lean="call"))
+
+
 def test_report_explains_that_nothing_changed():
     nothing = str(swap(nn.Linear(2, 2)))
     assert nothing.startswith("nothing to change: no activation, norm, dropout")

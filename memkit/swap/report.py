@@ -78,6 +78,12 @@ class SwapReport:
                 found[path] = before + (row.bytes_before or 0), after + (row.bytes_after or 0)
         return found
 
+    def _keeps_no_less(self, row: Row) -> bool:
+        """With lean others may, for which its result is made again."""
+        if self.lean or row.bytes_before is None or row.bytes_after is None:
+            return False
+        return row.bytes_after >= row.bytes_before
+
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
 
@@ -114,6 +120,8 @@ class SwapReport:
         total = f"{len(self.changed)} of {len(self.rows)} sites changed"
         if not self.changed:
             total += ": the last column says why"
+        if alike := sum(map(self._keeps_no_less, self.changed)):
+            total += f", {alike} of them without keeping less"
         if self.saved_before is not None and self.saved_after is not None:
             total += f"; saved for backward {_size(self.saved_before)} → {_size(self.saved_after)}"
         if self.lean is True and self.changed:
