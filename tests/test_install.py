@@ -187,6 +187,16 @@ def test_importing_loads_no_public_name():
     assert run.stdout.strip() == "[]"
 
 
+@pytest.mark.parametrize("name", sorted({*memkit.functional.__all__} - {"norm_saves"}))
+def test_help_of_a_function(name):
+    text = pydoc.plain(pydoc.render_doc(getattr(memkit.functional, name)))
+    for word in ("Shapes: ", "float32, float64, float16, bfloat16", "``TypeError``", "``RuntimeError``"):
+        assert word in text, word
+    assert f"help(memkit.functional.{name}.__module__)" in text
+    if name not in ("sigmoid", "tanh", "bias_act"):
+        assert re.search(r"(19|20)\d\d|torch\.nn\.functional|:func:", text), "where it comes from"
+
+
 def test_help_names_what_is_public():
     text = pydoc.plain(pydoc.render_doc(memkit))
     for line in (

@@ -39,6 +39,7 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 from .. import _C
 from .._modes import has_torch_modes, in_forward_mode, in_transform, is_tracing
 from .._sharding import call
+from ._shared import describe
 
 __all__ = [
     "bias_act",
@@ -135,14 +136,14 @@ def _dispatched(
 
 
 def relu(input: Tensor, inplace: Inplace = False, *, save: Save = "auto") -> Tensor:
-    """max(0, x)."""
+    """max(0, x) (Nair and Hinton 2010)."""
     return _apply("relu", input, (), inplace, save)
 
 
 def leaky_relu(
     input: Tensor, negative_slope: float = 0.01, inplace: Inplace = False, *, save: Save = "auto"
 ) -> Tensor:
-    """x for x > 0, else negative_slope * x. The slope follows from the output where negative_slope >= 0."""
+    """x for x > 0, else negative_slope * x (Maas et al. 2013). From the output where negative_slope >= 0."""
     return _apply("leaky_relu", input, (negative_slope,), inplace, save)
 
 
@@ -179,7 +180,7 @@ def softplus(
     inplace: Inplace = False,
     save: Save = "auto",
 ) -> Tensor:
-    """log(1 + exp(beta * x)) / beta, and x where beta * x > threshold.
+    """log(1 + exp(beta * x)) / beta (Dugas et al. 2001), and x where beta * x > threshold.
 
     From the output where beta > 0 and threshold >= 20: a lower threshold makes a step that two inputs share.
     """
@@ -187,7 +188,7 @@ def softplus(
 
 
 def relu6(input: Tensor, inplace: Inplace = False, *, save: Save = "auto") -> Tensor:
-    """min(max(0, x), 6)."""
+    """min(max(0, x), 6) (Krizhevsky 2010)."""
     return _apply("relu6", input, (), inplace, save)
 
 
@@ -199,12 +200,12 @@ def hardtanh(
     *,
     save: Save = "auto",
 ) -> Tensor:
-    """min(max(min_val, x), max_val)."""
+    """min(max(min_val, x), max_val) (Collobert 2004)."""
     return _apply("hardtanh", input, (min_val, max_val), inplace, save)
 
 
 def hardsigmoid(input: Tensor, inplace: Inplace = False, *, save: Save = "auto") -> Tensor:
-    """relu6(x + 3) / 6."""
+    """relu6(x + 3) / 6 (Howard et al. 2019)."""
     return _apply("hardsigmoid", input, (), inplace, save)
 
 
@@ -223,12 +224,12 @@ def gelu(
 
 
 def quick_gelu(input: Tensor, *, inplace: Inplace = False, save: Save = "auto") -> Tensor:
-    """x * sigmoid(1.702 * x)."""
+    """x * sigmoid(1.702 * x) (Hendrycks and Gimpel 2016)."""
     return _apply("quick_gelu", input, (), inplace, save)
 
 
 def silu(input: Tensor, inplace: Inplace = False, *, save: Save = "auto") -> Tensor:
-    """x * sigmoid(x)."""
+    """x * sigmoid(x) (Hendrycks and Gimpel 2016; as swish, Ramachandran et al. 2017)."""
     return _apply("silu", input, (), inplace, save)
 
 
@@ -283,3 +284,17 @@ def bias_act(
     if tensors and bias.dtype != input.dtype and torch.is_autocast_enabled(input.device.type):
         bias = bias.to(input.dtype)
     return _apply(act, input, numbers, inplace, save, bias, dim)
+
+
+describe(
+    (globals()[name] for name in __all__),
+    """
+    Shapes: any; the result has the input's shape and dtype. ``TypeError``: another dtype, no tensor. ``ValueError``: a shape
+    of the bias, an unknown ``inplace``, ``save``, ``approximate`` or ``act``, a parameter out of range. ``RuntimeError``: a
+    device or layout without a kernel; in place refused; backward through an output changed afterwards.
+
+    ``inplace``: False, a new tensor; True, the input is overwritten or an error raised; "auto", overwritten where that is
+    safe. ``save``: what backward computes the slope from, "input", "output" or "auto"; for functions of two slopes "bit"
+    too.
+    """,
+)

@@ -18,6 +18,7 @@ from .. import _C
 from .._sharding import call
 from ._activation import _PARAMETERS
 from ._norm import output_dtype
+from ._shared import describe
 
 __all__ = ["batch_norm_act", "group_norm"]
 
@@ -149,3 +150,14 @@ def move_running(
         with torch.no_grad():
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)
             running_var.lerp_((variance * (count / (count - 1))).to(running_var.dtype), momentum)
+
+
+describe(
+    (group_norm, batch_norm_act),
+    """
+    Shapes: input [N, C, ...], whose shape the result has; weight, bias and running statistics [C]. Weights may be float32
+    beside an input of half precision. ``ValueError``: shapes that do not fit, one value a channel in training, an unknown
+    ``act``. ``TypeError``: another dtype, unknown parameters. ``RuntimeError``: a device or layout without a kernel, tensors
+    of several devices.
+    """,
+)

@@ -36,6 +36,7 @@ from ._channel_norm import check_running, move_running
 from ._dropout import check_probability, draw_seed, drop_numbers
 from ._glu import Packing
 from ._norm import _resolve_eps
+from ._shared import describe
 
 __all__ = [
     "act_conv2d",
@@ -438,3 +439,27 @@ def _convolution(
             )
         numbers += (operator.index(given[0]), operator.index(given[-1]))
     return [*numbers, groups]
+
+
+describe(
+    (linear, act_linear, dropout_linear, glu_linear, norm_linear),
+    """
+    Shapes: input [..., in_features] (gate and up of one shape, or a gate of twice as many features that packs both), weight
+    [out_features, in_features] and bias [out_features], as in ``torch.nn.functional.linear``; the result is [...,
+    out_features]. Several weights (not of ``linear``), and a bias or None for each, give a tuple. Weights have the input's
+    dtype outside autocast.
+
+    ``ValueError``: shapes that do not fit, an unknown name or a number out of range. ``TypeError``: another dtype, or two;
+    no tensor. ``RuntimeError``: a device or layout without a kernel.
+    """,
+)
+describe(
+    (conv2d, act_conv2d, norm_act_conv2d),
+    """
+    Shapes: input [N, C, H, W], weight [out, C / groups, kH, kW], bias [out], as in ``torch.nn.functional.conv2d``. Weights
+    have the input's dtype outside autocast.
+
+    ``ValueError``: shapes that do not fit, an unknown ``act``, sizes that are no whole numbers. ``TypeError``: another
+    dtype, or two; no tensor. ``RuntimeError``: a device or layout without a kernel.
+    """,
+)

@@ -28,6 +28,7 @@ from torch.compiler import is_dynamo_compiling
 from .. import _C
 from .._sharding import call
 from ._activation import Inplace, Save, _parameters, check_inplace, save_of
+from ._shared import describe
 
 __all__ = [
     "act_dropout",
@@ -140,7 +141,7 @@ def dropout_add(
     *,
     generator: Generator | None = None,
 ) -> Tensor:
-    """residual + dropout(input) in one pass. In place the input is overwritten, never the residual.
+    """residual + dropout(input) in one pass (Srivastava et al. 2014). In place the input is overwritten, never the residual.
 
     The other arguments are those of :func:`dropout`.
     A residual of another shape or dtype is added as ``+`` does it, in a second pass.
@@ -163,7 +164,7 @@ def bias_dropout_add(
     dim: int = -1,
     generator: Generator | None = None,
 ) -> Tensor:
-    """residual + dropout(input + bias) in one pass; ``bias`` of shape [input.shape[dim]].
+    """residual + dropout(input + bias) in one pass (Srivastava et al. 2014); ``bias`` of shape [input.shape[dim]].
 
     The other arguments are those of :func:`dropout`.
     """
@@ -197,7 +198,7 @@ def act_dropout(
     generator: Generator | None = None,
     **params: Any,
 ) -> Tensor:
-    """dropout(act(input + bias)) in one pass.
+    """dropout(act(input + bias)) in one pass (Srivastava et al. 2014).
 
     ``act``, its parameters by name (``negative_slope=0.2``) and ``dim`` as in :func:`bias_act`; ``p``, ``training`` and
     ``generator`` as in :func:`dropout`; ``inplace`` and ``save`` as in the activations: "output" keeps the dropped
@@ -241,7 +242,7 @@ def dropout1d(
     *,
     generator: Generator | None = None,
 ) -> Tensor:
-    """Drops whole channels of (N, C, L) or (C, L). Backward keeps one element a channel.
+    """Drops whole channels of (N, C, L) or (C, L) (Tompson et al. 2015). Backward keeps one element a channel.
 
     Arguments as in :func:`dropout`.
     """
@@ -257,7 +258,7 @@ def dropout2d(
     *,
     generator: Generator | None = None,
 ) -> Tensor:
-    """Drops whole channels of (N, C, H, W) or (C, H, W). Backward keeps one element a channel.
+    """Drops whole channels of (N, C, H, W) or (C, H, W) (Tompson et al. 2015). Backward keeps one element a channel.
 
     Arguments as in :func:`dropout`.
     """
@@ -273,7 +274,7 @@ def dropout3d(
     *,
     generator: Generator | None = None,
 ) -> Tensor:
-    """Drops whole channels of (N, C, D, H, W) or (C, D, H, W). Backward keeps one element a channel.
+    """Drops whole channels of (N, C, D, H, W) or (C, D, H, W) (Tompson et al. 2015). Backward keeps one element a channel.
 
     Arguments as in :func:`dropout`.
     """
@@ -342,7 +343,7 @@ def feature_alpha_dropout(
     *,
     generator: Generator | None = None,
 ) -> Tensor:
-    """:func:`alpha_dropout` of whole channels: the first two dimensions of the input.
+    """:func:`alpha_dropout` (Klambauer et al. 2017) of whole channels: the first two dimensions of the input.
 
     Arguments as in :func:`dropout`.
     """
@@ -358,3 +359,13 @@ def feature_alpha_dropout(
     scale = kept * a
     shift = (kept.to(input.dtype) - (1 - p)) * (_LIMIT * a)
     return input.mul_(scale).add_(shift) if inplace is True else input * scale + shift
+
+
+describe(
+    (globals()[name] for name in __all__),
+    """
+    Shapes: any, where none is named; the result has the input's shape and dtype. ``ValueError``: a probability outside [0,
+    1], shapes that do not fit, an unknown ``inplace``. ``TypeError``: another dtype, no tensor. ``RuntimeError``: a
+    generator of another device, in place refused.
+    """,
+)

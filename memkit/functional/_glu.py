@@ -22,6 +22,7 @@ from torch.compiler import is_dynamo_compiling
 
 from .. import _C
 from .._sharding import call
+from ._shared import describe
 
 __all__ = ["gated", "geglu", "reglu", "swiglu"]
 
@@ -35,7 +36,7 @@ def gated(
     *,
     packing: Packing = "gate_up",
 ) -> Tensor:
-    """act(gate) * up; "identity": the bilinear unit.
+    """act(gate) * up (Shazeer 2020); "identity": the bilinear unit.
 
     "sigmoid" with ``packing="up_gate"`` is ``torch.nn.functional.glu``.
     """
@@ -48,19 +49,31 @@ def gated(
 
 
 def swiglu(gate: Tensor, up: Tensor | None = None, *, packing: Packing = "gate_up") -> Tensor:
-    """silu(gate) * up."""
+    """silu(gate) * up (Shazeer 2020)."""
     return gated(gate, up, "silu", packing=packing)
 
 
 def geglu(
     gate: Tensor, up: Tensor | None = None, approximate: str = "none", *, packing: Packing = "gate_up"
 ) -> Tensor:
-    """gelu(gate) * up; ``approximate`` "none" or "tanh", as in gelu."""
+    """gelu(gate) * up (Shazeer 2020); ``approximate`` "none" or "tanh", as in gelu."""
     if approximate not in ("none", "tanh"):
         raise ValueError(f"geglu: expected approximate 'none' or 'tanh', got {approximate!r}")
     return gated(gate, up, "gelu" if approximate == "none" else "gelu_tanh", packing=packing)
 
 
 def reglu(gate: Tensor, up: Tensor | None = None, *, packing: Packing = "gate_up") -> Tensor:
-    """relu(gate) * up."""
+    """relu(gate) * up (Shazeer 2020)."""
     return gated(gate, up, "relu", packing=packing)
+
+
+describe(
+    (gated, swiglu, geglu, reglu),
+    """
+    Shapes: any; gate and up of one shape, which the result has; or one tensor that packs both along its last dimension, of
+    which the result has half: ``packing`` "gate_up", "up_gate" or "interleaved". Keeps gate and up for backward.
+
+    ``ValueError``: shapes that do not fit, an odd last dimension, an unknown ``packing``, ``act`` or ``approximate``.
+    ``TypeError``: another dtype, or two; no tensor. ``RuntimeError``: a device or layout without a kernel.
+    """,
+)

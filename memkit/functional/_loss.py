@@ -30,6 +30,7 @@ from torch.compiler import is_dynamo_compiling
 from .. import _C
 from .._sharding import call
 from ._activation import Inplace, check_inplace
+from ._shared import describe
 
 __all__ = ["cross_entropy", "linear_cross_entropy"]
 
@@ -190,3 +191,14 @@ def _many_dimensions(
         z_loss=z_loss,
         softcap=softcap,
     )
+
+
+describe(
+    (cross_entropy, linear_cross_entropy),
+    """
+    The loss has the input's dtype, under autocast float32. ``z_loss``: times logsumexp(logits)², added to each row's loss
+    (Chowdhery et al. 2022). ``softcap``: softcap * tanh(logits / softcap) for the logits. ``TypeError``: another dtype.
+    ``ValueError``: a shape or a number out of range. ``IndexError``: a class index out of range. ``RuntimeError``: devices
+    or layouts that do not fit, in place refused.
+    """,
+)

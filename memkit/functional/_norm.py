@@ -52,6 +52,7 @@ from torch.compiler import is_dynamo_compiling
 from .. import _C
 from .._sharding import call
 from ._activation import Inplace, Save, check_inplace, save_of
+from ._shared import describe
 
 __all__ = [
     "add_layer_norm",
@@ -123,7 +124,7 @@ def normalize(
     inplace: Inplace = False,
     save: Save = "auto",
 ) -> Tensor:
-    """x / max(|x|, eps) over one dimension, with the arguments of ``torch.nn.functional.normalize``; ``p`` is 2."""
+    """x / max(|x|, eps) over one dimension: ``torch.nn.functional.normalize`` of ``p=2``, with its arguments."""
     if p != 2:
         raise ValueError(f"normalize: expected p=2, got {p}; use torch.nn.functional.normalize")
     if eps is None:  # which rms_norm takes
@@ -149,7 +150,7 @@ def add_layer_norm(
     inplace: Inplace = False,
     save: Save = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """(layer_norm(s), s) with s = input + residual, in one pass; backward adds the gradients of both.
+    """(layer_norm(s), s) with s = input + residual, in one pass (Ba et al. 2016); backward adds the gradients of both.
 
     s has the dtype that torch gives the sum. In place it is written into the residual's memory, with either ``save``:
     with "input" it is s that is kept, and a later in-place change of s refused.
@@ -175,7 +176,7 @@ def add_rms_norm(
     inplace: Inplace = False,
     save: Save = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """(rms_norm(s), s) with s = input + residual: as :func:`add_layer_norm`."""
+    """(rms_norm(s), s) with s = input + residual (Zhang and Sennrich 2019): as :func:`add_layer_norm`."""
     if not is_dynamo_compiling():
         out: tuple[Tensor, Tensor] | None = _C.add_rms_norm(
             input, residual, normalized_shape, weight, eps, inplace, save
@@ -310,3 +311,17 @@ def _resolve_eps(eps: float | None, dtype: torch.dtype) -> float:
     if eps is not None:
         return eps
     return torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+
+
+describe(
+    (layer_norm, rms_norm, normalize, add_layer_norm, add_rms_norm),
+    """
+    Shapes: any; the result has the input's, and is contiguous; weight and bias have ``normalized_shape``. Results have the
+    input's dtype, under autocast autocast's; weights may be float32 beside an input of half precision. ``ValueError``:
+    shapes that do not fit, an unknown ``save``, ``inplace`` or ``denominator``. ``TypeError``: another dtype, no tensor.
+    ``RuntimeError``: a device or layout without a kernel; in place refused; a derivative of the gradient from the output.
+
+    ``save``: what backward computes with, "input", "output", or "auto": the output where that is as exact. ``inplace``:
+    False, True, or "auto": where that is safe.
+    """,
+)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from .. import _C
+from ._shared import describe
 
 __all__ = ["max_pool2d"]
 
@@ -34,7 +35,10 @@ def max_pool2d(
     ceil_mode: bool = False,
     return_indices: bool = False,
 ) -> Tensor:
-    """Arguments and result of ``torch.nn.functional.max_pool2d``."""
+    """Arguments, result and errors of ``torch.nn.functional.max_pool2d``, which serves what is not said here.
+
+    Keeps a byte an element of the result for backward, four where a window has more than 256 elements.
+    """
     if (
         isinstance(input, Tensor)
         and type(ceil_mode) is bool
@@ -61,3 +65,12 @@ def _numbers(*sizes: Any) -> tuple[Numbers, Numbers, Numbers, Numbers] | None:
     except TypeError:
         return None
     return kernel, stride, padding, dilation
+
+
+describe(
+    (max_pool2d,),
+    """
+    Shapes: [N, C, H, W] or [C, H, W], channels last too. ``RuntimeError``: sizes that do not fit. ``TypeError``: sizes that
+    are no numbers.
+    """,
+)

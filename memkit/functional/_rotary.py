@@ -29,6 +29,7 @@ from torch.compiler import is_dynamo_compiling
 from .. import _C
 from .._sharding import call
 from ._activation import Inplace, check_inplace
+from ._shared import describe
 
 __all__ = ["apply_rotary"]
 
@@ -73,7 +74,7 @@ def apply_rotary(
     rotary_dim: int | None = None,
     inplace: Inplace = False,
 ) -> tuple[Tensor, Tensor] | Tensor:
-    """(q, k) turned by their positions; with ``k=None`` q alone. Argument order as in ``transformers``.
+    """(q, k) turned by their positions (Su et al. 2021); with ``k=None`` q alone. Argument order as in ``transformers``.
 
     ``inplace=True`` overwrites both, or raises where that would corrupt a value or a gradient, or where q and k may overlap;
     ``"auto"`` overwrites both where autograd and reference counts prove that nothing else needs either.
@@ -101,3 +102,19 @@ def _heads_at(layout: str) -> int:
     if layout not in ("bhsd", "bshd"):
         raise ValueError(f"apply_rotary: expected layout 'bhsd' or 'bshd', got {layout!r}")
     return 1 if layout == "bhsd" else 2
+
+
+describe(
+    (apply_rotary,),
+    """
+    Shapes: q and k [batch, heads, positions, head size], with ``layout="bshd"`` [batch, positions, heads, head size]; k may
+    have other heads. cos and sin [positions, columns] or [batch or 1, positions, columns], a column for each element that is
+    turned; with a column a pair, ``rotary_dim`` says how many elements. ``position_ids``: int64, [batch, positions] or
+    [positions], rows of the tables. ``interleaved``: pairs of neighbours, else element i and i + half. Results have the
+    shapes and the dtype of q and k.
+
+    ``ValueError``: shapes that do not fit, an unknown ``layout`` or ``inplace``. ``TypeError``: another dtype, or two.
+    ``IndexError``: position_ids without a row. ``RuntimeError``: in place refused, as for views that split, chunk or unbind
+    made together: take them by index.
+    """,
+)

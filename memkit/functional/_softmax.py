@@ -42,6 +42,7 @@ from torch.compiler import is_dynamo_compiling
 from .. import _C
 from .._sharding import call
 from ._activation import Inplace, check_inplace
+from ._shared import describe
 
 __all__ = ["log_softmax", "softmax"]
 
@@ -56,7 +57,7 @@ def softmax(
     causal: bool = False,
     inplace: Inplace = False,
 ) -> Tensor:
-    """e^z / sum of e^z along ``dim``, with z = scale · input + mask."""
+    """e^z / sum of e^z along ``dim``, with z = scale · input + mask (Bridle 1990)."""
     return _call("softmax", input, dim, dtype, scale, mask, causal, inplace)
 
 
@@ -70,7 +71,7 @@ def log_softmax(
     causal: bool = False,
     inplace: Inplace = False,
 ) -> Tensor:
-    """z - log of the sum of e^z along ``dim``, with z = scale · input + mask."""
+    """z - log of the sum of e^z along ``dim``, with z = scale · input + mask (Bridle 1990)."""
     return _call("log_softmax", input, dim, dtype, scale, mask, causal, inplace)
 
 
@@ -104,3 +105,18 @@ def _call(
         )
     out: Tensor = call("_softmax", input, dim, mask, scale, causal, log, dtype)
     return input.copy_(out) if inplace is True else out
+
+
+describe(
+    (softmax, log_softmax),
+    """
+    Shapes: any; the result has the input's, and is contiguous. ``dtype``: the result's, by default the input's. ``mask``:
+    bool, where True takes part, or numbers that are added; of a shape that expands to the input's. ``causal``: query i of
+    [..., queries, keys] sees the keys up to i. ``inplace``: False, True or "auto". Where nothing of a row is left, softmax
+    is 0 and log_softmax -infinity.
+
+    ``IndexError``: a dim that is none. ``ValueError``: a mask that does not expand, ``causal`` along another dim than the
+    last, an unknown ``inplace``. ``TypeError``: another dtype; in place with another ``dtype``. ``RuntimeError``: in place
+    refused, a device or layout without a kernel.
+    """,
+)
