@@ -1,17 +1,18 @@
 """Models of several libraries, stock and swapped: what memory, time and exactness `swap` costs or brings.
 
-    python benchmarks/bench_models.py                    # all, some nine minutes on two cores
+    python benchmarks/bench_models.py                    # all, some twelve minutes on two cores
     python benchmarks/bench_models.py --models llama,bert
     python benchmarks/bench_models.py --json --update --models llama    # renews one row of the results file
-    python benchmarks/bench_models.py --device cuda                     # batches 64 times as large
+    python benchmarks/bench_models.py --device cuda                     # batches 64 times the zoo's
 
-Each model (memkit.bench.zoo: small, random weights, float32, no dropout) runs in a process of its own on the CPU, swapped by
-`swap(model, sample=batch, lean="call")`. Memory is that of a training step above its start; gradients against those of the
-stock model in float64, the error of all together over stock's own (the median of nine seeds, where the first is a
-factor of 1.5 from 1); losses over 20 steps of SGD from one start, and where they differ by more than 1e-4, by how much
-stock's do if images are rounded otherwise; time: the median over these steps, which stock and swapped take in
-turns, in two processes: in one the stock model is made first, in the other the swapped one. What is made first lies
-otherwise in memory, which can move a ratio by 0.03.
+Each model (memkit.bench.zoo: small, random weights, float32, no dropout) runs in a process of its own on the CPU, with four
+times the zoo's batch, swapped by `swap(model, sample=batch, ops=["all", "linear_cross_entropy"], lean="call")`. Memory is
+that of a training step above its start; gradients against those of the stock model in float64, the error of all together
+over stock's own (on the zoo's batch; the median of nine seeds, where the first is a factor of 1.5 from 1); losses over 20
+steps of SGD from one start, and where they differ by more than 1e-4, by how much stock's do if images are rounded
+otherwise; time: the median over these steps, which stock and swapped take in turns, in two processes: in one the stock model
+is made first, in the other the swapped one. What is made first lies otherwise in memory, which can move a ratio by 0.03.
+The same on a fourth of the batch, where calls weigh most.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,10 @@ COLUMNS = (
     "",
     "peak of a step",
     "step time",
+    "on a fourth of the batch",
 )
+FOURTH = 4
+OPS = "all", "linear_cross_entropy"
 
 
 @dataclass
@@ -96,7 +100,7 @@ def gradient_error(case: Case, seed: int) -> float:
     subject = case.make(seed, batch=1)
     exact = exact_gradients(subject).values()
     stock = distance(gradients(copy.deepcopy(subject)).values(), exact)
-    memkit.swap(subject.model, lean="call")
+    memkit.swap(subject.model, ops=OPS, lean="call")
     return distance(gradients(subject).values(), exact) / stock
 
 
@@ -149,14 +153,14 @@ def made(case: Case, first: str) -> tuple[dict[str, Subject], memkit.SwapReport]
     for each in ("stock", "memkit") if first == "stock" else ("memkit", "stock"):
         subjects[each] = case.make()
         if each == "memkit":
-            report = memkit.swap(subjects[each].model, sample=subjects[each].sample, lean="call")
+            report = memkit.swap(subjects[each].model, sample=subjects[each].sample, ops=OPS, lean="call")
     return subjects, report
 
 
-def pace(case: Case) -> dict[str, list[float]]:
-    """Seconds of the steps where the swapped model was made first."""
+def pace(case: Case, first: str) -> dict[str, list[float]]:
+    """Seconds of the steps where this model was made first."""
     torch.set_num_threads(case.threads)
-    subjects, _ = made(case, "memkit")
+    subjects, _ = made(case, first)
     for subject in subjects.values():
         step(subject)
     return train(subjects)[1]
@@ -200,16 +204,22 @@ def examine(case: Case) -> dict[str, Any]:
     }
 
 
-def by_itself(work: Callable[[Case], Any], case: Case) -> Any:
+def by_itself(work: Callable[..., Any], *args: Any) -> Any:
     """In a process of its own, forked before any thread has started: so the imports are paid for once. What has asked for a
     GPU cannot be forked."""
-    if case.device == "cuda":
-        found = work(case)
+    if args[0].device == "cuda":
+        found = work(*args)
         gc.collect()
         torch.cuda.empty_cache()
         return found
     with multiprocessing.get_context("fork").Pool(1) as pool:
-        return pool.apply(work, (case,))
+        return pool.apply(work, args)
+
+
+def ratio_of(first: dict[str, list[float]], second: dict[str, list[float]]) -> tuple[float, dict[str, list[float]]]:
+    """memkit's time to stock's, and the seconds of both processes together."""
+    seconds = {key: taken + second[key] for key, taken in first.items()}
+    return ratio(seconds["memkit"], seconds["stock"]), seconds
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -234,13 +244,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             begin = time.perf_counter()
             case = Case(name, args.device, args.batch, torch.get_num_threads())
             try:
-                row, again = by_itself(examine, case), by_itself(pace, case)
+                row, again = by_itself(examine, case), by_itself(pace, case, "memkit")
+                fewer = replace(case, batch=max(case.batch // FOURTH, 1))
+                row["ratio_fourth"], _ = ratio_of(*(by_itself(pace, fewer, first) for first in row["seconds"]))
             except Exception as error:  # a library's other version, say: the others are measured all the same
                 result["failed"][name] = f"{type(error).__name__}: {error}"
                 print(f"{name}: {result['failed'][name]}", file=sys.stderr, flush=True)
                 continue
-            seconds = {key: taken + again[key] for key, taken in row["seconds"].items()}
-            row["ratio"] = ratio(seconds["memkit"], seconds["stock"])
+            row["ratio"], seconds = ratio_of(row["seconds"], again)
             row["seconds"] = {key: statistics.median(taken) for key, taken in seconds.items()}
             result["models"].append(row)
             print(f"{name}: {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
@@ -264,6 +275,7 @@ def rows(result: dict[str, Any]) -> list[list[str]]:
                 f"{saved_now / saved - 1:+.0%}",
                 f"{size(peak)} → {size(peak_now)}",
                 f"{row['ratio']:.2f}×",
+                f"{row['ratio_fourth']:.2f}×",
             ]
         )
     return body
@@ -274,14 +286,14 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", metavar="A,B", help=f"of {', '.join(ZOO)} (default: all)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
     parser.add_argument(
-        "--batch", type=int, metavar="N", help="times the zoo's batches (default: 1, on a GPU 64)"
+        "--batch", type=int, metavar="N", help="times the zoo's batches (default: 4, on a GPU 64)"
     )
     parser.add_argument(
         "--json", nargs="?", const="", metavar="FILE", help="default: results/models-DEVICE.json"
     )
     parser.add_argument("--update", action="store_true", help="keep the file's other models")
     args = parser.parse_args(argv)
-    args.batch = args.batch or (64 if args.device == "cuda" else 1)
+    args.batch = args.batch or (64 if args.device == "cuda" else 4)
     args.models = args.models.split(",") if args.models else list(ZOO)
     if unknown := set(args.models) - set(ZOO):
         parser.error(f"--models: expected some of {', '.join(ZOO)}, got {', '.join(sorted(unknown))}")
