@@ -2,15 +2,12 @@
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from torchrun import torchrun
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
 NEEDS = {"deepspeed_zero1": "deepspeed", "deepspeed_zero3": "deepspeed", "fairscale_oss": "fairscale"}
 ENGINES = (
     "ddp",
@@ -26,26 +23,10 @@ ENGINES = (
 TOLERANCE = {"fsdp2_bf16_offload": 2e-3}  # bfloat16: one unit in the last place of these losses is 3e-2
 
 
-def torchrun(script, *args, processes=2):
+def lines(script, *args, processes=2):
     """The JSON lines that a script of this folder prints."""
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(processes),
-    ]
-    run = subprocess.run(
-        [*command, str(HERE / script), *args],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
-    return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+    out = torchrun(HERE / script, *args, processes=processes)
+    return [json.loads(line) for line in out.splitlines() if line.startswith("{")]
 
 
 @pytest.mark.slow
@@ -53,7 +34,7 @@ def torchrun(script, *args, processes=2):
 def test_engine(engine):
     if engine in NEEDS and importlib.util.find_spec(NEEDS[engine]) is None:
         pytest.skip(f"needs {NEEDS[engine]}")
-    (found,) = torchrun("engines.py", engine)
+    (found,) = lines("engines.py", engine)
     stock = found["stock"]
     assert stock["losses"][0] != stock["losses"][-1]  # it trains
     for kind in found.keys() - {"engine", "stock"}:

@@ -1,7 +1,7 @@
 """memkit.optim on FSDP2 and tensor parallelism: PyTorch's steps, and checkpoints that other numbers of ranks can read."""
 
 import pytest
-from test_engines import torchrun
+from test_engines import lines
 
 SCALES = "for optimizer.state.0.0.weight.exp_avg_scale"
 
@@ -9,7 +9,7 @@ SCALES = "for optimizer.state.0.0.weight.exp_avg_scale"
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 4])
 def test_train(processes):
-    (found,) = torchrun("optimizers.py", "train", processes=processes)
+    (found,) = lines("optimizers.py", "train", processes=processes)
     sizes = found.pop("bytes")
     assert found.pop("8bit, error") < 0.05
     assert found.pop("bf16 state, error") < 0.05
@@ -26,9 +26,9 @@ def test_train(processes):
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2, 3])
 def test_save_and_resume(processes, tmp_path):
-    (saved,) = torchrun("optimizers.py", "save", str(tmp_path))
+    (saved,) = lines("optimizers.py", "save", str(tmp_path))
     assert saved == {"float32": 0, "8bit rows": 0, "8bit": 0}
-    (found,) = torchrun("optimizers.py", "resume", str(tmp_path), processes=processes)
+    (found,) = lines("optimizers.py", "resume", str(tmp_path), processes=processes)
     parts = {1: "[1, 1, 24]", 3: "[3, 1, 8]"}
     expected = f"Size mismatch between saved torch.Size([2, 1, 12]) and current: torch.Size({{}}) {SCALES}"
     if processes == 2:

@@ -2,11 +2,11 @@
 
 import pytest
 from sharding_cases import ON_FOUR
-from test_engines import torchrun
+from test_engines import lines
 
 
 @pytest.mark.slow
 def test_sharded():
-    (found,) = torchrun("sharded.py", processes=4)
+    (found,) = lines("sharded.py", processes=4)
     assert set(ON_FOUR) < set(found["passed"])
     assert sum("compiled" in name for name in found["passed"]) >= 9
