@@ -1,7 +1,7 @@
 """Scripts in several processes: `torchrun`, and what each of its processes runs.
 
-The processes end without Python's own end: until PyTorch 2.14 at least a thread of gloo's may let go of a tensor then, for which
-it needs the interpreter, and aborts ("terminate called without an active exception"), with or without memkit.
+The processes end without Python's own end: a thread of gloo's (PyTorch 2.14) may let go of a tensor then, for which it needs
+the interpreter, and aborts ("terminate called without an active exception"), with or without memkit.
 """
 
 import os
