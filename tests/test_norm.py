@@ -111,6 +111,21 @@ def test_first_elements_far_from_the_others(columns: int) -> None:
     assert_as_good_as_stock("y input weight bias", mine, theirs, want, 0.25)
 
 
+@pytest.mark.parametrize("columns", [1024, 2049, 16384, 262144])
+@pytest.mark.parametrize("at", [0, 100])
+@pytest.mark.parametrize("others", [20.0, 60.0, 150.0])
+@ops
+def test_one_value_above_all_others(op: str, others: float, at: int, columns: int) -> None:
+    """What is added to its square rounds alike in a row that repeats itself: sixteen units of the last place, as documented."""
+    x = others * torch.tensor([1.0, -1.0]).repeat((columns + 1) // 2)[:columns]
+    x[at] = 1e5
+    tensors = [x[None], *weights(op, columns, torch.float32)]
+    want = stock(op, columns)(*(each.double() for each in tensors))
+    mine = ours(op, columns)(*tensors)
+    worst = (mine.double() - want).abs().max() / want.abs().max()
+    assert worst < 16 * torch.finfo(torch.float32).eps
+
+
 @pytest.mark.parametrize("columns", [100, 256, 3000])
 @pytest.mark.parametrize("at", [0, 63, -1])
 def test_squares_that_overflow_leave_a_row_finite(columns: int, at: int) -> None:
