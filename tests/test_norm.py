@@ -116,7 +116,7 @@ def test_first_elements_far_from_the_others(columns: int) -> None:
 @pytest.mark.parametrize("others", [20.0, 60.0, 150.0])
 @ops
 def test_one_value_above_all_others(op: str, others: float, at: int, columns: int) -> None:
-    """What is added to its square rounds alike in a row that repeats itself: sixteen units of the last place, as documented."""
+    """What is added to its square rounds alike in a row that repeats itself: sixteen units in the last place at most."""
     x = others * torch.tensor([1.0, -1.0]).repeat((columns + 1) // 2)[:columns]
     x[at] = 1e5
     tensors = [x[None], *weights(op, columns, torch.float32)]
