@@ -216,7 +216,9 @@ def by_itself(work: Callable[..., Any], *args: Any) -> Any:
         return pool.apply(work, args)
 
 
-def ratio_of(first: dict[str, list[float]], second: dict[str, list[float]]) -> tuple[float, dict[str, list[float]]]:
+def ratio_of(
+    first: dict[str, list[float]], second: dict[str, list[float]]
+) -> tuple[float, dict[str, list[float]]]:
     """memkit's time to stock's, and the seconds of both processes together."""
     seconds = {key: taken + second[key] for key, taken in first.items()}
     return ratio(seconds["memkit"], seconds["stock"]), seconds
@@ -246,7 +248,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             try:
                 row, again = by_itself(examine, case), by_itself(pace, case, "memkit")
                 fewer = replace(case, batch=max(case.batch // FOURTH, 1))
-                row["ratio_fourth"], _ = ratio_of(*(by_itself(pace, fewer, first) for first in row["seconds"]))
+                row["ratio_fourth"], _ = ratio_of(
+                    *(by_itself(pace, fewer, first) for first in row["seconds"])
+                )
             except Exception as error:  # a library's other version, say: the others are measured all the same
                 result["failed"][name] = f"{type(error).__name__}: {error}"
                 print(f"{name}: {result['failed'][name]}", file=sys.stderr, flush=True)
