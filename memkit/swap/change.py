@@ -10,8 +10,18 @@ from .find import Found
 from .layers import Sequential
 from .library import Head, InLean, hold, release, twin_of
 from .recipes import RECIPES
-from .sites import AnySite, Site
+from .sites import AnySite, Decisions, Site
 from .types import Changed, Swapped, stock_of
+
+
+def apply_all(model: nn.Module, decisions: Decisions, found: Found, lean: bool | str) -> None:
+    for site, decision in decisions.items():
+        if decision.proof is not None:
+            apply(site, decision.proof)
+    apply_others(found)
+    if lean == "call":
+        root: Any = model
+        root.__class__ = twin_of("lean", type(model))
 
 
 def apply(site: AnySite, proof: Any) -> None:

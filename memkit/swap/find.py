@@ -48,7 +48,7 @@ from .library import (
 )
 from .recipes import FUNCTIONS, RECIPES
 from .report import Row
-from .sites import NAMES, AnySite, LayerSite, Site
+from .sites import NAMES, AnySite, Decisions, LayerSite, Site
 from .structure import called_in_turn, is_sequence
 from .types import TWINS
 
@@ -108,6 +108,14 @@ class Found:
         """Of channels, that are no sites and will be changed."""
         kinds = BatchNorm, InstanceNorm
         return [m for m, twin in self.in_lean if issubclass(twin, kinds) and "forward" not in vars(m)]
+
+    @property
+    def changes(self) -> bool:
+        """Whether something is, or may be."""
+        return bool(self.sites) or self.changes_others
+
+    def rows(self, decisions: Decisions) -> tuple[Row, ...]:
+        return (*(site.row(decision) for site, decision in decisions.items()), *self.others)
 
     @property
     def changes_others(self) -> bool:
