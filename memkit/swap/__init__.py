@@ -73,8 +73,8 @@ def swap(
             The model runs on it three times, five with dropouts, forward and backward, in its present mode and under
             the present autocast; user hooks are called. Random state, gradients, buffers and the modules' attributes are put
             back afterwards. The proof holds for the control flow that the sample takes. Under `torch.no_grad()` it runs
-            forward only, and the report says that no gradients were compared. A model that raises once it is swapped, gives
-            other values or gradients, or keeps more, is tried with parts of `ops`: those with which it does not stay changed.
+            forward only, and the report says that no gradients were compared. A model that raises once it is swapped, or
+            gives other values or gradients, or keeps more, is tried with parts of `ops`: what does not do so stays changed.
             Without a sample, activations are changed only where the structure proves it (in an `nn.Sequential` before a
             layer that keeps its input, in torch.nn's transformer layers), and norms keep their input.
         ops: which, by their names in `memkit.functional`: of activations, of norms ("layer_norm", "rms_norm",
