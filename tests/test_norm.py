@@ -111,7 +111,7 @@ def test_first_elements_far_from_the_others(columns: int) -> None:
     assert_as_good_as_stock("y input weight bias", mine, theirs, want, 0.25)
 
 
-@pytest.mark.parametrize("columns", [1024, 2049, 16384, 262144])
+@pytest.mark.parametrize("columns", [1024, 2049, 16384])
 @pytest.mark.parametrize("at", [0, 100])
 @pytest.mark.parametrize("others", [20.0, 60.0, 150.0])
 @ops

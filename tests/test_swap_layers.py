@@ -441,3 +441,37 @@ def test_idle_dropout_of_a_wrong_probability(p):
     model[0].p = p
     with pytest.raises((ValueError, RuntimeError), match="dropout probability has to be between 0 and 1"):
         model.eval()(torch.ones(2))
+
+
+STATIC = list(types._OWN.values())
+
+
+@pytest.mark.parametrize("twin", STATIC, ids=lambda cls: cls._own[1])
+def test_twins_go_by_the_names_of_what_they_stand_for(twin):
+    """Which libraries write into files, to make the modules again."""
+    stock = types.stock_of(twin)
+    assert (twin.__module__, twin.__qualname__) == (stock.__module__, stock.__qualname__)
+    module = twin.__new__(twin)
+    nn.Module.__init__(module)
+    for copied in (copy.deepcopy(module), *(pickle.loads(pickle.dumps(module, n)) for n in (0, 2, 5))):
+        assert type(copied) is twin
+
+
+@pytest.mark.parametrize("lean", [False, True, "call"])
+def test_a_swapped_model_prints_as_before(lean):
+    model = nn.Sequential(
+        nn.LayerNorm(D), nn.Linear(D, D), nn.ReLU(), nn.Linear(D, D), nn.RMSNorm(D), nn.Dropout()
+    )
+    before = repr(model)
+    assert swap(model, sample=batch(dtype=torch.float32), lean=lean).changed
+    assert repr(model) == before
+
+
+def test_a_twin_that_is_the_whole_model():
+    model = nn.LayerNorm(D)
+    assert swap(model, sample=batch(dtype=torch.float32), lean="call").changed
+    assert isinstance(model, layers.LayerNorm)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(copied) is type(model)
+        unswap(copied)
+        assert type(copied) is nn.LayerNorm

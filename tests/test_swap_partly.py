@@ -9,6 +9,7 @@ from torch import nn
 
 import memkit
 from memkit import swap, unswap
+from memkit.swap import types
 
 OTHERS = {"LayerNorm", "SiLU", "Dropout"}
 
@@ -87,7 +88,7 @@ def test_all_but_what_the_model_minds(does, lean):
 def test_nothing_where_the_model_minds_all():
     class Minds(Picky):
         def forward(self, x):
-            if any(type(m).__module__.startswith("memkit") for m in self.modules()):
+            if any(isinstance(m, types.Changed) for m in self.modules()):
                 raise KeyError("another model")
             return super().forward(x)
 
@@ -97,7 +98,7 @@ def test_nothing_where_the_model_minds_all():
     assert {row.reason for row in report.left if row.before in OTHERS | {"GELU"}} == {
         "the swapped model raises on the sample: KeyError: 'another model'"
     }
-    assert not any(type(m).__module__.startswith("memkit") for m in model.modules())
+    assert not any(isinstance(m, types.Changed) for m in model.modules())
 
 
 def test_names_that_do_not_go_together():

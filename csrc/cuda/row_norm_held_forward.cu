@@ -40,9 +40,11 @@ __device__ Moments<float> row_moments(const WarpMoments& own, float count) {
   const float about = warps[0].about;
   const unsigned lane = threadIdx.x % kLanes;
   const WarpMoments each = lane < blockDim.x / kLanes ? warps[lane] : WarpMoments{};
-  const float distance = (each.about - about) + each.rest, sum = each.count * distance;
-  const Distances all = warp_merge(Distances{sum, each.m2 + sum * distance});
-  return Moments<float>::from_sums(count, about, all.sum, all.squares);
+  // Means, where sums would overflow for a row whose mean does not.
+  const float distance = (each.about - about) + each.rest, part = each.count / count * distance;
+  const Distances all = warp_merge(Distances{part, each.m2 / count + part * distance});
+  const Moments<float> one = Moments<float>::from_sums(1, about, all.sum, all.squares);
+  return {count, one.mean, count * one.m2};
 }
 
 // Weight or bias of some columns; `missing` where there is none.
@@ -111,7 +113,7 @@ __global__ void __launch_bounds__(kTeamMost) forward_held_kernel(const RowNormAr
     }
     distances = warp_merge(distances);
     own.rest = distances.sum * one_of;
-    own.m2 = at_least(distances.squares - distances.sum * own.rest, 0.f);
+    own.m2 = Moments<float>::from_sums(at_least(own.count, 1.f), own.about, distances.sum, distances.squares).m2;
     const Moments<float> moments = row_moments(own, count);
     mean = moments.mean, squares = moments.m2;
   }

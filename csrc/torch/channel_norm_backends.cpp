@@ -22,7 +22,7 @@ using Params = c10::ArrayRef<double>;
 
 // Channels last is taken as it is, of group norm on the CPU, where PyTorch's result is it; all else is made contiguous.
 at::MemoryFormat format_of(const ChannelNorm& norm, const Tensor& x) {
-  if ((norm.groups && x.is_cuda()) || x.is_contiguous()) return at::MemoryFormat::Contiguous;
+  if ((norm.groups && runs_on_cuda(x.device())) || x.is_contiguous()) return at::MemoryFormat::Contiguous;
   if (norm.groups) return x.suggest_memory_format();
   if (x.dim() == 4 && x.is_contiguous(at::MemoryFormat::ChannelsLast)) return at::MemoryFormat::ChannelsLast;
   if (x.dim() == 5 && x.is_contiguous(at::MemoryFormat::ChannelsLast3d)) return at::MemoryFormat::ChannelsLast3d;

@@ -9,6 +9,7 @@
 #include "norm_call.h"
 #include "operators.h"
 #include "row_norm.h"
+#include "stream.h"
 #include "transforms.h"
 
 namespace memkit {
@@ -22,7 +23,8 @@ constexpr char kBatchNormAct[] = "batch_norm_act", kGroupNorm[] = "group_norm", 
 Tensor group_norm_entry(const Tensor& input, int64_t groups, OptionalTensor weight, OptionalTensor bias, double eps) {
   check_float_tensor(kGroupNorm, input);
   const pybind11::gil_scoped_release no_gil;
-  const Tensor x = input.is_cuda() ? input.contiguous() : input;  // as PyTorch does, whose result is contiguous there
+  const Tensor x =
+      runs_on_cuda(input.device()) ? input.contiguous() : input;  // as PyTorch does, whose result is contiguous there
   return MEMKIT_CALL("memkit::_group_norm", Tensor(const Tensor&, int64_t, const OptionalTensor&, const OptionalTensor&,
                                                    double, at::ScalarType))(x, groups, weight, bias, eps,
                                                                             norm_output_dtype(input));

@@ -23,6 +23,14 @@ inline bool runs_on_threads([[maybe_unused]] c10::Device device) {
 #endif
 }
 
+inline bool runs_on_cuda(c10::Device device) {
+#ifdef MEMKIT_SIMT
+  return device.is_cpu();
+#else
+  return device.is_cuda();
+#endif
+}
+
 // launch(stream), which gives a cudaError_t, with the device current. A generic lambda: without CUDA nothing calls it.
 template <class Launch>
 void on_stream(c10::Device device, [[maybe_unused]] const Launch& launch) {

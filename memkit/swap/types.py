@@ -77,9 +77,29 @@ def innermost_of(cls: Any) -> Any:
     return cls
 
 
+_OWN: dict[tuple[str, str], type[Any]] = {}
+"""Twins of torch.nn's modules by where they are; they go by the names of those, which others write into files."""
+
+
+def own_name(cls: type[Any]) -> Any:
+    """What a pickle calls the class: of such a twin where it is."""
+    return vars(cls).get("_own", cls)
+
+
+def class_of(name: Any) -> Any:
+    return _OWN[name] if isinstance(name, tuple) else name
+
+
+def _new(module: str, name: str) -> Any:
+    """For pickles."""
+    cls = class_of((module, name))
+    return cls.__new__(cls)
+
+
 class Changed(nn.Module):
     """Mixed into the twin that takes a stock module's place, before it."""
 
+    _own: ClassVar[tuple[str, str]]
     _swap: Any
     """What was proven, or chosen; gone when the module is changed back."""
     _stock: ClassVar[type[nn.Module]]
@@ -91,6 +111,17 @@ class Changed(nn.Module):
             torchs = (base for base in cls.__mro__ if base.__module__.startswith("torch.nn."))
             cls._stock = stock or next(torchs)
             cls._stock_forward = innermost_of(cls).forward
+        if stock is None and not concrete and cls._stock is not nn.Module:
+            cls._own = cls.__module__, cls.__qualname__
+            _OWN[cls._own] = cls
+            cls.__module__, cls.__qualname__ = cls._stock.__module__, cls._stock.__qualname__
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(max(int(protocol), 2))
+        return (_new, type(self)._own, *reduced[2:]) if "_own" in vars(type(self)) else reduced
+
+    def extra_repr(self) -> str:
+        return cast(str, innermost_of(type(self)).extra_repr(self))
 
     def __prepare_scriptable__(self) -> nn.Module:
         cls = innermost_of(type(self))

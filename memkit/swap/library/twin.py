@@ -21,7 +21,7 @@ from ..._hooks import has_global_hooks, has_hooks, only_read
 from ..._lean import lean
 from ..._sharding import is_dtensor
 from ..layers import is_linear, serves
-from ..types import Changed, Swapped, innermost_of
+from ..types import Changed, Swapped, class_of, innermost_of, own_name
 from .source import has_class
 
 MIXINS: dict[str, type[Twin]] = {}
@@ -51,7 +51,7 @@ class Twin(Changed):
         while issubclass(cls, Twin):
             kinds.append(cls.kind)
             cls = cls._stock
-        return (_make, (tuple(reversed(kinds)), cls), *state)
+        return (_make, (tuple(reversed(kinds)), own_name(cls)), *state)
 
 
 def twin_of(kind: str, stock: type[nn.Module]) -> type[Any]:
@@ -137,7 +137,8 @@ def _as_called(ours: Callable[..., Any], stock: Callable[..., Any]) -> Callable[
     return forward
 
 
-def _make(kinds: tuple[str, ...], cls: Any) -> Any:
+def _make(kinds: tuple[str, ...], name: Any) -> Any:
+    cls = class_of(name)
     for kind in kinds:
         cls = twin_of(kind, cls)
     return cls.__new__(cls)
