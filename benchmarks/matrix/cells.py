@@ -24,6 +24,7 @@ import memkit
 from memkit.bench.zoo import ZOO, Subject, distance
 
 from . import COLUMNS, ENGINES, InapplicableError, Result
+from .pipeline import MICROBATCHES
 
 LAYERS = 2
 FLOAT, HALF = 2e-3, 0.1
@@ -75,11 +76,13 @@ def apart(ours: Result, theirs: Result) -> float:
 
 
 @functools.cache
-def rounding(name: str, autocast: bool) -> float:
-    """What kinks, and norms over few values, make of an image's rounding: the farthest of some stock steps."""
-    stock, _ = pair(name, autocast)
+def rounding(name: str, autocast: bool, parts: int) -> float:
+    """What kinks, and norms over few values, make of an image's rounding: the farthest of some stock steps on one of so many
+    parts of the batch."""
+    stock = copy.copy(pair(name, autocast)[0])
     if isinstance(stock.sample, dict):
         return 0.0
+    stock.sample = tuple(x.chunk(parts)[0] for x in stock.sample)
     run = COLUMNS["AMP" if autocast else "plain"]
     first, found = run(copy.deepcopy(stock)), 0.0
     for draw in range(DRAWS):
@@ -101,7 +104,8 @@ def examine(name: str, column: str, stock_runs: bool) -> Answer:
         answer.bound = HALF if column == "AMP" else FLOAT
         answer.apart = apart(ours, theirs) if theirs else 0.0
         if not answer.apart <= answer.bound:
-            answer.bound = max(answer.bound, 2 * rounding(name, column == "AMP"))
+            parts = MICROBATCHES if column == "PP" else 1
+            answer.bound = max(answer.bound, 2 * rounding(name, column == "AMP", parts))
     except InapplicableError as error:
         answer.not_applicable, answer.error = True, str(error)
     except Exception as error:
