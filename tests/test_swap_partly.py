@@ -102,7 +102,7 @@ def test_nothing_where_the_model_minds_all():
 
 
 def test_names_that_do_not_go_together():
-    """The first half of them is kept."""
+    """Those that come first are kept: activations before norms."""
 
     class Exclusive(Picky):
         def forward(self, x):
@@ -111,5 +111,28 @@ def test_names_that_do_not_go_together():
 
     model = Exclusive(lambda y: y).double()
     report = swap(model, sample=batch())
-    assert {row.before for row in report.changed} == {"GELU", "LayerNorm", "Dropout"}
-    assert type(model.silu) is nn.SiLU
+    assert {row.before for row in report.changed} == {"GELU", "SiLU", "Dropout"}
+    assert type(model.norm) is nn.LayerNorm
+
+
+def test_each_row_says_what_refused_it():
+    class Both(Picky):
+        def forward(self, x):
+            y = super().forward(x)
+            return y if type(self.norm) is nn.LayerNorm else 2 * y
+
+    model = Both(raises).double()
+    rows = {row.before: row for row in swap(model, sample=batch()).rows}
+    assert rows["GELU"].reason == REASONS[raises]
+    assert rows["LayerNorm"].reason == REASONS[doubles]
+    assert rows["SiLU"].changed
+
+
+def test_what_changes_with_others_alone():
+    """A batch norm, once its activation does."""
+    stage = nn.Sequential(nn.Conv2d(D, D, 1), nn.BatchNorm2d(D), nn.ReLU(), nn.Conv2d(D, D, 3))
+    model = nn.Sequential(stage, nn.Flatten(2), nn.Linear(36, D), Picky(raises)).double()
+    report = swap(model, sample=torch.randn(2, D, 8, 8, dtype=torch.float64))
+    rows = {row.before: row for row in report.rows}
+    assert rows["ReLU"].after == "with the norm"
+    assert rows["GELU"].reason == REASONS[raises]

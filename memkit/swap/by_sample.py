@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from . import change
-from .find import Found, find
+from .find import ON_REQUEST, OPS, Found, find
 from .layers import Choice
 from .library import dropped, served
 from .prove import prove
@@ -35,6 +36,10 @@ def _without_culprits(
     """Of a model that was refused as a whole: by halves of the names, those with which it is not."""
     kept: frozenset[str] = frozenset()
     report, state = whole, change.undo(model)
+    refused: dict[tuple[str, str, int], Row] = {}
+
+    def extent(names: frozenset[str]) -> list[int]:
+        return [len(part) for part in vars(find(model, names, exact, bool(lean))).values()]
 
     def are_taken(more: Sequence[str]) -> bool:
         nonlocal kept, report, state
@@ -42,6 +47,8 @@ def _without_culprits(
         done = change.undo(model)
         if not refusal:
             kept, report, state = kept.union(more), found, done
+        elif len(more) == 1:
+            refused.update(_by_place(found))
         return not refusal
 
     def take(more: Sequence[str]) -> None:
@@ -52,11 +59,25 @@ def _without_culprits(
                 take(part)
 
     if lean != "call" or are_taken(()):  # the model by itself, which asks for what is dropped
-        take([name for name in sorted(names) if find(model, frozenset([name]), exact, bool(lean)).changes])
+        every = extent(names)
+        # In this order what changes with others comes after them: a batch norm after its activation.
+        take([n for n in (*OPS, *ON_REQUEST) if n in names and extent(names - {n}) != every])
     change.redo(state)
-    taken = {(row.path, row.before): row for row in report.rows}
-    rows = [taken.pop((row.path, row.before), row) for row in whole.rows]
-    return replace(report, rows=(*rows, *taken.values()))
+    rows = _by_place(whole) | refused
+    if report is not whole:
+        rows |= _by_place(report)
+    return replace(report, rows=tuple(rows.values()))
+
+
+def _by_place(report: SwapReport) -> dict[tuple[str, str, int], Row]:
+    """Of a place there may be several."""
+    seen: Counter[tuple[str, str]] = Counter()
+    found: dict[tuple[str, str, int], Row] = {}
+    for row in report.rows:
+        place = row.path, row.before
+        found[row.path, row.before, seen[place]] = row
+        seen[place] += 1
+    return found
 
 
 def _tried_whole(

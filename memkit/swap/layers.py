@@ -356,7 +356,7 @@ class Sequential(Changed, nn.Sequential):
     """Runs a batch norm, the activation and the convolution behind it as one. Looks anew in each call: it may have been
     sliced or edited."""
 
-    def forward(self, input: Any) -> Any:
+    def forward(self, input):  # type: ignore[no-untyped-def]  # torch.fx writes what it finds there
         modules = tuple(self._modules.values())
         i = 0
         while i < len(modules):
