@@ -78,6 +78,7 @@ def test_all_but_what_the_model_minds(does, lean):
     assert report.saved_after < report.saved_before
     assert report.lean == lean
     assert type(model.act) is nn.GELU
+    assert all(isinstance(m, types.Changed) for m in (model.norm, model.silu, model.dropout))
     model.dropout.p = stock.dropout.p = 0.0  # which elements go is not the same
     for a, b in zip(step(model, x), step(stock, x), strict=True):
         torch.testing.assert_close(a, b)
