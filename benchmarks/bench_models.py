@@ -1,6 +1,6 @@
 """Models of several libraries, stock and swapped: what memory, time and exactness `swap` costs or brings.
 
-    python benchmarks/bench_models.py                    # all, some twelve minutes on two cores
+    python benchmarks/bench_models.py                    # all, some fourteen minutes on two cores
     python benchmarks/bench_models.py --models llama,bert
     python benchmarks/bench_models.py --json --update --models llama    # renews one row of the results file
     python benchmarks/bench_models.py --device cuda                     # batches 64 times the zoo's

@@ -147,7 +147,7 @@ if stage build 240 "$OUT/build.log" "$PYTHON" setup.py -q build_ext --inplace; t
     --json "$OUT/peers.json"
   stage batch 120 "$SCRATCH/batch.log" "$PYTHON" benchmarks/bench_steps.py --device cuda --quick --no-compile \
     --json "$OUT/batch.json"
-  stage models 200 "$SCRATCH/models.log" "$PYTHON" benchmarks/bench_models.py --device cuda --json "$OUT/models.json"
+  stage models 300 "$SCRATCH/models.log" "$PYTHON" benchmarks/bench_models.py --device cuda --json "$OUT/models.json"
   "$PYTHON" - "$OUT/families.json" "$SCRATCH"/{ops,loss,optim}.json <<'PY'
 import json, pathlib, sys
 out, *parts = map(pathlib.Path, sys.argv[1:])

@@ -111,10 +111,10 @@ def test_first_elements_far_from_the_others(columns: int) -> None:
     assert_as_good_as_stock("y input weight bias", mine, theirs, want, 0.25)
 
 
-@pytest.mark.parametrize("columns", [1024, 2049, 16384])
 @pytest.mark.parametrize("at", [0, 100])
 @pytest.mark.parametrize("others", [20.0, 60.0, 150.0])
 @ops
+@pytest.mark.parametrize("columns", [1024, 2049, 16384, 262144])
 def test_one_value_above_all_others(op: str, others: float, at: int, columns: int) -> None:
     """What is added to its square rounds alike in a row that repeats itself: sixteen units in the last place at most."""
     x = others * torch.tensor([1.0, -1.0]).repeat((columns + 1) // 2)[:columns]

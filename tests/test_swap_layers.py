@@ -1,6 +1,7 @@
 """Norms and dropouts that swap changed, and batch norms that run with the activation behind them."""
 
 import copy
+import importlib
 import pickle
 import re
 
@@ -475,3 +476,13 @@ def test_a_twin_that_is_the_whole_model():
         assert type(copied) is type(model)
         unswap(copied)
         assert type(copied) is nn.LayerNorm
+
+
+def test_what_torch_fx_writes_can_be_imported(tmp_path, monkeypatch):
+    """A pair of norm and activation, whose Sequential is changed too."""
+    model = nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D), nn.ReLU(), nn.Linear(D, D))
+    assert swap(model).changed
+    assert isinstance(model, types.Changed)
+    torch.fx.symbolic_trace(model).to_folder(tmp_path / "written_by_fx", "Written")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert importlib.import_module("written_by_fx").Written()(batch(dtype=torch.float32)).shape == (4, D)

@@ -33,9 +33,10 @@ twins, in their order; ``add_layer_norm`` and ``add_rms_norm`` add a residual fi
 
 Statistics are computed in float32 (float64 for float64) from distances to the mean, or to a value near it, so that a
 large mean does not spoil a small variance. Sums round to a few units in the last place: a row whose result is mostly
-that of one value, beside many others alike, errs by up to sixteen of them, where PyTorch's order of adding may err
-less. Under autocast the result is of the autocast dtype, so that the next layer shares it; weights may be float32
-beside a float16 or bfloat16 input anywhere, and their gradients are of their dtype.
+that of one value, beside many others alike, errs by up to sixteen of them (on CUDA by more where it has more than
+16,384), where PyTorch's order of adding may err less. Under autocast the result is of the autocast dtype, so that the
+next layer shares it; weights may be float32 beside a float16 or bfloat16 input anywhere, and their gradients are of
+their dtype.
 
 Shapes: any; the result is contiguous and of the input's shape and dtype. Devices: CPU, CUDA. ``ValueError``: shapes that
 do not fit, an unknown ``save``. ``TypeError``: another dtype. ``RuntimeError``: a device or layout memkit has no kernel
