@@ -23,15 +23,19 @@ def test_bad_input() -> None:
         (
             lambda: M.act_linear(x, torch.randn(3, 5)),
             ValueError,
-            r"linear: expected 5 features, got \[4, 6\]",
+            r"act_linear: expected 5 features, got \[4, 6\]",
         ),
         (
             lambda: M.act_linear(x, w, torch.randn(4)),
             ValueError,
-            r"linear: expected a bias of shape \[3\], got \[4\]",
+            r"act_linear: expected a bias of shape \[3\], got \[4\]",
         ),
-        (lambda: M.act_linear(x, w.double()), TypeError, "linear: expected a weight of the input's dtype"),
-        (lambda: M.act_linear(x, w[0]), ValueError, "linear: expected a weight of 2 dimensions"),
+        (
+            lambda: M.act_linear(x, w.double()),
+            TypeError,
+            "act_linear: expected a weight of the input's dtype",
+        ),
+        (lambda: M.act_linear(x, w[0]), ValueError, "act_linear: expected a weight of 2 dimensions"),
         (lambda: M.act_linear(x, w, act="swish"), ValueError, "activation: expected one of"),
         (
             lambda: M.act_linear(x, w, act="elu", beta=1.0),
@@ -64,14 +68,18 @@ def test_bad_input() -> None:
         ),
         (lambda: M.norm_linear(x, [w], []), ValueError, "norm_linear: expected a bias or None for each of 1"),
         (lambda: M.act_linear(x, []), ValueError, "act_linear: expected at least 1 weight, got 0"),
-        (lambda: M.act_linear(x[0, 0], w), ValueError, "linear: expected an input of at least 1 dimension"),
+        (
+            lambda: M.act_linear(x[0, 0], w),
+            ValueError,
+            "act_linear: expected an input of at least 1 dimension",
+        ),
         (
             lambda: M.dropout_linear(x, w, p=1.5),
             ValueError,
             r"dropout_linear: expected a probability p in \[0, 1\]",
         ),
-        (lambda: M.glu_linear(x, x[:2], w), ValueError, "glu: expected gate and up of one shape"),
-        (lambda: M.glu_linear(x, x, w, packing="halves"), ValueError, "glu: expected packing"),
+        (lambda: M.glu_linear(x, x[:2], w), ValueError, "swiglu: expected gate and up of one shape"),
+        (lambda: M.glu_linear(x, x, w, packing="halves"), ValueError, "gated: expected packing"),
         (lambda: M.norm_linear(x, w, norm="batch"), ValueError, "norm_linear: expected norm"),
         (
             lambda: M.norm_linear(x, w, norm_weight=torch.ones(5)),
@@ -88,12 +96,12 @@ def test_bad_input() -> None:
         (
             lambda: M.norm_act_conv2d(image, w, training=True),
             ValueError,
-            "conv2d: expected a weight of 4 dimensions",
+            "norm_act_conv2d: expected a weight of 4 dimensions",
         ),
         (
             lambda: M.norm_act_conv2d(image, torch.randn(2, 5, 1, 1), training=True),
             ValueError,
-            "conv2d: expected 5 channels",
+            "norm_act_conv2d: expected 5 channels",
         ),
         (
             lambda: M.norm_act_conv2d(image, torch.randn(2, 6, 1, 1), padding="same", training=True),
@@ -297,7 +305,7 @@ def test_norm_act_conv_module() -> None:
 def test_unknown_activations_are_refused_at_once() -> None:
     makes: dict[str, Callable[[], nn.Module]] = {
         "activation: expected one of gelu": lambda: memkit.nn.MLP(4, act="swish"),
-        "glu: expected act 'silu'": lambda: memkit.nn.GatedMLP(4, 8, act="swish"),
+        "gated: expected act 'silu'": lambda: memkit.nn.GatedMLP(4, 8, act="swish"),
         "activation: expected one of gelu, silu": lambda: memkit.nn.ActLinear(4, 4, act="swish"),
     }
     for text, make in makes.items():

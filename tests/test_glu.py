@@ -219,19 +219,19 @@ def test_special_values() -> None:
 def test_bad_input() -> None:
     x = torch.randn(4, 6)
     for call, error, message in (
-        (lambda: M.swiglu(x, torch.randn(4, 5)), ValueError, "glu: expected gate and up of one shape"),
-        (lambda: M.swiglu(x, x.double()), TypeError, "glu: expected gate and up of one dtype"),
+        (lambda: M.swiglu(x, torch.randn(4, 5)), ValueError, "swiglu: expected gate and up of one shape"),
+        (lambda: M.swiglu(x, x.double()), TypeError, "swiglu: expected gate and up of one dtype"),
         (
             lambda: M.swiglu(torch.randn(4, 5)),
             ValueError,
-            "glu: expected gate and up packed in an even last dimension",
+            "swiglu: expected gate and up packed in an even last dimension",
         ),
-        (lambda: M.swiglu(torch.tensor(1.0)), ValueError, "glu: expected gate and up packed"),
-        (lambda: M.swiglu(x, packing="halves"), ValueError, "glu: expected packing"),
-        (lambda: M.gated(x, act="tanh"), ValueError, "glu: expected act"),
+        (lambda: M.swiglu(torch.tensor(1.0)), ValueError, "swiglu: expected gate and up packed"),
+        (lambda: M.swiglu(x, packing="halves"), ValueError, "gated: expected packing"),
+        (lambda: M.gated(x, act="tanh"), ValueError, "gated: expected act"),
         (lambda: M.geglu(x, approximate="erf"), ValueError, "geglu: expected approximate"),
-        (lambda: M.swiglu(x.long()), TypeError, "glu: expected float32, float64, float16 or bfloat16"),
-        (lambda: M.swiglu(x.to_sparse()), RuntimeError, "glu: expected a dense"),
+        (lambda: M.swiglu(x.long()), TypeError, "swiglu: expected float32, float64, float16 or bfloat16"),
+        (lambda: M.swiglu(x.to_sparse()), RuntimeError, "swiglu: expected a dense"),
     ):
         with pytest.raises(error, match=message):
             call()

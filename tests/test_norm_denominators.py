@@ -209,7 +209,7 @@ def test_refused() -> None:
     ):
         M.layer_norm(x, (3,), denominator="norm")
     with pytest.raises(
-        ValueError, match="rms_norm: expected an eps of at least 0 beside denominator 'norm', got -1"
+        ValueError, match="normalize: expected an eps of at least 0 beside denominator 'norm', got -1"
     ):
         M.normalize(x, eps=-1.0)
     with pytest.raises(ValueError, match=r"normalize: expected p=2, got 1; use torch\.nn\.functional"):

@@ -65,9 +65,10 @@ Results forward(const OptionalTensors& inputs, Text op, Text act, Text packing, 
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   Tensors given = defined_or_not(inputs);
   const at::ScalarType computed = resolved(dtype, given);
-  const auto producer = make_producer({op, act, packing, numbers, computed}, std::move(given));
-  const Consumers layers{weights.vec(), defined_or_not(biases), conv};
-  layers.check(producer->inputs[0], computed);
+  const ProducerSpec spec{op, act, packing, numbers, computed};
+  const auto producer = make_producer(spec, std::move(given));
+  Consumers layers{weights.vec(), defined_or_not(biases), conv};
+  layers.check(spec, producer->inputs);
   Tensors statistics;
   const Tensor h = producer->forward(statistics);
   return {layers.forward(h), statistics};
@@ -266,9 +267,9 @@ Results recorded(const OptionalTensors& inputs, Text op, Text act, Text packing,
                  const OptionalTensors& biases, at::IntArrayRef conv, std::optional<at::ScalarType> dtype) {
   const Tensors given = defined_or_not(inputs);
   const ProducerSpec spec{op, act, packing, numbers, resolved(dtype, given)};
-  const Consumers layers{weights.vec(), defined_or_not(biases), conv};
+  Consumers layers{weights.vec(), defined_or_not(biases), conv};
   const auto producer = make_producer(spec, given);  // checks
-  layers.check(given[0], spec.dtype);
+  layers.check(spec, given);
   Tensors all = given;
   all.insert(all.end(), layers.weights.begin(), layers.weights.end());
   all.insert(all.end(), layers.biases.begin(), layers.biases.end());

@@ -59,8 +59,10 @@ struct Consumers {
   Tensors weights, biases;
   at::IntArrayRef conv;
   LinearScale* scale = nullptr;  // in backward: what the result of one layer was multiplied by
+  const char* name = "linear";   // in what is said of layers that do not fit
 
-  void check(const at::Tensor& input, at::ScalarType dtype) const;
+  // `inputs`: the producer's.
+  void check(const ProducerSpec& spec, const Tensors& inputs);
   Tensors forward(const at::Tensor& h) const;
 
   struct Gradients {

@@ -13,11 +13,23 @@ namespace memkit {
 
 using at::Tensor;
 
-void Consumers::check(const Tensor& input, at::ScalarType dtype) const {
+// The function of memkit.functional that makes such a call.
+static const char* name_of(const ProducerSpec& spec, const Tensors& inputs, bool conv) {
+  if (spec.op == "glu") return "glu_linear";
+  if (spec.op == "batch_norm") return "norm_act_conv2d";
+  if (spec.op != "activation") return "norm_linear";
+  if (inputs[2].defined()) return "dropout_linear";
+  if (spec.act == "identity") return conv ? "conv2d" : "linear";
+  return conv ? "act_conv2d" : "act_linear";
+}
+
+void Consumers::check(const ProducerSpec& spec, const Tensors& inputs) {
+  const Tensor& input = inputs[0];
+  const at::ScalarType dtype = spec.dtype;
   TORCH_CHECK_VALUE(!weights.empty() && weights.size() == biases.size() && (conv.empty() || conv.size() == 7),
                     "_consumer: expected a bias or None for each weight, got ", weights.size(), " and ", biases.size());
   const size_t dims = conv.empty() ? 2 : 4;
-  const char* name = conv.empty() ? "linear" : "conv2d";
+  name = name_of(spec, inputs, !conv.empty());
   check_float_tensor(name, input);
   TORCH_CHECK_VALUE(conv.empty() ? input.dim() >= 1 : input.dim() == 4, name, ": expected an input of ",
                     conv.empty() ? "at least 1 dimension" : "4 dimensions", ", got ", input.sym_sizes());
@@ -125,7 +137,7 @@ Tensors Consumers::forward(const Tensor& h) const {
   Tensors outs;
   for (size_t i = 0; i < weights.size(); ++i) {
     const c10::SymInt wanted = weights[i].sym_size(1) * (conv.empty() ? 1 : conv[6]);
-    TORCH_CHECK_VALUE(h.sym_size(inner) == wanted, conv.empty() ? "linear" : "conv2d", ": expected ", wanted,
+    TORCH_CHECK_VALUE(h.sym_size(inner) == wanted, name, ": expected ", wanted,
                       conv.empty() ? " features, got " : " channels, got ", h.sym_sizes(), " for a weight ",
                       weights[i].sym_sizes());
     if (h.is_meta()) {

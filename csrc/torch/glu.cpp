@@ -39,12 +39,17 @@ void call_backward_(const Tensor& grad, Tensor& gate, const OptionalTensor& up, 
   (grad, gate, up, act, packing);
 }
 
+// The function of memkit.functional that multiplies by this activation.
+const char* name_of(Text act) {
+  return act == "silu" ? "swiglu" : act == "relu" ? "reglu" : act == "gelu" || act == "gelu_tanh" ? "geglu" : "gated";
+}
+
 enum class Packing { gate_up, up_gate, interleaved };
 
 Packing packing_of(Text name) {
   if (name == "gate_up") return Packing::gate_up;
   if (name == "up_gate") return Packing::up_gate;
-  TORCH_CHECK_VALUE(name == "interleaved", "glu: expected packing 'gate_up', 'up_gate' or 'interleaved', got '", name,
+  TORCH_CHECK_VALUE(name == "interleaved", "gated: expected packing 'gate_up', 'up_gate' or 'interleaved', got '", name,
                     "'");
   return Packing::interleaved;
 }
@@ -52,24 +57,26 @@ Packing packing_of(Text name) {
 ActivationSpec spec_of(Text act) {
   constexpr std::array<Text, 6> known{"silu", "gelu", "gelu_tanh", "relu", "sigmoid", "identity"};
   TORCH_CHECK_VALUE(std::find(known.begin(), known.end(), act) != known.end(),
-                    "glu: expected act 'silu', 'gelu', 'gelu_tanh', 'relu', 'sigmoid' or 'identity', got '", act, "'");
+                    "gated: expected act 'silu', 'gelu', 'gelu_tanh', 'relu', 'sigmoid' or 'identity', got '", act,
+                    "'");
   return ActivationSpec(act, {});
 }
 
-void check(const Tensor& gate, const OptionalTensor& up, Text packing) {
+void check(const Tensor& gate, const OptionalTensor& up, Text act, Text packing) {
+  const char* name = name_of(act);
   packing_of(packing);
-  check_float_tensor("glu", gate);
+  check_float_tensor(name, gate);
   if (!up) {
-    TORCH_CHECK_VALUE(gate.dim() > 0 && gate.sym_size(-1) % 2 == 0,
-                      "glu: expected gate and up packed in an even last dimension, got ", describe(gate));
+    TORCH_CHECK_VALUE(gate.dim() > 0 && gate.sym_size(-1) % 2 == 0, name,
+                      ": expected gate and up packed in an even last dimension, got ", describe(gate));
     return;
   }
-  check_float_tensor("glu", *up);
-  TORCH_CHECK_VALUE(gate.sym_sizes() == up->sym_sizes(), "glu: expected gate and up of one shape, got ",
+  check_float_tensor(name, *up);
+  TORCH_CHECK_VALUE(gate.sym_sizes() == up->sym_sizes(), name, ": expected gate and up of one shape, got ",
                     gate.sym_sizes(), " and ", up->sym_sizes());
-  TORCH_CHECK_TYPE(gate.scalar_type() == up->scalar_type(), "glu: expected gate and up of one dtype, got ",
+  TORCH_CHECK_TYPE(gate.scalar_type() == up->scalar_type(), name, ": expected gate and up of one dtype, got ",
                    describe(gate), " and ", describe(*up));
-  TORCH_CHECK(gate.device() == up->device(), "glu: expected gate and up on one device, got ", gate.device(), " and ",
+  TORCH_CHECK(gate.device() == up->device(), name, ": expected gate and up on one device, got ", gate.device(), " and ",
               up->device());
 }
 
@@ -147,7 +154,7 @@ struct Operands {
 
 Tensor glu(const Tensor& gate, const OptionalTensor& up, Text act, Text packing) {
   const ActivationSpec spec = spec_of(act);
-  check(gate, up, packing);
+  check(gate, up, act, packing);
   const Operands operands(gate, up, packing);
   Tensor out = operands.new_product();
   if (out.is_meta()) return out;
@@ -160,7 +167,7 @@ Tensor glu(const Tensor& gate, const OptionalTensor& up, Text act, Text packing)
 void check_gradient(const Tensor& grad, const Tensor& gate, const OptionalTensor& up) {
   const bool fits = grad.dim() == gate.dim() && grad.scalar_type() == gate.scalar_type() &&
                     grad.device() == gate.device() && grad.sym_numel() * (up ? 1 : 2) == gate.sym_numel();
-  TORCH_CHECK(fits, "glu: expected a gradient of the product's shape and dtype, got ", describe(grad), " for gate ",
+  TORCH_CHECK(fits, "gated: expected a gradient of the product's shape and dtype, got ", describe(grad), " for gate ",
               describe(gate));
 }
 
@@ -178,7 +185,7 @@ void backward_into(const Tensor& grad, const Operands& operands, const Activatio
 std::tuple<Tensor, Tensor> glu_backward(const Tensor& grad, const Tensor& gate, const OptionalTensor& up, Text act,
                                         Text packing) {
   const ActivationSpec spec = spec_of(act);
-  check(gate, up, packing);
+  check(gate, up, act, packing);
   check_gradient(grad, gate, up);
   const Operands operands(gate, up, packing);
   const Tensor grad_gate = fresh_like(operands.gate);
@@ -189,10 +196,10 @@ std::tuple<Tensor, Tensor> glu_backward(const Tensor& grad, const Tensor& gate, 
 
 void glu_backward_(const Tensor& grad, Tensor& gate, const OptionalTensor& up, Text act, Text packing) {
   const ActivationSpec spec = spec_of(act);
-  check(gate, up, packing);
+  check(gate, up, act, packing);
   check_gradient(grad, gate, up);
-  check_inplace("glu", gate, memory_blocker(gate));
-  if (up) check_inplace("glu", *up, memory_blocker(*up));
+  check_inplace(name_of(act), gate, memory_blocker(gate));
+  if (up) check_inplace(name_of(act), *up, memory_blocker(*up));
   const Operands operands(gate, up, packing);
   backward_into(grad, operands, spec, operands.gate, up ? *operands.up : Tensor());
   if (!operands.gate.is_same(gate)) gate.copy_(operands.gate);
@@ -245,7 +252,7 @@ struct GluBackward : SavedNode {
 
 Tensor glu_autograd(const Tensor& gate, const OptionalTensor& up, Text act, Text packing) {
   spec_of(act);
-  check(gate, up, packing);
+  check(gate, up, act, packing);
   if (needs_stock(gate, up)) return glu_by_stock(gate, up, act, packing);
   const bool recorded = autograd::compute_requires_grad(gate, up);
   Tensor out;

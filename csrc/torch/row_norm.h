@@ -21,7 +21,10 @@ struct RowNorm {
   int64_t behind = 0;
   Denominator denominator = Denominator::root;
 
-  std::string_view name() const { return centered ? "layer_norm" : "rms_norm"; }
+  // Of the function of memkit.functional.
+  std::string_view name() const {
+    return centered ? "layer_norm" : denominator == Denominator::norm ? "normalize" : "rms_norm";
+  }
   // Where those dimensions start and end.
   int64_t first(int64_t dim) const { return dim - behind - dims; }
   int64_t last(int64_t dim) const { return dim - behind; }

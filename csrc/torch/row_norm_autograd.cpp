@@ -36,7 +36,9 @@ struct RowNormBackward : SavedNode {
   bool adds = false;  // a residual: outputs are sum and normed, inputs are input, residual, weight and bias
   at::ScalarType input_dtype;
 
-  std::string name() const override { return "memkit::" + std::string(norm.name()) + "_backward"; }
+  std::string name() const override {
+    return norm.centered ? "memkit::layer_norm_backward" : "memkit::rms_norm_backward";
+  }
   // What is normalised, from the input or the sum; of two results it is the second.
   bool can_rebuild(uint32_t output) const override { return kept == Kept::input && output == uint32_t(adds); }
 

@@ -13,7 +13,7 @@ namespace {
 using at::Tensor;
 using Shape = std::vector<int64_t>;
 
-constexpr char kLayerNorm[] = "layer_norm", kRmsNorm[] = "rms_norm";
+constexpr char kLayerNorm[] = "layer_norm", kRmsNorm[] = "rms_norm", kNormalize[] = "normalize";
 constexpr char kAddLayerNorm[] = "add_layer_norm", kAddRmsNorm[] = "add_rms_norm";
 
 RowNorm norm_of(bool centered, const Tensor& input, const Shape& shape, std::optional<double> eps,
@@ -104,7 +104,7 @@ bool are_rows(const Tensor& x) {
 Tensor row_norm(bool centered, const Tensor& input, const Shape& shape, const OptionalTensor& weight,
                 const OptionalTensor& bias, std::optional<double> eps, int64_t dim, std::string_view denominator,
                 Inplace inplace, std::string_view save) {
-  const std::string_view name = centered ? kLayerNorm : kRmsNorm;
+  const std::string_view name = centered ? kLayerNorm : denominator == "norm" ? kNormalize : kRmsNorm;
   check_float_tensor(name, input);
   const auto divided_by = denominator_of(denominator, name);
   const bool usual = divided_by == Denominator::root;
