@@ -98,7 +98,7 @@ Tensor bias_gradient(const Tensor& grad, int64_t dim) {
 // Saved-tensor hooks may hand back another memory order than the one that bits and dropout follow. x may be a batch of
 // gradients, which a tensor made from it follows.
 Tensor restride(Tensor x, c10::SymIntArrayRef strides) {
-  if (x.sym_strides() == strides) return x;
+  if (same_order(x.sym_sizes(), x.sym_strides(), strides)) return x;
   return x.new_empty_strided_symint(x.sym_sizes(), strides).copy_(x);
 }
 
@@ -155,7 +155,7 @@ autograd::variable_list ActivationBackward::backward(autograd::variable_list&& g
     const Tensor ordered = has_bits || seed ? restride(*kept, strides) : *kept;
     // The incoming gradient's memory serves for the outgoing one where no one else can see it. Not in another order than the
     // saved tensor's, which a copy has to take on anyway and those before should find.
-    if (is_sole_owner(grad) && is_plain(ordered) && grad.sym_strides() == ordered.sym_strides()) {
+    if (is_sole_owner(grad) && is_plain(ordered) && same_order(ordered, grad)) {
       grad_input = ops::activation_backward_(grad, ordered, kept_bias, dim, kept_bits, op, params,
                                              saved == Save::output, seed, drop);
     } else {

@@ -24,7 +24,7 @@ Tensor flat(const Tensor& x, bool biased, int64_t dim) { return is_walkable(x, b
 
 // other in the memory order of `like`.
 Tensor in_order_of(const Tensor& like, const Tensor& other) {
-  return other.sym_strides() == like.sym_strides() ? other : at::empty_like(like).copy_(other);
+  return same_order(like, other) ? other : at::empty_like(like).copy_(other);
 }
 
 Bias bias_of(const Tensor& x, const OptionalTensor& bias, int64_t dim) {
@@ -98,6 +98,11 @@ Tensor empty_bits(const Tensor& x) {
   return at::empty_symint({sym_bit_bytes(x)}, x.options().dtype(at::kByte));
 }
 
+// Of PyTorch's functions hardtanh alone (and relu6) hands on x's strides along one element.
+Tensor result_memory(const ActivationSpec& spec, const Tensor& x, bool fused) {
+  return spec.act == Act::hardtanh && !fused ? fresh_strided_like(x, x.scalar_type()) : fresh_like(x);
+}
+
 Tensor activation(const Tensor& input, const OptionalTensor& bias, int64_t dim, c10::string_view op, Params params,
                   c10::string_view save, const OptionalTensor& residual, const OptionalTensor& seed, Params drop) {
   const ActivationSpec spec(op, params);
@@ -106,7 +111,7 @@ Tensor activation(const Tensor& input, const OptionalTensor& bias, int64_t dim, 
   check_residual(input, residual);
   const Drop dropout = drop_of(spec, input, seed, drop);
   const Tensor x = flat(input, bias.has_value(), dim);
-  Tensor out = fresh_like(x);
+  Tensor out = result_memory(spec, x, bias || residual || seed);
   forward_into(x, bias, dim, spec, residual, dropout, out, nullptr);
   return out;
 }
@@ -118,7 +123,7 @@ std::tuple<Tensor, Tensor> activation_with_bits(const Tensor& input, const Optio
   check_arguments(spec.name, input, bias, dim);
   const Drop dropout = drop_of(spec, input, seed, drop);
   const Tensor x = flat(input, bias.has_value(), dim);
-  Tensor out = fresh_like(x);
+  Tensor out = result_memory(spec, x, bias || seed);
   Tensor bits = empty_bits(x);
   forward_into(x, bias, dim, spec, std::nullopt, dropout, out, &bits);
   return {out, bits};

@@ -115,10 +115,15 @@ void check_gradient(const ChannelNorm& norm, const Tensor& grad, const Tensor& i
               describe(input), " on ", input.device());
 }
 
+// As PyTorch's kernels: group norms hand on what x's strides say of dimensions of one element, batch norms do not.
+Tensor result_memory(const ChannelNorm& norm, const Tensor& x, at::ScalarType dtype) {
+  return norm.groups ? fresh_strided_like(x, dtype) : fresh_like(x, dtype);
+}
+
 // Where the gradient of x goes: the incoming one's memory, or that of its copy g, where that is free.
 Tensor gradient_memory(const Tensor& x, const Tensor& grad, const Tensor& g, bool reuse_grad) {
   const bool reuse = (reuse_grad || !g.is_same(grad)) && g.scalar_type() == x.scalar_type();
-  return reuse ? g : fresh_like(x);
+  return reuse ? g : fresh_strided_like(x, x.scalar_type());
 }
 
 }  // namespace
@@ -156,7 +161,7 @@ Tensor channel_norm_forward(const ChannelNorm& norm, const Tensor& input, const 
                             const OptionalTensor& weight, const OptionalTensor& bias, at::ScalarType dtype) {
   check_channel_norm(norm, input, weight, bias);
   const Tensor x = input.contiguous(format_of(norm, input));
-  Tensor out = fresh_like(x, dtype);
+  Tensor out = result_memory(norm, x, dtype);
   if (x.is_meta() || x.numel() == 0) return out;
   ChannelCall call = call_of(norm, x, dtype);
   const Operands operands(call, norm, x, mean, variance, weight, bias);
@@ -170,7 +175,7 @@ ChannelNormed channel_norm(const ChannelNorm& norm, const Tensor& input, const O
   check_channel_norm(norm, input, weight, bias);
   const Tensor mean = empty_statistics(norm, input), variance = empty_statistics(norm, input);
   const Tensor x = input.contiguous(format_of(norm, input));
-  Tensor out = fresh_like(x, dtype);
+  Tensor out = result_memory(norm, x, dtype);
   if (x.is_meta()) return {out, mean, variance};
   if (x.numel() == 0) return {out, mean.fill_(NAN), variance.fill_(NAN)};
   ChannelCall call = call_of(norm, x, dtype);

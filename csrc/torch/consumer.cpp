@@ -11,6 +11,7 @@
 #include "channel_running.h"
 #include "checks.h"
 #include "eager.h"
+#include "layout.h"
 #include "named_ops.h"
 #include "operators.h"
 #include "saved_node.h"
@@ -215,7 +216,7 @@ struct ConsumerBackward : SavedNode, ScalableLayer {
 
   // Saved-tensor hooks may hand back another memory order than the one that dropout follows.
   void restore_order(Tensors& given) const {
-    if (strides.empty() || given[0].sym_strides() == c10::SymIntArrayRef(strides)) return;
+    if (strides.empty() || same_order(given[0].sym_sizes(), given[0].sym_strides(), strides)) return;
     given[0] = at::empty_strided_symint(given[0].sym_sizes(), strides, given[0].options()).copy_(given[0]);
   }
 

@@ -97,6 +97,7 @@ Way resolve_inplace(Inplace inplace, std::string_view op, const Tensor& x, bool 
     return Way::overwrite;
   }
   if (inplace == Inplace::never || !possible) return Way::fresh;
+  if (x.is_contiguous() && x.suggest_memory_format() != at::MemoryFormat::Contiguous) return Way::fresh;  // fresh_like
   if (inplace_blocker_strict(x, x.is_view() ? idle_handles(x._base()) : 0)) return Way::fresh;
   return is_recorded_view(x) ? Way::fresh_keeping_output : Way::overwrite;
 }

@@ -10,6 +10,7 @@
 #include "eager.h"
 #include "engine.h"
 #include "fresh.h"
+#include "layout.h"
 #include "named_ops.h"
 #include "operators.h"
 #include "optional.h"
@@ -106,7 +107,7 @@ struct Operands {
   Packing packing;
 
   Operands(const Tensor& g, const OptionalTensor& u, Text name) : packing(packing_of(name)) {
-    const bool as_they_are = u ? g.is_non_overlapping_and_dense() && g.sym_strides() == u->sym_strides() : false;
+    const bool as_they_are = u ? g.is_non_overlapping_and_dense() && same_order(g, *u) : false;
     gate = as_they_are ? g : g.contiguous();
     if (u) up = as_they_are ? *u : u->contiguous();
   }
@@ -148,7 +149,7 @@ struct Operands {
   // The gradient of the product, as densely as the kernels want it.
   Tensor ordered(const Tensor& grad) const {
     if (!up) return grad.contiguous();
-    return grad.sym_strides() == gate.sym_strides() ? grad : at::empty_like(gate).copy_(grad);
+    return same_order(gate, grad) ? grad : at::empty_like(gate).copy_(grad);
   }
 };
 

@@ -25,4 +25,16 @@ inline c10::SymDimVector walk_strides(const at::Tensor& x, bool biased, int64_t 
   return strides;
 }
 
+// Whether two tensors of these sizes lie in one order of memory: a stride along one element says nothing.
+inline bool same_order(c10::SymIntArrayRef sizes, c10::SymIntArrayRef a, c10::SymIntArrayRef b) {
+  if (a == b) return true;
+  if (a.size() != b.size()) return false;
+  for (size_t d = 0; d < sizes.size(); ++d)
+    if (sizes[d].maybe_as_int() != 1 && a[d] != b[d]) return false;
+  return true;
+}
+inline bool same_order(const at::Tensor& a, const at::Tensor& b) {
+  return same_order(a.sym_sizes(), a.sym_strides(), b.sym_strides());
+}
+
 }  // namespace memkit

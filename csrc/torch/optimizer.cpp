@@ -8,6 +8,7 @@
 #include "../cuda/optimizer.h"
 #include "checks.h"
 #include "engine.h"
+#include "layout.h"
 #include "optional.h"
 #include "stream.h"
 
@@ -25,14 +26,6 @@ struct Lists {
   const char* op;
   TensorList params, grads, first, second, largest, first_scales, second_scales, steps;
 };
-
-// Where memory order goes by the strides of one, that of the other is the same.
-bool same_order(const Tensor& a, const Tensor& b) {
-  if (a.strides() == b.strides()) return true;
-  for (int64_t d = 0; d < a.dim(); ++d)
-    if (a.size(d) > 1 && a.stride(d) != b.stride(d)) return false;
-  return true;
-}
 
 bool is_float(at::ScalarType dtype) {
   return dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf || dtype == at::kBFloat16;

@@ -49,7 +49,7 @@ struct ActivationProducer : Producer {
       ops::activation_backward_(grad, x(), bias(), -1, std::nullopt, act, params, false, seed(), drop);
     } else if (seed()) {  // dropout's gradient is dropout without the shifts, in the input's order of memory
       const auto order = walk_strides(x(), bias().has_value(), -1);
-      if (grad.sym_strides() != c10::SymIntArrayRef(order))
+      if (!same_order(grad.sym_sizes(), grad.sym_strides(), order))
         grad = at::empty_strided_symint(grad.sym_sizes(), order, grad.options()).copy_(grad);
       const double linear[] = {drop[0], drop[1], 0, 0};
       ops::activation_(grad, std::nullopt, -1, "identity", {}, "auto", std::nullopt, seed(), linear);
