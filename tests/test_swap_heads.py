@@ -37,13 +37,23 @@ MODELS: dict[str, dict[str, Any]] = {
     "Granite": {"logits_scaling": 3.0},
     "Cohere": {"logit_scale": 0.25},
     "Phi": {},  # with a bias
+    "Llava": {},  # a language model within one that sees
 }
 
 
 def model(name: str = "Llama", **options: Any) -> Any:
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**SHAPE, **MODELS[name], **options)
-    kind = "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM"
+    if name == "Llava":
+        seen = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+        config = transformers.LlavaConfig(
+            vision_config=transformers.CLIPVisionConfig(**seen, image_size=16, patch_size=8),
+            text_config=transformers.LlamaConfig(**SHAPE),
+            image_token_index=500,
+        )
+    else:
+        config = getattr(transformers, f"{name}Config")(**SHAPE, **MODELS[name], **options)
+    kinds = {"GPT2": "GPT2LMHeadModel", "Llava": "LlavaForConditionalGeneration"}
+    kind = kinds.get(name, f"{name}ForCausalLM")
     made = getattr(transformers, kind)(config).train()
     for part in made.modules():
         if isinstance(part, nn.Dropout):
@@ -52,7 +62,7 @@ def model(name: str = "Llama", **options: Any) -> Any:
 
 
 def batch() -> dict[str, Any]:
-    tokens = torch.randint(501, (4, 24), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(500, (4, 24), generator=torch.Generator().manual_seed(1))
     labels = tokens.clone()
     labels[0, :5] = -100
     return {"input_ids": tokens, "labels": labels}

@@ -6,6 +6,7 @@ import gc
 import math
 import operator
 import random
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -266,13 +267,14 @@ def exact_convolutions(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Puts back what a run changes: random generators, gradients, buffers, attributes of the modules."""
+    """Puts back what a run changes: random generators, gradients, buffers, attributes of the modules. No layer is skipped."""
     with ExitStack() as stack:
         _keep_random_state(stack)
         for parameter in model.parameters():
             _keep_parameter(stack, parameter)
         for module in model.modules():
             _keep_attributes(stack, module)
+        _keep_every_layer(stack, model)
         yield
 
 
@@ -334,6 +336,25 @@ def _keep_attributes(stack: ExitStack, module: nn.Module) -> None:
         attributes.update(before)
 
     stack.callback(restore)
+
+
+def _keep_every_layer(stack: ExitStack, model: nn.Module) -> None:
+    """LayerDrop (Fan et al. 2019) skips other layers in each run: some would not be seen, and two runs would not compare."""
+    holders = [*model.modules(), *{id(c): c for c in map(_config, model.modules()) if c is not None}.values()]
+    for holder in holders:
+        for name, value in list(vars(holder).items()):
+            if _LAYER_DROP.search(name) and isinstance(value, float) and value > 0:
+                setattr(holder, name, 0.0)
+                stack.callback(setattr, holder, name, value)
+
+
+_LAYER_DROP = re.compile("layer_?drop(_|$)")
+
+
+def _config(module: nn.Module) -> Any:
+    """A model's own settings, which its forward reads."""
+    config = vars(module).get("config")
+    return config if hasattr(config, "__dict__") else None
 
 
 def _holds(container: Any, members: Any) -> bool:

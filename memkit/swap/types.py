@@ -138,6 +138,14 @@ class Swapped(Changed):
     _op: str
     _params: tuple[float, ...] = ()
 
+    def __init_subclass__(cls, **how: Any) -> None:
+        super().__init_subclass__(**how)
+        # What a stock module's attributes say, as functions: a compiler need not follow a property of another class.
+        for name in ("_op", "_params"):
+            said = getattr(cls, name, None)
+            if isinstance(said, property):
+                setattr(cls, f"{name}_of", staticmethod(said.fget))  # type: ignore[arg-type]
+
     def forward(self, input: Tensor) -> Tensor:
         if is_dynamo_compiling():
             return self._compiled(input)

@@ -109,8 +109,8 @@ def activation_of(act: Any) -> tuple[str, dict[str, float]] | None:
 
 def _said(twin: type[nn.Module], name: str, act: nn.Module) -> Any:
     """What a twin says of an activation that need not be one; compilers follow this, and no view of it as its twin."""
-    said = getattr(twin, name)
-    return said.fget(act) if isinstance(said, property) else said  # type: ignore[misc]
+    of = getattr(twin, f"{name}_of", None)
+    return getattr(twin, name) if of is None else of(act)
 
 
 _STOCK: dict[type[nn.Module], type[Swapped]] = {twin._stock: twin for twin in TWINS.values()}

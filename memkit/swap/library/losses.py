@@ -128,11 +128,12 @@ def has_library_loss(module: Any) -> bool:
     if not hasattr(type(module), "loss_function"):  # what wraps a model may show its attributes as its own
         return False
     kind = getattr(module, "loss_type", "")
-    if kind not in ("ForCausalLM", None) or _HOLDER in vars(module):
+    if kind not in ("ForCausalLM", "ForConditionalGeneration", None) or _HOLDER in vars(module):
         return False
-    # None by the name of the class (GPT2LMHeadModel): the library takes that loss then, where the model has one at all.
+    # None by the name of the class (GPT2LMHeadModel): the library takes that loss then, where the model has one at all. What
+    # generates under a condition has the same by its name (LLaVA), or one of its own (T5, Whisper).
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    if kind is None and "loss_function" not in getattr(code, "co_names", ()):
+    if kind != "ForCausalLM" and "loss_function" not in getattr(code, "co_names", ()):
         return False
     theirs: Any = getattr(module, "loss_function", None)
     return getattr(theirs, "__module__", "") == "transformers.loss.loss_utils" and _same(
