@@ -38,7 +38,8 @@ PAIRS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] 
 
 def ambiguous(shape: tuple[int, ...]) -> Tensor:
     x = torch.randn(shape).to(memory_format=torch.channels_last)
-    assert x.is_contiguous() and x.stride() != torch.empty(shape).stride()
+    assert x.is_contiguous()
+    assert x.stride() != torch.empty(shape).stride()
     return x
 
 
@@ -50,7 +51,9 @@ def test_as_stock(name, shape):
     assert ours(x).stride() == stock(x).stride()
     grad_x = x.requires_grad_() * 1
     assert ours(grad_x).stride() == stock(grad_x).stride()
-    if name != "act_conv2d":  # PyTorch's own results on the meta device have other strides than those on the CPU
+    if (
+        name != "act_conv2d"
+    ):  # PyTorch's own results on the meta device have other strides than those on the CPU
         assert ours(torch.empty_strided(shape, x.stride(), device="meta")).stride() == stock(x).stride()
 
 
@@ -58,7 +61,8 @@ def test_as_stock(name, shape):
 def test_not_in_place_where_the_strides_would_stay(shape):
     x = ambiguous(shape)
     y = M.gelu(x, inplace="auto")
-    assert y.data_ptr() != x.data_ptr() and y.stride() == F.gelu(x).stride()
+    assert y.data_ptr() != x.data_ptr()
+    assert y.stride() == F.gelu(x).stride()
     usual = torch.randn(shape)
     assert M.gelu(usual, inplace="auto").data_ptr() == usual.data_ptr()
 
@@ -70,7 +74,9 @@ def test_gradients_in_either_strides():
         y = function(*inputs)
         for grad in (torch.randn(3, 1, 4, 2).double(), ambiguous((3, 1, 4, 2)).double()):
             (got,) = torch.autograd.grad(y, x, grad, retain_graph=True)
-            (same,) = torch.autograd.grad(y, x, grad.clone(memory_format=torch.contiguous_format), retain_graph=True)
+            (same,) = torch.autograd.grad(
+                y, x, grad.clone(memory_format=torch.contiguous_format), retain_graph=True
+            )
             assert torch.equal(got, same)
 
 

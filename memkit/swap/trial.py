@@ -267,7 +267,7 @@ def exact_convolutions(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Puts back what a run changes: random generators, gradients, buffers, attributes of the modules. No layer is skipped."""
+    """Puts back what a run changes: random generators, gradients, buffers, modules' attributes. No layer is skipped."""
     with ExitStack() as stack:
         _keep_random_state(stack)
         for parameter in model.parameters():
