@@ -444,6 +444,50 @@ def test_random_values_repeat():
     assert report.note == ""
 
 
+class Settings:
+    def __init__(self, layerdrop):
+        self.layerdrop = layerdrop
+
+
+class Skipping(nn.Module):
+    """LayerDrop, by an attribute or by settings that the model shares with others."""
+
+    def __init__(self, config=None, encoder_layerdrop=0.0):
+        super().__init__()
+        self.layers = nn.ModuleList(mlp(nn.GELU()) for _ in range(8))
+        self.encoder_layerdrop = encoder_layerdrop
+        if config is not None:
+            self.config = config
+
+    def forward(self, x):
+        drop = max(self.encoder_layerdrop, getattr(getattr(self, "config", None), "layerdrop", 0.0))
+        for layer in self.layers:
+            if not (self.training and float(torch.rand([])) < drop):
+                x = x + layer(x)
+        return x
+
+
+@pytest.mark.parametrize("lean", [False, "call"])
+@pytest.mark.parametrize("given", [{"config": Settings(0.9)}, {"encoder_layerdrop": 0.9}], ids=["config", "module"])
+def test_no_layer_is_skipped_on_the_sample(given, lean):
+    model = Skipping(**given)
+    report = swap(model, sample=batch(), lean=lean)
+    assert not report.left
+    assert len(report.changed) >= 8
+    assert report.saved_after < report.saved_before
+    assert [model.encoder_layerdrop, getattr(given.get("config"), "layerdrop", 0.9)] == [
+        given.get("encoder_layerdrop", 0.0),
+        0.9,
+    ]
+
+
+def test_layers_may_be_skipped_again_after_an_error_on_the_sample():
+    config = Settings(0.5)
+    with pytest.raises(Exception, match="mat1 and mat2"):
+        swap(Skipping(config), sample=torch.randn(3, D + 1))
+    assert config.layerdrop == 0.5
+
+
 def test_a_model_that_never_repeats_itself():
     ticks = iter(range(1, 100))
     report = swap(Block(lambda self, x: plain(self, x * next(ticks))), sample=batch())
