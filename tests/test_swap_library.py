@@ -276,6 +276,21 @@ def test_a_proposal_whose_shapes_do_not_fit_is_refused():
     ]
 
 
+class Dropping(Doubled):
+    """As DETR's network: a dropout that is no module."""
+
+    def forward(self, x):
+        h = self.fc2(self.act(self.fc1(x)))
+        return nn.functional.dropout(h, 0.1, self.training)
+
+
+def test_a_proposal_that_draws_random_numbers_is_refused_for_that():
+    report = swap(nn.Sequential(Dropping(), nn.Linear(8, 8)), sample=torch.randn(3, 8))
+    assert [row.reason for row in report.left if row.path == "0"] == [
+        "Dropping draws random numbers, as dropout does, which memkit's act_linear does not"
+    ]
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_a_dropout_that_a_forward_writes_out_is_not_lost(training):
     """Nothing shows it in evaluation."""

@@ -468,7 +468,9 @@ class Skipping(nn.Module):
 
 
 @pytest.mark.parametrize("lean", [False, "call"])
-@pytest.mark.parametrize("given", [{"config": Settings(0.9)}, {"encoder_layerdrop": 0.9}], ids=["config", "module"])
+@pytest.mark.parametrize(
+    "given", [{"config": Settings(0.9)}, {"encoder_layerdrop": 0.9}], ids=["config", "module"]
+)
 def test_no_layer_is_skipped_on_the_sample(given, lean):
     model = Skipping(**given)
     report = swap(model, sample=batch(), lean=lean)

@@ -331,7 +331,12 @@ def _why_not(module: nn.Module, match: Match, training: bool) -> str:
         and _agree(ours, theirs, len(match.probe), _tolerance(match))
         and (not issubclass(MIXINS[match.kind], Norm) or _lie_alike(ours[0], theirs[0]))
     )
-    return "" if same else f"{name} computes something else than memkit's {match.op}"
+    if same:
+        return ""
+    others, _ = _both(module, match, training, seed=1)
+    if not isinstance(others, Exception) and not _agree(others, theirs, len(match.probe), _tolerance(match)):
+        return f"{name} draws random numbers, as dropout does, which memkit's {match.op} does not"
+    return f"{name} computes something else than memkit's {match.op}"
 
 
 def _lie_alike(ours: Tensor | None, theirs: Tensor | None) -> bool:
@@ -351,7 +356,9 @@ _NO_COPY = "cannot be copied to be verified in float32"
 _NO_MODE = "a part whose mode cannot be set"
 
 
-def _both(module: nn.Module, match: Match, training: bool) -> tuple[Values | Exception, Values | None]:
+def _both(
+    module: nn.Module, match: Match, training: bool, seed: int = 0
+) -> tuple[Values | Exception, Values | None]:
     """Of stock, or what it raises, and of its twin, if that does not raise."""
     stock = type(module)
     twin = twin_of(match.kind, stock)
@@ -367,7 +374,7 @@ def _both(module: nn.Module, match: Match, training: bool) -> tuple[Values | Exc
         for parameter in module.parameters():  # frozen ones too: what they are used for is compared
             parameter.requires_grad_(parameter.is_floating_point())
         try:
-            theirs = _values(module, match)
+            theirs = _values(module, match, seed)
         except Exception as error:
             return error, None
         changed._swap, changed.__class__ = match.choice, twin
@@ -376,19 +383,19 @@ def _both(module: nn.Module, match: Match, training: bool) -> tuple[Values | Exc
                 changed._memkit(match.probe[0])
                 if changed._stays(match.probe[0]):
                     return theirs, None
-            return theirs, _values(module, match)
+            return theirs, _values(module, match, seed)
         except Exception:  # names propose a twin, whose shapes may not even fit
             return theirs, None
         finally:
             changed.__class__ = stock
 
 
-def _values(module: nn.Module, match: Match) -> Values:
+def _values(module: nn.Module, match: Match, seed: int) -> Values:
     """What it gives, and the gradients of what it was given and of its parameters; None of those that it does not use.
 
     A parameter of its own may start at a value that changes nothing, which only its gradient shows.
     """
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     inputs = [tensor.clone().requires_grad_() for tensor in match.probe]
     output = getattr(module, match.method)(*inputs)
     weights = torch.linspace(-1, 1, output.numel(), device=output.device).view(output.shape).to(output.dtype)
