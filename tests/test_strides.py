@@ -36,6 +36,12 @@ PAIRS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] 
 } | {name: (each.stock, getattr(M, name)) for name, each in ACTIVATIONS.items()}
 
 
+def row_first(shape: tuple[int, ...]) -> Tensor:
+    """An image as files have it, alone: channels last but for the stride of its only number."""
+    _, channels, height, width = shape
+    return torch.randn(height, width, channels).permute(2, 0, 1).unsqueeze(0)
+
+
 def ambiguous(shape: tuple[int, ...]) -> Tensor:
     x = torch.randn(shape).to(memory_format=torch.channels_last)
     assert x.is_contiguous()
@@ -55,6 +61,34 @@ def test_as_stock(name, shape):
         name != "act_conv2d"
     ):  # PyTorch's own results on the meta device have other strides than those on the CPU
         assert ours(torch.empty_strided(shape, x.stride(), device="meta")).stride() == stock(x).stride()
+
+
+@pytest.mark.parametrize("name", [name for name in PAIRS if name not in ("softmax", "layer_norm")])
+def test_an_image_alone(name):
+    stock, ours = PAIRS[name]
+    x = row_first((1, 3, 6, 5))
+    assert not x.is_contiguous()
+    assert ours(x).stride() == stock(x).stride()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("name", ["relu6", "gelu"])
+def test_with_a_bias(name, bias):
+    x = ambiguous((3, 8, 1, 1))
+    b = torch.randn(8)
+    stock = ACTIVATIONS[name].stock(x + b.view(-1, 1, 1) if bias else x)
+    ours = M.bias_act(x, b, name, dim=1) if bias else getattr(M, name)(x)
+    assert ours.stride() == stock.stride()
+
+
+@pytest.mark.parametrize("shape", [(3, 8, 1, 1), (3, 1, 4, 2)], ids=str)
+def test_norms_over_channels_compiled_as_in_eager_mode(shape):
+    x = torch.randn(shape)
+    for norm in (lambda x: M.normalize(x, dim=1), lambda x: M.rms_norm(x, x.shape[1:2], dim=1)):
+        torch._dynamo.reset()
+        compiled = torch.compile(norm, backend="aot_eager", fullgraph=True)(x)
+        assert norm(x).stride() == compiled.stride() == F.normalize(x).stride() == x.stride()
+        torch.testing.assert_close(compiled, norm(x))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

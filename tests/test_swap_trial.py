@@ -449,6 +449,11 @@ class Settings:
         self.layerdrop = layerdrop
 
 
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    layerdrop: float
+
+
 class Skipping(nn.Module):
     """LayerDrop, by an attribute or by settings that the model shares with others."""
 
@@ -469,7 +474,9 @@ class Skipping(nn.Module):
 
 @pytest.mark.parametrize("lean", [False, "call"])
 @pytest.mark.parametrize(
-    "given", [{"config": Settings(0.9)}, {"encoder_layerdrop": 0.9}], ids=["config", "module"]
+    "given",
+    [{"config": Settings(0.9)}, {"config": Frozen(0.9)}, {"encoder_layerdrop": 0.9}],
+    ids=["config", "frozen", "module"],
 )
 def test_no_layer_is_skipped_on_the_sample(given, lean):
     model = Skipping(**given)

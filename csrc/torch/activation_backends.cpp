@@ -98,7 +98,7 @@ Tensor empty_bits(const Tensor& x) {
   return at::empty_symint({sym_bit_bytes(x)}, x.options().dtype(at::kByte));
 }
 
-// Of PyTorch's functions hardtanh alone (and relu6) hands on x's strides along one element.
+// Of PyTorch's functions hardtanh alone (and relu6) hands on x's strides along one element, which a sum before it hands on too.
 Tensor result_memory(const ActivationSpec& spec, const Tensor& x, bool fused) {
   return spec.act == Act::hardtanh && !fused ? fresh_strided_like(x, x.scalar_type()) : fresh_like(x);
 }
@@ -111,7 +111,7 @@ Tensor activation(const Tensor& input, const OptionalTensor& bias, int64_t dim, 
   check_residual(input, residual);
   const Drop dropout = drop_of(spec, input, seed, drop);
   const Tensor x = flat(input, bias.has_value(), dim);
-  Tensor out = result_memory(spec, x, bias || residual || seed);
+  Tensor out = result_memory(spec, x, residual || seed);
   forward_into(x, bias, dim, spec, residual, dropout, out, nullptr);
   return out;
 }
@@ -123,7 +123,7 @@ std::tuple<Tensor, Tensor> activation_with_bits(const Tensor& input, const Optio
   check_arguments(spec.name, input, bias, dim);
   const Drop dropout = drop_of(spec, input, seed, drop);
   const Tensor x = flat(input, bias.has_value(), dim);
-  Tensor out = result_memory(spec, x, bias || seed);
+  Tensor out = result_memory(spec, x, seed.has_value());
   Tensor bits = empty_bits(x);
   forward_into(x, bias, dim, spec, std::nullopt, dropout, out, &bits);
   return {out, bits};

@@ -57,10 +57,20 @@ at::Tensor with_pages(at::Tensor empty) {
   return empty;
 }
 
+// Whether x is channels last and does not look it: for dimensions of one element (an image alone) the strides say otherwise.
+static bool is_hidden_channels_last(const at::Tensor& x) {
+  constexpr auto kLast = at::MemoryFormat::ChannelsLast;
+  return x.dim() == 4 && !x.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && x.suggest_memory_format() != kLast &&
+         x.is_contiguous(kLast);
+}
+
 at::Tensor fresh_like(const at::Tensor& x) { return fresh_like(x, x.scalar_type()); }
 
 at::Tensor fresh_like(const at::Tensor& x, at::ScalarType dtype) {
-  if (!x.is_contiguous_or_false()) return fresh_strided_like(x, dtype);
+  if (!x.is_contiguous_or_false())
+    return is_hidden_channels_last(x)
+               ? with_pages(at::empty_like(x, x.options().dtype(dtype), at::MemoryFormat::ChannelsLast))
+               : fresh_strided_like(x, dtype);
   if (x.is_cpu() || x.is_cuda()) return fresh(x.sizes(), dtype, x.device());
   return at::empty_like(x, x.options().dtype(dtype), at::MemoryFormat::Contiguous);
 }

@@ -9,9 +9,9 @@ namespace memkit {
 // faults one by one, 4 KiB each, cost more than the formula that writes them (32 MiB: 10.3 ms with gelu, 15.1 without).
 at::Tensor with_pages(at::Tensor empty);
 
-// For a result like x, in another dtype if so: in x's order of memory, and contiguous where x counts as that. Dimensions of
-// one element may have any strides there (an image of 1x1 that was channels last), which PyTorch's elementwise operators
-// do not hand on: what comes next would take such a result for channels last.
+// For a result like x, in another dtype if so: in x's order of memory; contiguous, or else channels last, where x counts as
+// that. Dimensions of one element may have any strides there (an image of 1x1 that was channels last), which PyTorch's
+// elementwise operators do not hand on: what comes next would go by them.
 at::Tensor fresh_like(const at::Tensor& x);
 at::Tensor fresh_like(const at::Tensor& x, at::ScalarType dtype);
 

@@ -344,8 +344,8 @@ def _keep_every_layer(stack: ExitStack, model: nn.Module) -> None:
     for holder in holders:
         for name, value in list(vars(holder).items()):
             if _LAYER_DROP.search(name) and isinstance(value, float) and value > 0:
-                setattr(holder, name, 0.0)
-                stack.callback(setattr, holder, name, value)
+                vars(holder)[name] = 0.0  # past what may refuse or check it
+                stack.callback(operator.setitem, vars(holder), name, value)
 
 
 _LAYER_DROP = re.compile("layer_?drop(_|$)")

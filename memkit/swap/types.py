@@ -143,8 +143,8 @@ class Swapped(Changed):
         # What a stock module's attributes say, as functions: a compiler need not follow a property of another class.
         for name in ("_op", "_params"):
             said = getattr(cls, name, None)
-            if isinstance(said, property):
-                setattr(cls, f"{name}_of", staticmethod(said.fget))  # type: ignore[arg-type]
+            of = staticmethod(said.fget) if isinstance(said, property) else None  # type: ignore[arg-type]
+            setattr(cls, f"{name}_of", of)
 
     def forward(self, input: Tensor) -> Tensor:
         if is_dynamo_compiling():
