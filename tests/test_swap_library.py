@@ -291,6 +291,44 @@ def test_a_proposal_that_draws_random_numbers_is_refused_for_that():
     ]
 
 
+class DropsTwice(nn.Module):
+    """ViTDet's: one dropout, called twice, where others of these names call it once."""
+
+    def __init__(self, p=0.5):
+        super().__init__()
+        self.fc1, self.act, self.fc2 = nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)
+        self.drop = nn.Dropout(p)
+        nn.init.zeros_(self.fc2.bias)
+
+    def forward(self, x):
+        return self.drop(self.fc2(self.drop(self.act(self.fc1(x)))))
+
+
+class DropsOnce(DropsTwice):
+    def forward(self, x):
+        return self.drop(self.fc2(self.act(self.fc1(x))))
+
+
+class DropsFirst(DropsTwice):
+    def forward(self, x):
+        return self.fc2(self.act(self.drop(self.fc1(x))))
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("cls", [DropsTwice, DropsOnce, DropsFirst])
+def test_every_dropout_is_called_where_it_was(cls, sampled):
+    model = nn.Sequential(cls(), nn.LayerNorm(8))
+    stock = copy.deepcopy(model)
+    report = swap(model, sample=torch.randn(4, 8) if sampled else None)
+    (row,) = (row for row in report if row.path == "0")
+    assert row.changed == (cls is not DropsFirst)
+    if cls is DropsFirst:
+        assert row.reason == "DropsFirst calls its dropouts elsewhere than memkit's act_linear"
+    x = torch.randn(1, 8).expand(20000, 8)
+    ours, theirs = (made[0](x).var(0) for made in (model, stock))
+    torch.testing.assert_close(ours, theirs, rtol=0.2, atol=0.0)
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_a_dropout_that_a_forward_writes_out_is_not_lost(training):
     """Nothing shows it in evaluation."""

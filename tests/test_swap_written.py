@@ -48,6 +48,27 @@ class Tanh(Plain):
         return self.out(F.gelu(self.up(x), approximate="tanh"))
 
 
+class Held(Plain):
+    """An activation that is a module."""
+
+    def __init__(self):
+        super().__init__()
+        self.act = nn.GELU()
+
+    def forward(self, x):
+        hidden = self.up(x)
+        return self.out(self.act(hidden))
+
+
+class HeldGated(Gated):
+    def __init__(self):
+        super().__init__()
+        self.act = nn.SiLU()
+
+    def forward(self, x):
+        return self.w2(self.act(self.w3(x)) * self.w1(x))
+
+
 class Stores(Gated):
     def forward(self, x):
         self.hidden = self.w1(x)
@@ -81,7 +102,26 @@ class Other(Gated):
         return self.w2(F.silu(self.w1(x)) * self.w3(x)) * 2
 
 
-KNOWN = {Gated: "gate, up", UpFirst: "gate, up", Plain: "h", Tanh: "h"}
+class CallsTwice(Held):
+    def forward(self, x):
+        return self.out(self.act(self.act(self.up(x))))
+
+
+class Idle(Held):
+    """Has an activation that it does not call."""
+
+    def forward(self, x):
+        return self.out(self.up(x))
+
+
+KNOWN = {
+    Gated: "gate, up",
+    UpFirst: "gate, up",
+    Plain: "h",
+    Tanh: "h",
+    Held: "h",
+    HeldGated: "gate, up",
+}
 
 
 class Model(nn.Module):
@@ -122,7 +162,7 @@ def test_known(cls, sampled):
     assert type(model.mlp) is cls
 
 
-@pytest.mark.parametrize("cls", [Stores, Branches, CallsMore, Scaled, Other])
+@pytest.mark.parametrize("cls", [Stores, Branches, CallsMore, Scaled, Other, CallsTwice, Idle])
 def test_left(cls):
     model, x = Model(cls), torch.randn(2, 5, D)
     expected = step(copy.deepcopy(model), x)
@@ -130,6 +170,24 @@ def test_left(cls):
     assert row(report) is None or not row(report).changed, report
     torch.testing.assert_close(step(model, x), expected)
     assert type(model.mlp) is cls
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_which_layer_is_first_is_seen_by_the_values(turned):
+    class Square(Held):
+        def __init__(self):
+            super().__init__()
+            self.up, self.out = nn.Linear(D, D), nn.Linear(D, D)
+
+        if turned:
+
+            def forward(self, x):
+                return self.up(self.act(self.out(x)))
+
+    model, x = Model(Square), torch.randn(2, 5, D)
+    stock = copy.deepcopy(model)
+    assert row(swap(model, sample=x)).saved == "h"
+    torch.testing.assert_close(step(model, x), step(stock, x))
 
 
 @pytest.mark.parametrize("cls", KNOWN)

@@ -53,6 +53,20 @@ STEPS = (
     Steps(("wi", "act", "dropout", "wo")),  # T5
     Steps(("fc1", "act", "drop1", "norm", "fc2", "drop2")),  # timm
     Steps(("fc1", "act", "fc2", "drop")),
+    Steps(("fc1", "act", "drop", "fc2", "drop")),  # ViTDet
+    Steps(("fc1", "activation", "drop", "fc2", "drop")),  # FocalNet
+    Steps(("fc1", "act", "dropout", "fc2")),  # NLLB, SeamlessM4T
+    Steps(("fc1", "activation_fn", "dropout1", "fc2", "dropout2")),  # Janus
+    # wav2vec 2
+    Steps(
+        (
+            "intermediate_dense",
+            "intermediate_act_fn",
+            "intermediate_dropout",
+            "output_dense",
+            "output_dropout",
+        )
+    ),
     Steps(("conv", "bn", "=relu")),  # Inception, GoogLeNet
 )
 
@@ -140,7 +154,7 @@ class GatedFeedForward(Twin, kind="gated"):
         rows = (row for row in GATINGS if all(hasattr(module, name) for name in row.names))
         if (row := next(rows, None)) is not None:
             return 2 * _hidden(getattr(module, row.down), shape)
-        width: int = mode(layer.out_features for layer in module.children())
+        width: int = mode(each.out_features for each in module.children() if hasattr(each, "out_features"))
         return 2 * shape.numel() // shape[-1] * width
 
 
