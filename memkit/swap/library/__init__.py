@@ -386,7 +386,7 @@ def _both(
                 if part.training != mode:
                     part.training = mode
                 if scales and _is_dropout(part):
-                    part.forward = partial(_scaled, 1.3 + 0.4 * at)  # type: ignore[method-assign]
+                    part.forward = partial(_scaled, 1.3 + 0.4 * at)
         except AttributeError:
             return AttributeError(_NO_MODE), None
         for parameter in module.parameters():  # frozen ones too: what they are used for is compared

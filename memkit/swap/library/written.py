@@ -54,8 +54,8 @@ def _activations(forward: Any, children: Any, linears: Any) -> list[tuple[str, s
     if type(forward) is not FunctionType or not _is_straight(forward):
         return []
     if held := children.keys() - linears.keys():
-        act = activation_of(children[name]) if (name := held.pop()) in forward.__code__.co_names else None
-        return [] if act is None or set(forward.__code__.co_names) - set(children) else [(name, act[0])]
+        called = activation_of(children[name]) if (name := held.pop()) in forward.__code__.co_names else None
+        return [] if called is None or set(forward.__code__.co_names) - set(children) else [(name, called[0])]
     acts = set()
     for name in set(forward.__code__.co_names) - set(linears):
         known = (getattr(module, name) for module in (nn.functional, nn, torch) if hasattr(module, name))
