@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import pickle
 
 import pytest
 import torch
@@ -439,3 +440,77 @@ def test_an_empty_batch_in_training(lean):
     assert out.shape == (0, 8, 4, 4)
     out.sum().backward()
     assert all((p.grad == 0).all() for p in model.parameters())
+
+
+class Drops(nn.Module):
+    """Keeps its input in a variable that it does not read any more."""
+
+    def __init__(self, act):
+        super().__init__()
+        self.linear, self.act, self.out = nn.Linear(8, 8), act, nn.Linear(8, 8)
+
+    def forward(self, x):
+        h = self.linear(x)
+        a = self.act(h)
+        return self.out(a).neg()
+
+
+class GoesOn(Drops):
+    def forward(self, x):
+        h = self.linear(x)
+        a = self.act(h)
+        return self.out(h + a)
+
+
+@pytest.mark.parametrize("lean", [False, "call"])
+@pytest.mark.parametrize("act", [nn.ReLU, nn.Tanh, nn.SiLU, nn.GELU])
+def test_an_activation_that_another_model_holds_too(act, lean):
+    shared = act()
+    model, other = Drops(shared), GoesOn(shared)
+    stock, x = copy.deepcopy(other), torch.randn(4, 8)
+    assert swap(model, sample=x, lean=lean).changed
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            torch.testing.assert_close(other(x), stock(x))
+
+
+@pytest.mark.parametrize(
+    "copied", [lambda model: model, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))]
+)
+def test_in_place_where_a_variable_is_not_read_again(copied):
+    model, x = Drops(nn.SiLU()), torch.randn(4, 8)
+    assert only(swap(model, sample=x)).after == "in place"
+    changed = copied(model)
+    memory = []
+    changed.linear.register_forward_hook(lambda module, given, out: memory.append(out.data_ptr()))
+    changed.out.register_forward_pre_hook(lambda module, given: memory.append(given[0].data_ptr()))
+    changed(x)
+    assert memory[0] == memory[1]
+
+
+class Ordinary(type):
+    def __new__(cls, name, bases, held):
+        return super().__new__(cls, name, bases, held)
+
+
+class MadeOrdinarily(nn.Module, metaclass=Ordinary):
+    """As fastai's modules: a metaclass that takes no arguments beside."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.act, self.fc2 = nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)
+
+    def forward(self, x):
+        return self.fc2(self.act(self.fc1(x)))
+
+
+@pytest.mark.parametrize("lean", [False, "call"])
+def test_a_metaclass_that_takes_no_arguments(lean):
+    model, x = nn.Sequential(MadeOrdinarily(), nn.LayerNorm(8)), torch.randn(4, 8)
+    expected = model(x)
+    report = swap(model, sample=x, lean=lean)
+    assert next(row for row in report if row.path == "0").changed
+    torch.testing.assert_close(model(x), expected)
+    torch.testing.assert_close(pickle.loads(pickle.dumps(model))(x), expected)
+    unswap(model)
+    assert type(model[0]) is MadeOrdinarily

@@ -126,9 +126,11 @@ def _decide_without_lean(
         return Decision(None, "; ".join(filter(None, reasons)), before, before)
     if after == before and read and not site.overwrites:
         return Decision(None, f"{read}; out of place nothing is saved", before, before)
+    holders = min(call.references for call in calls)
     proof = Proof(
         inplace=True if site.overwrites else False if read else "auto",
-        holders=min(call.references for call in calls),
+        holders=holders,
+        seen=frozenset(call.caller for call in calls) if holders else frozenset(),
         hooked=bool(site.module._forward_hooks),
         dtypes=site.dtypes(exact),
         save="bit" if from_bit else "output",

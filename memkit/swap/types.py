@@ -37,6 +37,13 @@ from ..functional._activation import TWO_SLOPES as TWO_SLOPES
 from ..functional._activation import Inplace, Save, _dispatched
 from .recipes import CALLERS
 
+Place = tuple[str, str, int]
+"""Where code stands: its file, name and first line."""
+
+
+def place(code: CodeType | None) -> Place:
+    return ("", "", 0) if code is None else (code.co_filename, code.co_name, code.co_firstlineno)
+
 
 class Proof(NamedTuple):
     """What was proven of one module. Plain values: copied and pickled with the module."""
@@ -58,6 +65,8 @@ class Proof(NamedTuple):
     nothing else keeps the output, which may then be changed."""
     training: bool | None = None
     """The module's mode in which "auto" was proven: in the other, a forward may go on with the input. None: in both."""
+    seen: frozenset[Place] = frozenset()
+    """The code that called it where "auto" was proven, whose variables may hold the input: other code may go on with it."""
 
 
 def stock_of(cls: type[nn.Module]) -> type[nn.Module]:
@@ -105,7 +114,10 @@ class Changed(nn.Module):
     _stock: ClassVar[type[nn.Module]]
     _stock_forward: ClassVar[Callable[[Any, Tensor], Tensor]]
 
-    def __init_subclass__(cls, stock: type[nn.Module] | None = None) -> None:
+    def __init_subclass__(cls) -> None:
+        stock: type[nn.Module] | None = vars(cls).get(
+            "_stock"
+        )  # of twins made of a class; no metaclass sees an argument
         concrete = any(getattr(base, "_stock", nn.Module) is not nn.Module for base in cls.__bases__)
         if stock is not None or not concrete:  # else it was parametrized
             torchs = (base for base in cls.__mro__ if base.__module__.startswith("torch.nn."))
@@ -149,18 +161,19 @@ class Swapped(Changed):
     def forward(self, input: Tensor) -> Tensor:
         if is_dynamo_compiling():
             return self._compiled(input)
-        inplace, holders, callers, hooked, dtypes, _, save, training = self._swap
+        inplace, holders, callers, hooked, dtypes, _, save, training, seen = self._swap
         if (dtypes is not None and input.dtype not in dtypes) or (save == "input" and not is_lean()):
             return self._stock_forward(input)
         if save != "input" and not hooked and shows_result(self):
             return self._stock_forward(input)
         try:
-            if callers and _caller(_getframe(1)) not in CALLERS:
+            if callers and caller(_getframe(1)) not in CALLERS:
                 return self._stock_forward(input)
             # Dispatch modes (selective checkpointing) must see one and the same operator each time. What a hook put
             # in the input's place has fewer holders to begin with, so that one more would not show.
             if inplace == "auto" and (
                 getrefcount(input) > holders + ALONE
+                or (seen and place(caller(_getframe(1))) not in seen)
                 or (training is not None and self.training != training)
                 or _len_torch_dispatch_stack()
                 or self._forward_pre_hooks
@@ -201,7 +214,7 @@ _INNER = next((c for c in _CALL.co_consts if isinstance(c, CodeType) and c.co_na
 """What of _call_impl calls the forward where there are hooks."""
 
 
-def _caller(frame: FrameType | None) -> CodeType | None:
+def caller(frame: FrameType | None) -> CodeType | None:
     """Who called the module whose forward this frame called; None where it called that past `__call__`."""
     if frame is not None and frame.f_code is _INNER:
         frame = frame.f_back

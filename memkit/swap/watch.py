@@ -14,7 +14,7 @@ import functools
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from sys import getrefcount
+from sys import _getframe, getrefcount
 from types import MethodType
 from typing import Any
 
@@ -27,7 +27,7 @@ from ..memory._saved import SavedStorages, storages
 from .recipes import RECIPES
 from .sites import AnySite, LayerSite, Site
 from .trial import Trial, explained, tensors, untouched
-from .types import ALONE
+from .types import ALONE, Place, caller, place
 
 
 @dataclass(eq=False)
@@ -36,6 +36,7 @@ class Call:
 
     site: AnySite
     references: int
+    caller: Place
     dtype: torch.dtype
     device: str
     shape: torch.Size = torch.Size()  # noqa: RUF009  never changed
@@ -86,8 +87,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.alive.update((storage._cdata, storage) for storage in found)
         return [storage._cdata for storage in found]
 
-    def begin(self, site: AnySite, input: Tensor, references: int) -> Call:
-        self.current = call = Call(site, references, input.dtype, input.device.type)
+    def begin(self, site: AnySite, input: Tensor, references: int, caller: Place) -> Call:
+        self.current = call = Call(site, references, caller, input.dtype, input.device.type)
         if site.is_block:
             self.saved_elsewhere.update(self.keys(input))  # memkit keeps it too
             self.wanted |= self.norms_before(input)
@@ -223,7 +224,7 @@ def _observe(site: AnySite, watch: Watch) -> None:
         given = () if input is None else (input, *others)
         outer = watch.current
         first: Tensor = tensors((given, named))[0]  # a block may be given several
-        call = watch.begin(site, first, references)
+        call = watch.begin(site, first, references, place(caller(_getframe(1))))
         try:
             output: Tensor = stock(self, *given, **named)
         finally:

@@ -19,7 +19,7 @@ from torch.compiler import is_compiling
 
 from ..._modes import in_forward_mode, in_transform, is_tracing
 from ..layers import is_linear, serves
-from ..types import _caller
+from ..types import caller
 from .losses import INSTEAD, Logits, holds
 from .rotary import served
 from .twin import Twin, is_plain, undecorated
@@ -52,7 +52,7 @@ class Head(Twin, kind="head"):
         asked: _Asked | None = getattr(_now, "asked", None)
         if asked is None or asked.head is not self or not serves(input) or input.dtype == torch.float64:
             return self._stock_forward(input)
-        if _caller(_getframe(2)) is not asked.code:  # past what names the argument as stock does
+        if caller(_getframe(2)) is not asked.code:  # past what names the argument as stock does
             return self._stock_forward(input)
         served.add(asked.model)
         return Logits(self, input)

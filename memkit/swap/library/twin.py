@@ -85,6 +85,7 @@ def why_not_fits(module: nn.Module, twin: type[Any]) -> str:
 
 def _new(kind: str, stock: type[nn.Module]) -> type[Any]:
     names: dict[str, Any] = {
+        "_stock": stock,
         "__module__": stock.__module__,
         "__qualname__": stock.__qualname__,
         "__doc__": stock.__doc__,
@@ -96,7 +97,7 @@ def _new(kind: str, stock: type[nn.Module]) -> type[Any]:
         names["forward"] = _as_called(mixin.forward, stock.forward)
     elif mixin.forward is not nn.Module.forward:
         names["forward"] = _with_its_signature(mixin.forward, stock.forward)
-    made: type[Any] = type(mixin)(stock.__name__, (mixin, stock), names, stock=stock)
+    made: type[Any] = type(mixin)(stock.__name__, (mixin, stock), names)
     return made
 
 
