@@ -68,7 +68,7 @@ def test_another_version_is_left():
 
     class OtherMLP(LlamaMLP):
         def forward(self, x):
-            return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
+            return 2 * self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
 
     model = make("llama").model
     layer = model.model.layers[0]
