@@ -314,18 +314,19 @@ class DropsFirst(DropsTwice):
         return self.fc2(self.act(self.drop(self.fc1(x))))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("cls", [DropsTwice, DropsOnce, DropsFirst])
-def test_every_dropout_is_called_where_it_was(cls, sampled):
-    model = nn.Sequential(cls(), nn.LayerNorm(8))
+def test_every_dropout_is_called_where_it_was(cls, sampled, dtype):
+    model = nn.Sequential(cls(), nn.LayerNorm(8)).to(dtype)
     stock = copy.deepcopy(model)
-    report = swap(model, sample=torch.randn(4, 8) if sampled else None)
+    report = swap(model, sample=torch.randn(4, 8, dtype=dtype) if sampled else None)
     (row,) = (row for row in report if row.path == "0")
     assert row.changed == (cls is not DropsFirst)
     if cls is DropsFirst:
         assert row.reason == "DropsFirst calls its dropouts elsewhere than memkit's act_linear"
-    x = torch.randn(1, 8).expand(20000, 8)
-    ours, theirs = (made[0](x).var(0) for made in (model, stock))
+    x = torch.randn(1, 8, dtype=dtype).expand(20000, 8)
+    ours, theirs = (made[0](x).float().var(0) for made in (model, stock))
     torch.testing.assert_close(ours, theirs, rtol=0.2, atol=0.0)
 
 

@@ -97,7 +97,8 @@ Way resolve_inplace(Inplace inplace, std::string_view op, const Tensor& x, bool 
     return Way::overwrite;
   }
   if (inplace == Inplace::never || !possible) return Way::fresh;
-  if (x.is_contiguous() && x.suggest_memory_format() != at::MemoryFormat::Contiguous) return Way::fresh;  // fresh_like
+  // Out of place its result has other strides than x: see fresh_like.
+  if (x.is_contiguous() && x.suggest_memory_format() != at::MemoryFormat::Contiguous) return Way::fresh;
   if (inplace_blocker_strict(x, x.is_view() ? idle_handles(x._base()) : 0)) return Way::fresh;
   return is_recorded_view(x) ? Way::fresh_keeping_output : Way::overwrite;
 }

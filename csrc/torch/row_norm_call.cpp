@@ -120,8 +120,8 @@ Tensor row_norm(bool centered, const Tensor& input, const Shape& shape, const Op
       const Inplace way = forced ? inplace : Inplace::never;
       const Tensor out = row_norm(centered, rows, shape, weight, bias, eps, -1, denominator, way, save);
       if (forced) return input;
-      return input.is_contiguous() ? out.view(input.sizes())
-                                   : out.movedim(-1, dim);  // the strides as of a fresh result
+      // Of a contiguous input only dimensions of one element were moved: the strides of a fresh result.
+      return input.is_contiguous() ? out.view(input.sizes()) : out.movedim(-1, dim);
     }
   }
   if (!behind && usual) return usual_norm(centered, input, shape, weight, bias, eps, inplace, save);

@@ -217,11 +217,13 @@ def _over(
     if len(normalized_shape) > 1 or not _are_rows(rows):
         return _dispatched(op, input, normalized_shape, *parameters, inplace, save, denominator, behind)
     out = _dispatched(op, rows, normalized_shape, *parameters, inplace, save, denominator)
-    if inplace is True or not behind:
-        return input if inplace is True else out
-    return (
-        out.view(input.shape) if input.is_contiguous() else out.movedim(-1, dim)
-    )  # the strides of a fresh result
+    if inplace is True:
+        return input
+    if (
+        behind and input.is_contiguous()
+    ):  # only dimensions of one element were moved: the strides of a fresh result
+        return out.view(input.shape)
+    return out.movedim(-1, dim) if behind else out
 
 
 def _are_rows(x: Tensor) -> bool:

@@ -115,9 +115,8 @@ class Changed(nn.Module):
     _stock_forward: ClassVar[Callable[[Any, Tensor], Tensor]]
 
     def __init_subclass__(cls) -> None:
-        stock: type[nn.Module] | None = vars(cls).get(
-            "_stock"
-        )  # of twins made of a class; no metaclass sees an argument
+        # Of a twin that is made of a class: in its namespace, as a metaclass may take no argument.
+        stock: type[nn.Module] | None = vars(cls).get("_stock")
         concrete = any(getattr(base, "_stock", nn.Module) is not nn.Module for base in cls.__bases__)
         if stock is not None or not concrete:  # else it was parametrized
             torchs = (base for base in cls.__mro__ if base.__module__.startswith("torch.nn."))
