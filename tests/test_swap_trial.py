@@ -110,6 +110,43 @@ def test_the_sample_run_leaves_no_trace(train):
     assert x.equal(x_before)
 
 
+def _average_in_place(key, query):
+    with torch.no_grad():
+        key.mul_(0.9).add_(query, alpha=0.1)
+
+
+def _average_of_data(key, query):
+    key.data.mul_(0.9).add_(query.data, alpha=0.1)
+
+
+def _average_as_other_data(key, query):
+    key.data = key.data * 0.9 + query.data * 0.1
+
+
+@pytest.mark.parametrize("lean", [False, True, "call"])
+@pytest.mark.parametrize("average", [_average_in_place, _average_of_data, _average_as_other_data])
+def test_parameters_that_the_forward_writes(average, lean):
+    """A key encoder follows by a moving average (He et al. 2020)."""
+
+    class Momentum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.query, self.key = mlp(nn.GELU()), mlp(nn.GELU()).requires_grad_(False)
+
+        def forward(self, x):
+            for key, query in zip(self.key.parameters(), self.query.parameters(), strict=True):
+                average(key, query)
+            return self.query(x) * self.key(x)
+
+    model = Momentum()
+    before = [(p, p.data_ptr(), p.detach().clone()) for p in model.parameters()]
+    swap(model, sample=batch(), lean=lean)
+    for parameter, (same, address, values) in zip(model.parameters(), before, strict=True):
+        assert parameter is same
+        assert parameter.data_ptr() == address
+        assert parameter.equal(values)
+
+
 def test_inputs_that_the_model_overwrites():
     model = Block(lambda self, x: plain(self, x.mul_(2)))
     x = batch()

@@ -8,7 +8,7 @@ import operator
 import random
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, fields, is_dataclass
@@ -82,6 +82,8 @@ class Trial:
         """Whether forwards run inside :class:`memkit.lean`."""
         self.but_logits = False
         """Whether a language model's logits do not count among its outputs."""
+        self.written: set[nn.Parameter] = set()
+        """The parameters that a run writes to."""
 
     def run(
         self,
@@ -99,7 +101,7 @@ class Trial:
         its embeddings give.
         """
         as_stock = nullcontext() if drops else stock_dropout(), with_logits() if logits else nullcontext()
-        with untouched(self.model), explained(phase), as_stock[0], as_stock[1]:
+        with untouched(self.model, self.written), explained(phase), as_stock[0], as_stock[1]:
             for module in in_evaluation:
                 self.places.get(module, module).training = False
             inputs = self.fresh()
@@ -133,6 +135,8 @@ class Trial:
                 return None
             trial.places = dict(zip(self.model.modules(), copy.modules(), strict=True))
             trial.model = copy._apply(lambda held: held.to(wide) if held.dtype in narrow else held)
+        pairs = zip(self.model.parameters(), trial.model.parameters(), strict=True)
+        trial.written = {theirs for ours, theirs in pairs if ours in self.written}
         return trial
 
     @contextmanager
@@ -266,12 +270,15 @@ def exact_convolutions(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Puts back what a run changes: random generators, gradients, buffers, modules' attributes. No layer is skipped."""
+def untouched(model: nn.Module, written: Set[Tensor] = frozenset()) -> Iterator[None]:
+    """Puts back what a run changes: random generators, gradients, buffers, modules' attributes. No layer is skipped.
+
+    ``written``: the parameters whose values a run changes.
+    """
     with ExitStack() as stack:
         _keep_random_state(stack)
         for parameter in model.parameters():
-            _keep_parameter(stack, parameter)
+            _keep_parameter(stack, parameter, parameter in written)
         for module in model.modules():
             _keep_attributes(stack, module)
         _keep_every_layer(stack, model)
@@ -289,8 +296,10 @@ def _keep_random_state(stack: ExitStack) -> None:
         stack.callback(np.random.set_state, np.random.get_state())
 
 
-def _keep_parameter(stack: ExitStack, parameter: nn.Parameter) -> None:
+def _keep_parameter(stack: ExitStack, parameter: nn.Parameter, with_values: bool) -> None:
     gradient, trained = parameter.grad, parameter.requires_grad
+    data = parameter.data
+    values = data.clone() if with_values else None
     # Hooks that step an optimizer as soon as a gradient is there must not run.
     hooks = parameter._post_accumulate_grad_hooks
     suspended = dict(hooks or {})
@@ -299,6 +308,10 @@ def _keep_parameter(stack: ExitStack, parameter: nn.Parameter) -> None:
     def restore() -> None:
         vars(parameter).clear()
         vars(parameter).update(attributes)
+        if _memory(parameter) != _memory(data):  # another may stand for it
+            parameter.data = data
+        if values is not None:
+            data.copy_(values)
         parameter.requires_grad_(trained)
         parameter.grad = gradient
         if suspended:

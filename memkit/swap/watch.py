@@ -65,7 +65,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.exact = exact
         self.alive: dict[int, torch.UntypedStorage] = {}
-        self.parameters = {key: p for p in model.parameters() for key in self.keys(p)}
+        self.parameters: dict[int, list[nn.Parameter]] = {}
+        for parameter in model.parameters():
+            for key in self.keys(parameter):
+                self.parameters.setdefault(key, []).append(parameter)
         self.known = dict.fromkeys(self.parameters, "its input is a parameter")
         for name, given in (("a buffer", model.buffers()), ("the model's", tensors(inputs))):
             self.known |= {key: f"its input is {name}" for tensor in given for key in self.keys(tensor)}
@@ -80,7 +83,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.inputs: dict[int, list[Call]] = {}
         self.outputs: dict[int, list[Call]] = {}
         self.current: Call | None = None
-        self.backups: dict[int, Tensor] = {}
+        self.backups: dict[nn.Parameter, Tensor] = {}
 
     def keys(self, tensor: Tensor) -> list[int]:
         found = list(storages(tensor))
@@ -173,13 +176,14 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         for call in self.outputs.get(key, ()):
             call.written = call.written or f"its output is changed in place by {op}"
-        if key in self.parameters and key not in self.backups:
-            self.backups[key] = self.parameters[key].detach().clone()
+        for parameter in self.parameters.get(key, ()):
+            if parameter not in self.backups:
+                self.backups[parameter] = parameter.detach().clone()
 
     def restore_parameters(self) -> None:
         with torch.no_grad():
-            for key, value in self.backups.items():
-                self.parameters[key].copy_(value)
+            for parameter, value in self.backups.items():
+                parameter.copy_(value)
 
 
 class Saves(SavedStorages):
@@ -206,6 +210,7 @@ def watched(trial: Trial, sites: Sequence[AnySite], norms: Sequence[nn.Module], 
                 outputs = [trial.step(inputs)]
             _look_for_holders(watch, outputs)
         finally:
+            trial.written.update(watch.backups)
             watch.restore_parameters()
             for site in sites:
                 del vars(site.module)[site.method]
