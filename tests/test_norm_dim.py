@@ -208,6 +208,7 @@ def test_derivatives(op: str) -> None:
     )
     assert torch.autograd.gradgradcheck(function, (x, *parameters))
     assert torch.autograd.gradcheck(ours(op), (x, *parameters))
+    assert torch.autograd.gradgradcheck(ours(op, save="output"), (x, *parameters))
     batched = torch.stack([normal((2, C, 3, 2), torch.float64, seed) for seed in (3, 4)])
     for save in ("input", "output"):
         out = ours(op, save=save)(x, *parameters)

@@ -68,6 +68,19 @@ Composed compose(const ChannelNorm& norm, const Tensor& input, const OptionalTen
   return made;
 }
 
+// The same of PyTorch's own norms, whose derivatives keep their input and not what they are composed of.
+Tensor stock(const ChannelNorm& norm, const Tensor& input, const OptionalTensor& mean, const OptionalTensor& variance,
+             const OptionalTensor& weight, const OptionalTensor& bias, at::ScalarType dtype) {
+  const auto computed = compute_dtype(input.scalar_type());
+  const auto wide = [&](const OptionalTensor& t) { return t ? OptionalTensor(t->to(computed)) : t; };
+  const Tensor x = input.to(computed);
+  Tensor z = norm.groups ? at::group_norm(x, norm.groups, wide(weight), wide(bias), norm.eps)
+                         : at::batch_norm(x, wide(weight), wide(bias), wide(mean), wide(variance), /*training=*/!mean,
+                                          /*momentum=*/0, norm.eps, at::globalContext().userEnabledCuDNN());
+  if (!norm.act.empty()) z = stock_activation(ActivationSpec(norm.act, norm.params), z);
+  return z.to(dtype);
+}
+
 // Below autograd, with the statistics given.
 Tensor normalise(const ChannelNorm& norm, const Tensor& input, const Tensor& mean, const Tensor& variance,
                  const OptionalTensor& weight, const OptionalTensor& bias, at::ScalarType dtype) {
@@ -154,7 +167,7 @@ struct ChannelNormBackward : SavedNode {
     if (bias) bias = at::alias(*bias);
     const OptionalTensor given_mean = own_statistics ? std::nullopt : optional(mean);
     const OptionalTensor given_variance = own_statistics ? std::nullopt : optional(variance);
-    const Tensor out = compose(norm(), x, given_mean, given_variance, weight, bias, grad.scalar_type()).out;
+    const Tensor out = stock(norm(), x, given_mean, given_variance, weight, bias, grad.scalar_type());
     autograd::variable_list inputs, result(3);
     std::vector<size_t> places;
     const auto want = [&](size_t place, const Tensor& input) {

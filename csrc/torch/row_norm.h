@@ -74,8 +74,6 @@ RowNormGradients row_norm_backward(const RowNorm& norm, const at::Tensor& grad, 
 
 // The same in ATen's own operators, for function transforms and derivatives of derivatives.
 std::vector<int64_t> normalised_dims(const RowNorm& norm);
-// rstd of a row whose elements are so far from its mean.
-at::Tensor stock_rstd(const RowNorm& norm, const at::Tensor& distance);
 // A weight, bias or statistic, ready to broadcast.
 at::Tensor along_columns(const RowNorm& norm, at::Tensor parameter);
 at::Tensor stock_row_norm(const RowNorm& norm, const at::Tensor& input, const OptionalTensor& weight,
@@ -83,6 +81,14 @@ at::Tensor stock_row_norm(const RowNorm& norm, const at::Tensor& input, const Op
 RowNormGradients stock_row_norm_backward(const RowNorm& norm, const at::Tensor& grad, const OptionalTensor& grad_sum,
                                          const at::Tensor& x_hat, const OptionalTensor& weight, const at::Tensor& rstd,
                                          at::ScalarType input_dtype, std::array<bool, 3> wanted);
+// As row_norm_backward of the input (with a residual, of the sum), with a derivative of its own.
+RowNormGradients differentiable_row_norm_backward(const RowNorm& norm, const at::Tensor& grad,
+                                                  const OptionalTensor& grad_sum, const at::Tensor& input,
+                                                  const OptionalTensor& weight, const OptionalTensor& bias,
+                                                  std::array<bool, 3> wanted);
+// An input that gives the result and the gradients that this one gave: where a mean was taken off, without it.
+at::Tensor stock_input(const RowNorm& norm, const at::Tensor& out, const OptionalTensor& weight,
+                       const OptionalTensor& bias, const at::Tensor& rstd, at::ScalarType input_dtype);
 
 // In place, for plain tensors in eager mode: the output in the input's memory, or the sum in the residual's.
 at::Tensor& row_norm_(const RowNorm& norm, at::Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias);

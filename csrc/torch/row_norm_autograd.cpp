@@ -75,7 +75,8 @@ struct RowNormBackward : SavedNode {
                                      bias && task_should_compute_output(parameters + 1)};
     RowNormGradients g;
     if (at::GradMode::is_enabled()) {  // create_graph: the gradient itself needs a derivative
-      g = differentiable(grad, grad_sum, x, weight, wanted);
+      const Tensor input = kept == Kept::input ? x : input_of(x, weight, bias, rstd);
+      g = differentiable_row_norm_backward(norm, grad, grad_sum, input, weight, bias, wanted);
     } else if (is_plain(grad) && is_plain(x) && (!grad_sum || is_plain(*grad_sum))) {
       // The incoming gradient's memory serves for the outgoing one where no one else can see it.
       Tensor into;
@@ -107,15 +108,15 @@ struct RowNormBackward : SavedNode {
   }
 
  private:
-  RowNormGradients differentiable(const Tensor& grad, const OptionalTensor& grad_sum, const Tensor& x,
-                                  const OptionalTensor& weight, std::array<bool, 3> wanted) {
-    TORCH_CHECK(kept == Kept::input, norm.name(),
-                ": expected save='input' for a derivative of the gradient, got save='output', whose input is gone");
-    const Tensor wide = x.to(compute_dtype(input_dtype));
-    const auto dims = normalised_dims(norm);
-    const Tensor distance = norm.centered ? wide - wide.mean(dims, true) : wide;
-    const Tensor rstd = stock_rstd(norm, distance);
-    return stock_row_norm_backward(norm, grad, grad_sum, distance * rstd, weight, rstd, input_dtype, wanted);
+  // Made anew, and in the graph where the input is; with a residual, where the sum is.
+  Tensor input_of(const Tensor& out, const OptionalTensor& weight, const OptionalTensor& bias, const Tensor& rstd) {
+    Tensor made = [&] {
+      const at::AutoDispatchBelowADInplaceOrView below;
+      return stock_input(norm, out, weight, bias, rstd, input_dtype);
+    }();
+    const autograd::Edge at = adds ? autograd::Edge(getptr(), 0) : next_edge(0);
+    if (at.is_valid()) autograd::impl::set_gradient_edge(made, at);
+    return made;
   }
 };
 

@@ -51,19 +51,20 @@ Tensor along_rows(const RowNorm& norm, Tensor statistic) {
   return statistic;
 }
 
+// rstd of a row whose elements are so far from its mean.
+Tensor stock_rstd(const RowNorm& norm, const Tensor& distance) {
+  const auto dims = normalised_dims(norm);
+  if (norm.denominator == Denominator::root) return (distance.square().mean(dims, true) + norm.eps).rsqrt();
+  const Tensor size = over_divisor(norm, distance.square()).sqrt();
+  return (norm.denominator == Denominator::norm ? size.clamp_min(norm.eps) : size + norm.eps).reciprocal();
+}
+
 }  // namespace
 
 std::vector<int64_t> normalised_dims(const RowNorm& norm) {
   std::vector<int64_t> dims = last_dims(norm);
   for (int64_t& d : dims) d -= norm.behind;
   return dims;
-}
-
-Tensor stock_rstd(const RowNorm& norm, const Tensor& distance) {
-  const auto dims = normalised_dims(norm);
-  if (norm.denominator == Denominator::root) return (distance.square().mean(dims, true) + norm.eps).rsqrt();
-  const Tensor size = over_divisor(norm, distance.square()).sqrt();
-  return (norm.denominator == Denominator::norm ? size.clamp_min(norm.eps) : size + norm.eps).reciprocal();
 }
 
 Tensor along_columns(const RowNorm& norm, Tensor parameter) {
@@ -113,6 +114,57 @@ RowNormGradients stock_row_norm_backward(const RowNorm& norm, const Tensor& grad
 
 namespace {
 
+// x_hat of a norm's result.
+Tensor stock_x_hat(const RowNorm& norm, const Tensor& out, const OptionalTensor& weight, const OptionalTensor& bias) {
+  const Tensor scaled = bias ? out - along_columns(norm, bias->to(out.scalar_type())) : out;
+  if (!weight) return scaled;
+  const Tensor w = along_columns(norm, weight->to(out.scalar_type()));
+  return at::where(w == 0, at::zeros({}, out.options()), scaled / w);
+}
+
+}  // namespace
+
+Tensor stock_input(const RowNorm& norm, const Tensor& out, const OptionalTensor& weight, const OptionalTensor& bias,
+                   const Tensor& rstd, at::ScalarType input_dtype) {
+  const Tensor wide = out.to(compute_dtype(input_dtype));
+  return (stock_x_hat(norm, wide, weight, bias) / along_rows(norm, rstd)).to(input_dtype);
+}
+
+RowNormGradients differentiable_row_norm_backward(const RowNorm& norm, const Tensor& grad,
+                                                  const OptionalTensor& grad_sum, const Tensor& input,
+                                                  const OptionalTensor& weight, const OptionalTensor& bias,
+                                                  std::array<bool, 3> wanted) {
+  const auto input_dtype = input.scalar_type();
+  const auto dims = normalised_dims(norm);
+  if (!norm.centered || norm.denominator != Denominator::root || norm.behind) {
+    const Tensor wide = input.to(compute_dtype(input_dtype));
+    const Tensor distance = norm.centered ? wide - wide.mean(dims, true) : wide;
+    const Tensor rstd = stock_rstd(norm, distance);
+    return stock_row_norm_backward(norm, grad, grad_sum, distance * rstd, weight, rstd, input_dtype, wanted);
+  }
+  // PyTorch's own keeps the input, its gradient and a row's statistics, not what they are composed of.
+  const auto is_alike = [&](const OptionalTensor& t) { return !t || t->scalar_type() == input_dtype; };
+  const bool is_uniform = is_alike(grad) && is_alike(weight) && is_alike(bias);
+  const auto computed = is_uniform ? input_dtype : compute_dtype(input_dtype);
+  const auto converted = [&](const OptionalTensor& t) { return t ? OptionalTensor(t->to(computed)) : t; };
+  const Tensor x = input.to(computed);
+  const auto shape = norm.shape(x.sym_sizes());
+  const auto [mean, rstd] = [&] {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    const auto made = at::native_layer_norm_symint(x, shape, std::nullopt, std::nullopt, norm.eps);
+    return std::pair(std::get<1>(made), std::get<2>(made));
+  }();
+  auto [by_input, by_weight, by_bias] = at::native_layer_norm_backward_symint(
+      grad.to(computed), x, shape, mean, rstd, converted(weight), converted(bias), wanted);
+  RowNormGradients result;
+  if (wanted[0]) result.input = (grad_sum ? by_input + grad_sum->to(computed) : by_input).to(input_dtype);
+  if (wanted[1]) result.weight = by_weight.to(weight->scalar_type());
+  if (wanted[2]) result.bias = by_bias.to(bias->scalar_type());
+  return result;
+}
+
+namespace {
+
 // Outputs and gradients of vmap's batches.
 Tensor row_norm_batched(const Tensor& input, int64_t dims, int64_t behind, const OptionalTensor& weight,
                         const OptionalTensor& bias, double eps, bool centered, at::ScalarType dtype, c10::string_view,
@@ -140,11 +192,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_batched(const Tensor& grad, const Op
   const Tensor wide = saved.to(computed), scale = along_rows(norm, rstd);
   Tensor x_hat;
   if (from_output) {
-    x_hat = bias ? wide - along_columns(norm, bias->to(computed)) : wide;
-    if (weight) {
-      const Tensor w = along_columns(norm, weight->to(computed));
-      x_hat = at::where(w == 0, at::zeros({}, x_hat.options()), x_hat / w);
-    }
+    x_hat = stock_x_hat(norm, wide, weight, bias);
   } else {
     x_hat = (mean ? wide - along_rows(norm, *mean) : wide) * scale;
   }

@@ -40,7 +40,7 @@ their dtype.
 
 Shapes: any; the result is contiguous and of the input's shape and dtype. Devices: CPU, CUDA. ``ValueError``: shapes that
 do not fit, an unknown ``save``. ``TypeError``: another dtype. ``RuntimeError``: a device or layout memkit has no kernel
-for; in place refused; a derivative of the gradient with ``save="output"``.
+for; in place refused.
 """
 
 from __future__ import annotations
@@ -326,7 +326,7 @@ describe(
     Shapes: any; the result has the input's, and is contiguous; weight and bias have ``normalized_shape``. Results have the
     input's dtype, under autocast autocast's; weights may be float32 beside an input of half precision. ``ValueError``:
     shapes that do not fit, an unknown ``save``, ``inplace`` or ``denominator``. ``TypeError``: another dtype, no tensor.
-    ``RuntimeError``: a device or layout without a kernel; in place refused; a derivative of the gradient from the output.
+    ``RuntimeError``: a device or layout without a kernel; in place refused.
 
     ``save``: what backward computes with, "input", "output", or "auto": the output where that is as exact. ``inplace``:
     False, True, or "auto": where that is safe.

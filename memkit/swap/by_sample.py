@@ -13,7 +13,6 @@ from torch import nn
 
 from . import change
 from .find import ON_REQUEST, OPS, Found, find
-from .layers import Choice
 from .library import dropped, served
 from .prove import prove
 from .report import Row, SwapReport
@@ -105,10 +104,6 @@ def _tried_whole(
     before = trial.run("stock, with dropout").saved if dropouts else stock.saved
     served.difference_update(found.may_be_idle)
     swapped, error = _tried(trial, change_over, dropouts)
-    if swapped is None:  # of what it differentiates itself, a norm may have kept too little
-        change_back()
-        decisions = {site: _from_input(decision) for site, decision in decisions.items()}
-        swapped, error = _tried(trial, change_over, dropouts)
     if swapped is None:
         change_back()
         refusal = f"the swapped model raises on the sample: {error}"
@@ -192,14 +187,6 @@ def _tried(
         return trial.run("swapped", dropouts), ""
     except Exception as error:
         return None, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-
-
-def _from_input(decision: Decision) -> Decision:
-    """Of a norm that may keep its output: as in stock."""
-    if not isinstance(decision.proof, Choice) or decision.proof.save != "auto":
-        return decision
-    proof, before = decision.proof._replace(save="input"), decision.bytes_before
-    return Decision(proof, "keeps its input: the forward differentiates", before, before)
 
 
 def _disturbed(trial: Trial, phase: str, dropouts: Sequence[nn.Module], noise: float) -> Outcome | None:
