@@ -14,6 +14,7 @@ from memkit.memory import measure
 from memkit.swap.library import attention as attention_module
 from memkit.swap.library import written_attention
 from memkit.swap.library.attend import Scores, attend
+from memkit.swap.library.remembered import Remembered
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -249,7 +250,7 @@ def written_out_as(monkeypatch):
     """Makes the function that layers write out another one, of which nothing is known."""
 
     def patch(function):
-        monkeypatch.setattr(written_attention, "_same", {})
+        monkeypatch.setattr(written_attention, "_same", Remembered())
         monkeypatch.setitem(globals(), "written_out", function)
 
     return patch

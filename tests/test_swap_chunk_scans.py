@@ -16,6 +16,7 @@ from memkit.memory import measure
 from memkit.swap.library import pieces, recurrences
 from memkit.swap.library.chunk_scan import chunk_scan
 from memkit.swap.library.delta_rule import gated_delta_rule
+from memkit.swap.library.remembered import Remembered
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -181,7 +182,7 @@ def outcome(function, tensors, **options):
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch):
-    monkeypatch.setattr(recurrences, "_same", {})
+    monkeypatch.setattr(recurrences, "_same", Remembered())
     monkeypatch.setattr(pieces, "PIECE", 10)
 
 

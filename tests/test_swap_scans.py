@@ -17,6 +17,7 @@ from memkit.bench.zoo import distance
 from memkit.memory import measure
 from memkit.swap.library import recurrences, scans
 from memkit.swap.library import selective_scan as scan_module
+from memkit.swap.library.remembered import Remembered
 from memkit.swap.library.selective_scan import selective_scan
 
 pytestmark = pytest.mark.usefixtures("repeatable")
@@ -132,7 +133,7 @@ LAYERS = {
 
 @pytest.fixture(autouse=True)
 def _nothing_is_known(monkeypatch):
-    monkeypatch.setattr(recurrences, "_same", {})
+    monkeypatch.setattr(recurrences, "_same", Remembered())
     monkeypatch.setattr(scan_module, "PIECE", 5)
 
 

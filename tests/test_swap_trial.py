@@ -210,6 +210,40 @@ def test_a_forward_that_differentiates(layers, lean):
         torch.testing.assert_close(a.grad, b.grad)
 
 
+@pytest.mark.parametrize("lean", [False, True, "call"])
+def test_a_forward_that_calls_what_has_to_be_compiled(lean):
+    """As that of transformers' flex_attention does."""
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def gate(x):
+        return x * torch.sigmoid(x)
+
+    model = Block(lambda self, x: gate(plain(self, x)))
+    ours, x = copy.deepcopy(model), batch()
+    report = swap(ours, sample=x, lean=lean)
+    assert report.changed
+    assert not report.note
+    for m in (model, ours):
+        m(x).sum().backward()
+    for a, b in zip(ours.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+@pytest.mark.slow
+def test_flex_attention(recwarn):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(vocab_size=128, num_key_value_heads=2, **sizes)
+    model = transformers.LlamaForCausalLM(config).eval()
+    model.set_attn_implementation("flex_attention")
+    ids = torch.randint(3, 90, (2, 32))
+    with torch.no_grad():
+        stock = model(input_ids=ids).logits
+        assert swap(model, sample={"input_ids": ids}).changed
+        torch.testing.assert_close(model(input_ids=ids).logits, stock)
+    assert not [each for each in recwarn if "without torch.compile" in str(each.message)]
+
+
 def test_a_swapped_model_that_raises_is_refused(monkeypatch):
     def broken(*args, **kwargs):
         raise KeyError("broken")

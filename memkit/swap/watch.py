@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from sys import _getframe, getrefcount
 from types import MethodType
@@ -206,7 +208,7 @@ def watched(trial: Trial, sites: Sequence[AnySite], norms: Sequence[nn.Module], 
                 _observe(site, watch)
             for norm in norms:
                 _observe_norm(norm, watch)
-            with watch, Saves(watch).hooks():
+            with watch, Saves(watch).hooks(), _uncompiled():
                 outputs = [trial.step(inputs)]
             _look_for_holders(watch, outputs)
         finally:
@@ -217,6 +219,14 @@ def watched(trial: Trial, sites: Sequence[AnySite], norms: Sequence[nn.Module], 
             for norm in norms:
                 del vars(norm)["forward"]
     return watch
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Under a mode nothing is compiled, and what says that it has to be would raise; flex_attention warns."""
+    with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
+        yield
 
 
 def _observe(site: AnySite, watch: Watch) -> None:

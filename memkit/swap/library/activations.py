@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -43,7 +44,8 @@ CLASSES = {
 
 _NEAR, _FAR = torch.linspace(-8, 8, 161), torch.tensor([1e1, 2e1, 1e2, 1e3, 1e4])
 _PROBE = torch.cat([_NEAR, _FAR, -_FAR]).to("cpu", torch.float64).view(3, 3, -1)
-_checked: dict[type[nn.Module], str | None] = {}
+_checked: WeakKeyDictionary[type[nn.Module], bool] = WeakKeyDictionary()
+"""Whether a class of such a name computes what that says."""
 
 
 class Activation(Swapped, Twin):
@@ -57,13 +59,14 @@ for _op in sorted(set(CLASSES.values())):
 def library_activation(module: nn.Module) -> str | None:
     """Which activation a module of a library's class is."""
     cls = type(module)
-    if cls not in _checked:
-        candidate = None if cls.__module__.startswith(("torch.nn.", "memkit.")) else CLASSES.get(cls.__name__)
-        if candidate and not (module._parameters or module._buffers or module._modules):
-            _checked[cls] = candidate if computes(module.forward, candidate) else None
-        else:
-            _checked[cls] = None
-    return _checked[cls]
+    op = CLASSES.get(cls.__name__)
+    if op is None or cls.__module__.startswith(("torch.nn.", "memkit.")):
+        return None
+    known = _checked.get(cls)
+    if known is None:
+        bare = not (module._parameters or module._buffers or module._modules)
+        known = _checked[cls] = bare and computes(module.forward, op)
+    return op if known else None
 
 
 def computes(activation: Any, op: str) -> bool:
@@ -94,7 +97,7 @@ def activation_of(act: Any) -> tuple[str, dict[str, float]] | None:
         name = FUNCTIONS.get(act)
         return None if name is None else (name, {})
     swapped, twin = isinstance(act, Swapped), _STOCK.get(type(act))
-    if not (swapped or twin) and _checked.get(type(act), "unknown") is None:  # as most layers, in each call
+    if not (swapped or twin or type(act).__name__ in CLASSES):  # as most layers, in each call
         return None
     if not only_read(act):
         return None

@@ -15,10 +15,10 @@ import builtins
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache, partial
+from functools import lru_cache, partial
 from operator import is_
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType, NoneType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -33,10 +33,11 @@ from ..layers import Pending, serves
 from ..recipes import FUNCTIONS
 from .activations import computes
 from .attend import may_drop
+from .remembered import Remembered
 from .rewritten import rewrites, rewritten
 from .scaled import Running, runs
 from .sdpa import attending
-from .source import global_names, has_class
+from .source import CODES, global_names, has_class
 from .twin import Instead, Ours, Twin, decorated, undecorated, with_names
 
 DROPOUTS: dict[Any, Callable[..., Tensor]] = {
@@ -82,15 +83,21 @@ WHY_IDLE = {
 dropped: WeakSet[nn.Module] = WeakSet()
 """Modules of whose dropouts one has been memkit's."""
 
-_checked: dict[tuple[FunctionType, Any], bool] = {}
+_checked: Remembered[bool] = Remembered()
 """By the function and the numbers of its module that it reads."""
 
 
 class Functions(Twin, kind="functions"):
     _acts, _drops = True, True
+    _made: ClassVar[dict[tuple[bool, bool], _Made]]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._made = {}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        forward: Any = type(self)._stock_forward
+        cls = type(self)
+        forward: Any = cls._stock_forward
         if is_compiling() or is_tracing():
             return forward(self, *args, **kwargs)
         in_lean = self._acts and is_lean() and torch.is_grad_enabled()
@@ -98,7 +105,7 @@ class Functions(Twin, kind="functions"):
         if not (in_lean or drops):
             return forward(self, *args, **kwargs)
         with Running(self):
-            return _with_ours(forward, in_lean, drops)(self, *args, **kwargs)
+            return _with_ours(cls, in_lean, drops)(self, *args, **kwargs)
 
 
 class Dropouts(Functions, kind="dropouts"):
@@ -145,14 +152,14 @@ class _Made(NamedTuple):
     """What decided on it: of modules, what they hold by a name."""
 
 
-_made: dict[tuple[FunctionType, bool, bool], _Made] = {}
 _LASTING = (FunctionType, BuiltinFunctionType, ModuleType, type, int, float, str, NoneType)
 """What may be kept that a module holds: no tensors, which would outlive it."""
 
 
-def _with_ours(forward: Any, acts: bool, drops: bool) -> Any:
+def _with_ours(cls: type[Functions], acts: bool, drops: bool) -> Any:
     """The forward with our activations, or dropouts for what :class:`Running` says; that of the last call, where all that
     it depends on is still there. This runs in each call: looking takes a tenth of the time that making it takes."""
+    forward: Any = cls._stock_forward
     if type(forward) is not FunctionType:
         return forward
     parts = [
@@ -160,7 +167,7 @@ def _with_ours(forward: Any, acts: bool, drops: bool) -> Any:
         for each in decorated(forward)
         for part in (each, each.__code__, each.__defaults__, each.__kwdefaults__)
     ]
-    made = _made.get((forward, acts, drops))
+    made = cls._made.get((acts, drops))
     if made is not None and len(parts) == len(made.parts) and all(map(is_, parts, made.parts)):
         for where, name, held in made.seen:
             if where.get(name) is not held:
@@ -173,7 +180,7 @@ def _with_ours(forward: Any, acts: bool, drops: bool) -> Any:
     if not (names and has_class(undecorated(forward).__code__)):
         seen = tuple(_seen(forward))
         if all(isinstance(held, _LASTING) for _, _, held in seen):
-            _made[forward, acts, drops] = _Made(function, tuple(parts), seen)
+            cls._made[acts, drops] = _Made(function, tuple(parts), seen)
     return function
 
 
@@ -242,7 +249,7 @@ class _Use(NamedTuple):
     call: ast.Call | None
 
 
-@cache
+@lru_cache(maxsize=CODES)
 def _uses(code: CodeType) -> tuple[_Use, ...]:
     """What its source says of its module's names; nothing where it cannot be read, or may look at them in other ways."""
     names = global_names(code)
@@ -299,10 +306,11 @@ def _op(name: str, held: Any) -> str | None:
         return None
     known = {**vars(builtins), **held.__globals__}
     reads = {name: known.get(name) for name in global_names(held.__code__) or ()}
-    seen = (held, tuple((name, each) for name, each in reads.items() if type(each) in (int, float)))
-    if seen not in _checked:
-        _checked[seen] = _is_alone(held, reads.values()) and computes(held, op) and _is_elementwise(held)
-    return op if _checked[seen] else None
+    seen = tuple((name, each) for name, each in reads.items() if type(each) in (int, float))
+    checked = _checked.of(held)
+    if seen not in checked:
+        checked[seen] = _is_alone(held, reads.values()) and computes(held, op) and _is_elementwise(held)
+    return op if checked[seen] else None
 
 
 def _is_alone(function: FunctionType, reads: Iterable[Any]) -> bool:

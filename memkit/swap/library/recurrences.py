@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .chunk_scan import chunk_scan
 from .delta_rule import gated_delta_rule
+from .remembered import Remembered
 from .selective_scan import selective_scan
 from .twin import itself, near, numbers
 
@@ -58,8 +59,8 @@ KNOWN = {
     ),
 }
 
-_same: dict[Any, bool] = {}
-"""Whether ours is what a function computes."""
+_same: Remembered[bool] = Remembered()
+"""Whether ours is what a function computes, in a layer of that class."""
 
 
 def stand_in(name: str, function: Any, cls: Any, args: Any, kwargs: Any) -> Callable[[], Any] | None:
@@ -77,10 +78,10 @@ def stand_in(name: str, function: Any, cls: Any, args: Any, kwargs: Any) -> Call
     taken = inspect.signature(known.ours).parameters
     options = {name: each for name, each in held.items() if name in taken}
     dtypes = tuple(None if x is None else x.dtype for x in tensors.values())
-    seen = (function, cls, dtypes, tuple(sorted(held.items())))
-    if seen not in _same:
-        _same[seen] = _is_same(known, function, bound, tensors, options)
-    return partial(known.ours, *tensors.values(), **options) if _same[seen] else None
+    same, seen = _same.of(function, cls), (dtypes, tuple(sorted(held.items())))
+    if seen not in same:
+        same[seen] = _is_same(known, function, bound, tensors, options)
+    return partial(known.ours, *tensors.values(), **options) if same[seen] else None
 
 
 def _fit(known: Known, tensors: dict[str, Any]) -> bool:

@@ -9,7 +9,6 @@ import builtins
 import dis
 import math
 import operator
-from collections.abc import Hashable
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from ..._hooks import has_hooks
 from .lines import GRAD, repeats
+from .remembered import Remembered
 from .source import definition, owner_name
 
 CHANGES = (
@@ -42,22 +42,18 @@ LIBRARIES = ("einops",)
 Names = frozenset[str]
 """That code which may be run again may ask its layer for."""
 
-_known: dict[Hashable, Names | None] = {}
+_known: Remembered[Names | None] = Remembered()
 
 
 def reach(code: CodeType, names: dict[str, Any], cls: Any) -> Names | None:
     """Of a function of this code over these names of its module, that is part of a method of that class, if of one; None
     where it may not be run again. Its own lines have been looked at by who made it."""
-    try:
-        return _known[code, cls]
-    except KeyError:
-        pass
-    if len(_known) > 1000:
-        _known.clear()
-    found: set[str] = set()
-    repeats = _collect(code, names, cls, found, set(), checked=True)
-    _known[code, cls] = known = frozenset(found) if repeats else None
-    return known
+    known = _known.of(cls)
+    if code not in known:
+        found: set[str] = set()
+        repeats = _collect(code, names, cls, found, set(), checked=True)
+        known[code] = frozenset(found) if repeats else None
+    return known[code]
 
 
 def reach_of(layer: nn.Module) -> Names | None:

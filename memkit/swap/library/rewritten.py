@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from functools import cache
+from functools import lru_cache
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -22,7 +22,7 @@ from .regions import may_attend, regions_of, with_regions
 from .repeatable import is_readable, reach
 from .rerun import again
 from .scaled import Scaling, linear_scale, linear_scale_by_mul, may_scale
-from .source import changed, global_names
+from .source import CODES, changed, global_names
 from .twin import undecorated, with_names
 
 PLACE = "memkit.swap.library.rewritten"
@@ -94,7 +94,7 @@ def _code(function: Any) -> CodeType | None:
     return _changed(function.__code__.co_filename, function.__code__)
 
 
-@cache
+@lru_cache(maxsize=CODES)
 def _changed(_file: str, code: CodeType) -> CodeType | None:
     calls, modulates = any(map(_may_be_rewritten, code.co_names)), may_modulate(code)
     scales, norms = may_scale(code), may_norm(code)

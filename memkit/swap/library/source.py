@@ -8,7 +8,7 @@ import dis
 import linecache
 import operator
 from collections.abc import Callable, Iterator
-from functools import cache, lru_cache
+from functools import lru_cache
 from types import CodeType
 from typing import Any
 
@@ -16,10 +16,12 @@ COMPARED = (
     *("co_code", "co_names", "co_varnames", "co_freevars", "co_cellvars"),
     *("co_argcount", "co_posonlyargcount", "co_kwonlyargcount", "co_flags"),
 )
+CODES = 4096
+"""Of so many something is remembered."""
 SEES_GLOBALS = {"globals", "eval", "exec"}
 
 
-@cache
+@lru_cache(maxsize=CODES)
 def global_names(code: CodeType) -> frozenset[str] | None:
     """Of its module and of builtins, that it reads; None where it changes one, or may see them in other ways."""
     names = set()
@@ -35,7 +37,7 @@ def global_names(code: CodeType) -> frozenset[str] | None:
     return None if names & SEES_GLOBALS else frozenset(names)
 
 
-@cache
+@lru_cache(maxsize=CODES)
 def has_class(code: CodeType) -> bool:
     """Whether a class is defined in it."""
     inner = [each for each in code.co_consts if isinstance(each, CodeType)]
@@ -61,7 +63,7 @@ def changed(
     return made and _with_constant(made, constant, value)
 
 
-@cache
+@lru_cache(maxsize=CODES)
 def definition(_file: str, code: CodeType) -> tuple[ast.Module, ast.FunctionDef] | None:
     """The syntax tree of a function, and of what is compiled with it, where its file is what it was compiled of."""
     found = _definition("".join(linecache.getlines(code.co_filename)), code)

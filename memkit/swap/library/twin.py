@@ -12,6 +12,7 @@ from functools import partial, update_wrapper, wraps
 from threading import RLock, get_ident
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, ClassVar, cast
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,8 @@ MIXINS: dict[str, type[Twin]] = {}
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 """How far, relatively, a twin's values and gradients may be from those of what it stands for."""
 
-_made: dict[tuple[str, type[nn.Module]], type[Any]] = {}
+_made: WeakKeyDictionary[type[nn.Module], WeakValueDictionary[str, type[Any]]] = WeakKeyDictionary()
+"""By the class and the mixin's name; for as long as one of them is in use."""
 
 
 class Twin(Changed):
@@ -56,11 +58,12 @@ class Twin(Changed):
 
 def twin_of(kind: str, stock: type[nn.Module]) -> type[Any]:
     """The mixin of this name before that class, under the class's own name."""
-    known = _made.get((kind, stock))
+    made = _made.setdefault(stock, WeakValueDictionary())
+    known = made.get(kind)
     forward = innermost_of(stock).forward
     # A function may have been patched since; what a descriptor gives is another object each time.
     if known is None or (type(forward) is FunctionType and known._stock_forward is not forward):
-        known = _made[kind, stock] = _new(kind, stock)
+        known = made[kind] = _new(kind, stock)
     return known
 
 

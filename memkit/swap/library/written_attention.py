@@ -17,12 +17,13 @@ from ..layers import serves
 from ..types import HALVES
 from .attend import Scores, attend
 from .checkpoint import generators
+from .remembered import Remembered
 from .twin import TOLERANCE, itself, near, numbers
 
 FUSED = "sdpa_attention_forward"
 TOKENS = 8
 
-_same: dict[Any, bool] = {}
+_same: Remembered[bool] = Remembered()
 """Whether `attend` is what a function computes, as a module of that class calls it."""
 
 
@@ -84,16 +85,16 @@ def as_written(
         learned and not dropout,
         dropout > 0,
     )
-    seen = (function, type(module), module.training, given, kind)
-    if seen not in _same:
+    same, seen = _same.of(function, type(module)), (module.training, given, kind)
+    if seen not in same:
         autograd: Any = torch._C._autograd
         if not autograd._saved_tensors_hooks_is_enabled():
             return None
         try:
-            _same[seen] = _is_same(function, module, (query, key, value), args, how, kwargs)
+            same[seen] = _is_same(function, module, (query, key, value), args, how, kwargs)
         except Exception:  # it is given something of the size of the batch
-            _same[seen] = False
-    return how if _same[seen] else None
+            same[seen] = False
+    return how if same[seen] else None
 
 
 def _is_same(function: Any, module: Any, tensors: Any, args: Any, how: Any, kwargs: Any) -> bool:

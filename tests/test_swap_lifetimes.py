@@ -1,0 +1,98 @@
+"""What swap finds out of classes and functions does not outlive them."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+
+from memkit import lean as in_lean
+from memkit import swap, unswap
+from memkit.swap.library.remembered import Remembered
+
+MODES = [(False, False), (False, True), (True, True), ("call", False), ("call", True)]
+
+
+def made():
+    """As a notebook's cell makes one, which is run again."""
+    weights = torch.ones(64)
+
+    class GELU(nn.Module):
+        def forward(self, x):
+            return F.gelu(x)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 64), nn.Linear(64, 8)
+            self.act = GELU()
+
+        def forward(self, x):
+            inner = F.gelu(self.act(self.up(self.norm(x)))) * weights
+            return x + self.down(F.dropout(inner, 0.1, self.training))
+
+    return Net(), weakref.ref(weights)
+
+
+@pytest.mark.parametrize(("lean", "sampled"), MODES)
+def test_classes_made_in_a_function_die(lean, sampled):
+    def trained():
+        model, weights = made()
+        x = torch.randn(4, 8)
+        swap(model, sample=x if sampled else None, lean=lean)
+        for _ in range(2):
+            with in_lean() if lean is True else torch.enable_grad():
+                loss = model(x).sum()
+            loss.backward()
+        return [weights, *(weakref.ref(kind) for kind in {type(model), type(model.act)})]
+
+    found = trained()
+    gc.collect()
+    assert [each() for each in found] == [None] * 3
+
+
+@pytest.mark.parametrize("lean", [False, "call"])
+def test_classes_of_parametrized_layers_die(lean):
+    def kind():
+        model = nn.Sequential(weight_norm(nn.Linear(8, 8)), nn.GELU(), nn.Linear(8, 8))
+        swap(model, sample=torch.randn(4, 8), lean=lean)
+        return weakref.ref(type(model[0]))
+
+    found = kind()
+    gc.collect()
+    assert found() is None
+
+
+def test_one_twin_while_one_is_in_use():
+    kept, _ = made()
+    swap(kept)
+    again = type(kept)._stock()
+    swap(again)
+    assert type(again) is type(kept)
+    unswap(again)
+    assert type(again) is type(kept)._stock
+
+
+def test_remembered():
+    class Layer:
+        def call(self):
+            pass
+
+    class Slots:
+        __slots__ = ()
+
+    remembered, function = Remembered(), lambda: None
+    layers = [Layer(), Layer()]
+    keys = [(Layer, function), (Layer, None), (function,), *((layer.call,) for layer in layers)]
+    for at, key in enumerate(keys):
+        remembered.of(*key)["at"] = at
+    assert [remembered.of(*key) for key in keys] == [{"at": at} for at in range(len(keys))]
+    assert remembered.of(layers[0].call) == {"at": 3}
+    slots = Slots()
+    remembered.of(slots)["at"] = 0
+    assert remembered.of(slots) == {}
