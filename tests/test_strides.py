@@ -138,3 +138,19 @@ def test_a_pooled_branch_stays_as_it_is_laid_out(lean):
     report = memkit.swap(model, sample=x, lean=lean)
     assert report.changed
     assert model(x).stride() == stock(x).stride()
+
+
+def test_a_parameter_turned_between_two_steps():
+    """A 1x1 convolution's, whose memory stays as it is."""
+    layers = [nn.Conv2d(4, 8, 1) for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    optimizers = [memkit.optim.AdamW(layer.parameters()) for layer in layers]
+    for turned in (False, True):
+        if turned:
+            layers[1].to(memory_format=torch.channels_last)
+            assert layers[1].weight.stride() != layers[0].weight.stride()
+        for layer, optimizer in zip(layers, optimizers, strict=True):
+            for parameter in layer.parameters():
+                parameter.grad = torch.linspace(-1, 1, parameter.numel()).view(parameter.shape)
+            optimizer.step()
+        torch.testing.assert_close(*(layer.weight for layer in layers), check_stride=False)
