@@ -17,7 +17,7 @@ from swap_cases import (
     plain,
     step,
 )
-from test_swap_library import MLP, ConvMLP, GatedMLP
+from swap_library_layers import MLP, ConvMLP, GatedMLP
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.parametrize import register_parametrization

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from swap_cases import D
-from test_swap_library import MLP, ConvMLP, GatedMLP
+from swap_library_layers import MLP, ConvMLP, GatedMLP
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
