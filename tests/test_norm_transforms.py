@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,13 +11,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from norm_cases import generator, normal
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
+import memkit
 import memkit.functional as M
 import memkit.nn
 from memkit._reference_norm import STOCK
+from memkit.memory import measure
 
 f64 = torch.float64
 C = 6
@@ -103,6 +106,22 @@ def test_derivative_of_the_derivative_without_the_input(name: str) -> None:
     if "layer_norm" in name:  # rows so short are refused of rms_norm
         overwritten = lambda *t: call(functools.partial(getattr(M, name), inplace=True), *t)  # noqa: E731
         close(second(overwritten, True), second(stock, True))
+
+
+@pytest.mark.parametrize(
+    "stock", [nn.LayerNorm((8, 8)), nn.GroupNorm(2, 8)], ids=["layer_norm", "group_norm"]
+)
+def test_a_gradient_penalty_keeps_no_more_than_stock(stock: nn.Module) -> None:
+    ours = copy.deepcopy(stock)
+    memkit.swap(ours)
+    x = torch.randn(16, 8, 8, 8, requires_grad=True)
+
+    def penalty(norm: nn.Module) -> None:
+        (first,) = torch.autograd.grad(norm(x).sin().sum(), x, create_graph=True)
+        first.square().sum().backward()
+
+    assert type(ours) is not type(stock)
+    assert measure(lambda: penalty(ours)).saved <= measure(lambda: penalty(stock)).saved + 1024
 
 
 @cases
