@@ -283,3 +283,37 @@ def test_many_gradients_at_once() -> None:
         (got,) = torch.autograd.grad(out, x, grads, is_grads_batched=True)
         out = F.layer_norm(x, (C,), WEIGHT, BIAS)
         close(got, torch.stack([torch.autograd.grad(out, x, g, retain_graph=True)[0] for g in grads]))
+
+
+@pytest.mark.parametrize("save", ["input", "output"])
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "batch_norm_act"])
+def test_a_third_derivative(name: str, save: str) -> None:
+    """PyTorch's own layer norm has a wrong one, its batch norm none."""
+    x, parameters, call = CASES[name]
+    keep = {} if name == "batch_norm_act" else {"save": save}
+    function = functools.partial(getattr(M, name), **keep)
+
+    def second(*leaves: Tensor) -> Tensor:
+        out = call(function, *leaves)
+        (first,) = torch.autograd.grad(out.sin().sum(), leaves[0], create_graph=True)
+        return torch.autograd.grad(first.sin().sum(), leaves[0], create_graph=True)[0]
+
+    assert torch.autograd.gradcheck(second, [t.clone().requires_grad_() for t in (x, *parameters)])
+
+
+@pytest.mark.parametrize("name", [*ROWS, "add_layer_norm"])
+def test_a_gradient_penalty_in_lean(name: str) -> None:
+    """Of what lean() makes again, with its mean, in whose place stands an input without."""
+    _, stock, (x, *parameters) = pair(name)
+    call, x = CASES[name][2], x.detach() + 1
+
+    def second(function: Callable[..., Any]) -> list[Tensor]:
+        leaf = x.clone().requires_grad_()
+        out = function(M.gelu(leaf, save="input"), *parameters)
+        out = out[0] + out[1].cos() if isinstance(out, tuple) else out
+        (first,) = torch.autograd.grad(out.sin().sum(), leaf, create_graph=True)
+        return list(torch.autograd.grad(first.square().sum(), [leaf, *parameters]))
+
+    expected = second(stock)
+    with memkit.lean():
+        close(second(lambda *t: call(functools.partial(getattr(M, name), save="output"), *t)), expected)

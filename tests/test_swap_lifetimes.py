@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import weakref
 
 import pytest
@@ -68,14 +69,31 @@ def test_classes_of_parametrized_layers_die(lean):
     assert found() is None
 
 
-def test_one_twin_while_one_is_in_use():
-    kept, _ = made()
-    swap(kept)
-    again = type(kept)._stock()
-    swap(again)
-    assert type(again) is type(kept)
-    unswap(again)
-    assert type(again) is type(kept)._stock
+def test_a_class_has_one_twin():
+    """Else what was compiled of one would be compiled anew."""
+    model, _ = made()
+    swap(model)
+    stock, twin = type(model)._stock, type(model)
+    found = weakref.ref(twin)
+    del twin
+    unswap(model)
+    gc.collect()
+    other = stock()
+    swap(other)
+    swap(model)
+    assert type(model) is type(other) is found()
+    derived = type("Derived", (stock,), {})
+    further = derived()
+    swap(further)
+    assert issubclass(type(further), derived)
+
+
+def test_a_class_that_is_pickled_by_value_has_none():
+    model, _ = made()
+    swap(model)
+    twins = vars(type(model)._stock)["_memkit_twins"]
+    assert twins
+    assert pickle.loads(pickle.dumps(twins)) == {}
 
 
 def test_remembered():

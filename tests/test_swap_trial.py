@@ -123,8 +123,14 @@ def _average_as_other_data(key, query):
     key.data = key.data * 0.9 + query.data * 0.1
 
 
+def _view_of_data(key, query):
+    key.data = key.data.view(key.shape[::-1]).t()
+
+
 @pytest.mark.parametrize("lean", [False, True, "call"])
-@pytest.mark.parametrize("average", [_average_in_place, _average_of_data, _average_as_other_data])
+@pytest.mark.parametrize(
+    "average", [_average_in_place, _average_of_data, _average_as_other_data, _view_of_data]
+)
 def test_parameters_that_the_forward_writes(average, lean):
     """A key encoder follows by a moving average (He et al. 2020)."""
 
@@ -143,7 +149,7 @@ def test_parameters_that_the_forward_writes(average, lean):
     swap(model, sample=batch(), lean=lean)
     for parameter, (same, address, values) in zip(model.parameters(), before, strict=True):
         assert parameter is same
-        assert parameter.data_ptr() == address
+        assert (parameter.data_ptr(), parameter.stride()) == (address, values.stride())
         assert parameter.equal(values)
 
 

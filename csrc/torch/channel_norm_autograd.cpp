@@ -7,6 +7,7 @@
 
 #include "channel_norm.h"
 #include "checks.h"
+#include "derivative.h"
 #include "operators.h"
 #include "row_norm.h"
 #include "saved_node.h"
@@ -68,7 +69,7 @@ Composed compose(const ChannelNorm& norm, const Tensor& input, const OptionalTen
   return made;
 }
 
-// The same of PyTorch's own norms, whose derivatives keep their input and not what they are composed of.
+// The same of PyTorch's own norms, whose derivatives keep less.
 Tensor stock(const ChannelNorm& norm, const Tensor& input, const OptionalTensor& mean, const OptionalTensor& variance,
              const OptionalTensor& weight, const OptionalTensor& bias, at::ScalarType dtype) {
   const auto computed = compute_dtype(input.scalar_type());
@@ -116,13 +117,35 @@ struct ChannelNormBackward : SavedNode {
     if (!grad.defined()) return result;
     const Tensor x = unpack(0), mean = unpack(1), variance = unpack(2);
     const OptionalTensor weight = optional(unpack(3)), bias = optional(unpack(4));
-    if (at::GradMode::is_enabled()) return differentiable(grad, x, mean, variance, weight, bias);
+    if (!at::GradMode::is_enabled())
+      return gradients(grad, x, mean, variance, weight, bias, /*reuse=*/is_sole_owner(grad));
+    // create_graph: the gradient itself needs a derivative.
+    const Tensor given_mean = own_statistics ? Tensor() : mean, given_variance = own_statistics ? Tensor() : variance;
+    const autograd::variable_list inputs{
+        grad, x, weight.value_or(Tensor()), bias.value_or(Tensor()), given_mean, given_variance};
+    const std::array<bool, 3> wanted{task_should_compute_output(0), weight && task_should_compute_output(1),
+                                     bias && task_should_compute_output(2)};
+    const auto composed = [self = getptr(), wanted](const autograd::variable_list& given, bool again) {
+      return static_cast<const ChannelNormBackward&>(*self).composed(given, wanted, again);
+    };
+    if (!is_plain(grad) || !all_plain(x, weight, bias)) return composed(inputs, true);
+    const auto values = [&] {
+      const at::AutoGradMode off(false);
+      return gradients(grad, x, mean, variance, weight, bias, /*reuse=*/false);
+    }();
+    return with_derivative(values, inputs, composed);
+  }
 
+ private:
+  autograd::variable_list gradients(const Tensor& grad, const Tensor& x, const Tensor& mean, const Tensor& variance,
+                                    const OptionalTensor& weight, const OptionalTensor& bias, bool reuse) {
+    autograd::variable_list result(3);
     const bool plain = is_plain(grad) && all_plain(x, weight, bias);
     const bool wants_weight = weight && task_should_compute_output(1);
     const bool wants_bias = bias && task_should_compute_output(2);
+    const bool wants_input = task_should_compute_output(0);
     // The incoming gradient's memory serves for the outgoing one where no one else can see it.
-    const bool reuse = plain && is_sole_owner(grad), wants_input = task_should_compute_output(0);
+    reuse = reuse && plain;
     if (plain && own_statistics && wants_input) {
       ChannelGradients found =
           channel_norm_gradients(norm(), grad, x, mean, variance, weight, bias, wants_weight, wants_bias, reuse);
@@ -157,29 +180,21 @@ struct ChannelNormBackward : SavedNode {
     return result;
   }
 
- private:
-  // create_graph: through ATen's operators, which have derivatives.
-  autograd::variable_list differentiable(const Tensor& grad, Tensor x, const Tensor& mean, const Tensor& variance,
-                                         OptionalTensor weight, OptionalTensor bias) {
+  // Of the incoming gradient, the input, weight and bias, and statistics that are given; with one derivative, or `again` more.
+  autograd::variable_list composed(const autograd::variable_list& given, std::array<bool, 3> wanted, bool again) const {
     // Aliases: the gradient of each apart from that of others which it was made from.
-    x = at::alias(x);
-    if (weight) weight = at::alias(*weight);
-    if (bias) bias = at::alias(*bias);
-    const OptionalTensor given_mean = own_statistics ? std::nullopt : optional(mean);
-    const OptionalTensor given_variance = own_statistics ? std::nullopt : optional(variance);
-    const Tensor out = stock(norm(), x, given_mean, given_variance, weight, bias, grad.scalar_type());
+    std::array<Tensor, 3> to;
+    for (size_t i = 0; i < 3; ++i) to[i] = given[i + 1].defined() ? at::alias(given[i + 1]) : Tensor();
+    const OptionalTensor weight = optional(to[1]), bias = optional(to[2]);
+    const OptionalTensor mean = optional(given[4]), variance = optional(given[5]);
+    const Tensor out = again ? compose(norm(), to[0], mean, variance, weight, bias, dtype).out
+                             : stock(norm(), to[0], mean, variance, weight, bias, dtype);
     autograd::variable_list inputs, result(3);
-    std::vector<size_t> places;
-    const auto want = [&](size_t place, const Tensor& input) {
-      if (!task_should_compute_output(place) || !input.requires_grad()) return;
-      inputs.push_back(input);
-      places.push_back(place);
-    };
-    want(0, x);
-    if (weight) want(1, *weight);
-    if (bias) want(2, *bias);
-    const auto found = autograd::grad({out}, inputs, {grad}, /*retain_graph=*/true, /*create_graph=*/true);
-    for (size_t i = 0; i < places.size(); ++i) result[places[i]] = found[i];
+    for (size_t i = 0; i < 3; ++i)
+      if (wanted[i]) inputs.push_back(to[i]);
+    const auto found = autograd::grad({out}, inputs, {given[0]}, /*retain_graph=*/true, /*create_graph=*/true);
+    for (size_t i = 0, next = 0; i < 3; ++i)
+      if (wanted[i]) result[i] = found[next++];
     return result;
   }
 };

@@ -81,11 +81,10 @@ at::Tensor stock_row_norm(const RowNorm& norm, const at::Tensor& input, const Op
 RowNormGradients stock_row_norm_backward(const RowNorm& norm, const at::Tensor& grad, const OptionalTensor& grad_sum,
                                          const at::Tensor& x_hat, const OptionalTensor& weight, const at::Tensor& rstd,
                                          at::ScalarType input_dtype, std::array<bool, 3> wanted);
-// As row_norm_backward of the input (with a residual, of the sum), with a derivative of its own.
-RowNormGradients differentiable_row_norm_backward(const RowNorm& norm, const at::Tensor& grad,
-                                                  const OptionalTensor& grad_sum, const at::Tensor& input,
-                                                  const OptionalTensor& weight, const OptionalTensor& bias,
-                                                  std::array<bool, 3> wanted);
+// The same of the input; with a residual, of the sum. With one derivative, or `again` with more.
+RowNormGradients composed_row_norm_backward(const RowNorm& norm, const at::Tensor& grad, const OptionalTensor& grad_sum,
+                                            const at::Tensor& input, const OptionalTensor& weight,
+                                            std::array<bool, 3> wanted, bool again);
 // An input that gives the result and the gradients that this one gave: where a mean was taken off, without it.
 at::Tensor stock_input(const RowNorm& norm, const at::Tensor& out, const OptionalTensor& weight,
                        const OptionalTensor& bias, const at::Tensor& rstd, at::ScalarType input_dtype);

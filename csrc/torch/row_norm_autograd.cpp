@@ -4,6 +4,7 @@
 #include <torch/library.h>
 
 #include "checks.h"
+#include "derivative.h"
 #include "operators.h"
 #include "row_norm_save.h"
 #include "saved_node.h"
@@ -73,11 +74,25 @@ struct RowNormBackward : SavedNode {
     const std::array<bool, 3> wanted{task_should_compute_output(0) || (adds && task_should_compute_output(1)),
                                      weight && task_should_compute_output(parameters),
                                      bias && task_should_compute_output(parameters + 1)};
+    const bool plain = is_plain(grad) && is_plain(x) && (!grad_sum || is_plain(*grad_sum));
+    const bool from_output = kept == Kept::output;
     RowNormGradients g;
     if (at::GradMode::is_enabled()) {  // create_graph: the gradient itself needs a derivative
-      const Tensor input = kept == Kept::input ? x : input_of(x, weight, bias, rstd);
-      g = differentiable_row_norm_backward(norm, grad, grad_sum, input, weight, bias, wanted);
-    } else if (is_plain(grad) && is_plain(x) && (!grad_sum || is_plain(*grad_sum))) {
+      const std::vector<Tensor> inputs{grad, grad_sum.value_or(Tensor()),
+                                       from_output ? input_of(x, weight, bias, rstd) : x, weight.value_or(Tensor())};
+      const auto composed = [norm = norm, wanted](const std::vector<Tensor>& t, bool again) -> std::vector<Tensor> {
+        RowNormGradients made =
+            composed_row_norm_backward(norm, t[0], optional(t[1]), t[2], optional(t[3]), wanted, again);
+        return {made.input, made.weight, made.bias};
+      };
+      std::vector<Tensor> made;
+      if (plain) {
+        const at::AutoGradMode off(false);
+        g = row_norm_backward(norm, grad, grad_sum, x, weight, bias, mean, rstd, from_output, input_dtype, wanted);
+      }
+      made = plain ? with_derivative({g.input, g.weight, g.bias}, inputs, composed) : composed(inputs, true);
+      g = {made[0], made[1], made[2]};
+    } else if (plain) {
       // The incoming gradient's memory serves for the outgoing one where no one else can see it.
       Tensor into;
       if (grad_sum && is_sole_owner(*grad_sum) && grad_sum->is_contiguous()) {
@@ -85,7 +100,6 @@ struct RowNormBackward : SavedNode {
       } else if (is_sole_owner(grad) && grad.scalar_type() == input_dtype && grad.is_contiguous()) {
         into = grad;
       }
-      const bool from_output = kept == Kept::output;
       g = row_norm_backward(norm, grad, grad_sum, x, weight, bias, mean, rstd, from_output, input_dtype, wanted, into);
     } else {
       auto [input, w, b] =
@@ -94,8 +108,8 @@ struct RowNormBackward : SavedNode {
                           const Tensor&, const OptionalTensor&, const Tensor&, int64_t, int64_t, const OptionalTensor&,
                           const OptionalTensor&, const OptionalTensor&, const Tensor&, bool, bool, at::ScalarType,
                           std::array<bool, 3>, double, c10::string_view))(
-              grad, grad_sum, x, norm.dims, norm.behind, weight, bias, optional(mean), rstd, norm.centered,
-              kept == Kept::output, input_dtype, wanted, norm.eps, name_of(norm.denominator));
+              grad, grad_sum, x, norm.dims, norm.behind, weight, bias, optional(mean), rstd, norm.centered, from_output,
+              input_dtype, wanted, norm.eps, name_of(norm.denominator));
       if (wanted[0]) g.input = input;
       if (wanted[1]) g.weight = w;
       if (wanted[2]) g.bias = b;
@@ -114,8 +128,7 @@ struct RowNormBackward : SavedNode {
       const at::AutoDispatchBelowADInplaceOrView below;
       return stock_input(norm, out, weight, bias, rstd, input_dtype);
     }();
-    const autograd::Edge at = adds ? autograd::Edge(getptr(), 0) : next_edge(0);
-    if (at.is_valid()) autograd::impl::set_gradient_edge(made, at);
+    set_in_place_of(made, adds ? autograd::Edge(getptr(), 0) : next_edge(0));
     return made;
   }
 };

@@ -130,36 +130,32 @@ Tensor stock_input(const RowNorm& norm, const Tensor& out, const OptionalTensor&
   return (stock_x_hat(norm, wide, weight, bias) / along_rows(norm, rstd)).to(input_dtype);
 }
 
-RowNormGradients differentiable_row_norm_backward(const RowNorm& norm, const Tensor& grad,
-                                                  const OptionalTensor& grad_sum, const Tensor& input,
-                                                  const OptionalTensor& weight, const OptionalTensor& bias,
-                                                  std::array<bool, 3> wanted) {
-  const auto input_dtype = input.scalar_type();
-  const auto dims = normalised_dims(norm);
-  if (!norm.centered || norm.denominator != Denominator::root || norm.behind) {
-    const Tensor wide = input.to(compute_dtype(input_dtype));
-    const Tensor distance = norm.centered ? wide - wide.mean(dims, true) : wide;
+RowNormGradients composed_row_norm_backward(const RowNorm& norm, const Tensor& grad, const OptionalTensor& grad_sum,
+                                            const Tensor& input, const OptionalTensor& weight,
+                                            std::array<bool, 3> wanted, bool again) {
+  const auto input_dtype = input.scalar_type(), computed = compute_dtype(input_dtype);
+  const Tensor x = input.to(computed), g = grad.to(computed);
+  if (again || !norm.centered || norm.denominator != Denominator::root || norm.behind) {
+    const Tensor distance = norm.centered ? x - x.mean(normalised_dims(norm), true) : x;
     const Tensor rstd = stock_rstd(norm, distance);
-    return stock_row_norm_backward(norm, grad, grad_sum, distance * rstd, weight, rstd, input_dtype, wanted);
+    return stock_row_norm_backward(norm, g, grad_sum, distance * rstd, weight, rstd, input_dtype, wanted);
   }
-  // PyTorch's own keeps the input, its gradient and a row's statistics, not what they are composed of.
-  const auto is_alike = [&](const OptionalTensor& t) { return !t || t->scalar_type() == input_dtype; };
-  const bool is_uniform = is_alike(grad) && is_alike(weight) && is_alike(bias);
-  const auto computed = is_uniform ? input_dtype : compute_dtype(input_dtype);
-  const auto converted = [&](const OptionalTensor& t) { return t ? OptionalTensor(t->to(computed)) : t; };
-  const Tensor x = input.to(computed);
+  // PyTorch's own, whose derivative takes the statistics for constants.
+  const auto parameter_dtype = weight ? weight->scalar_type() : computed;
+  const OptionalTensor w = weight ? OptionalTensor(weight->to(computed)) : weight;
   const auto shape = norm.shape(x.sym_sizes());
-  const auto [mean, rstd] = [&] {
+  const auto statistics = [&] {
     const at::AutoDispatchBelowADInplaceOrView below;
-    const auto made = at::native_layer_norm_symint(x, shape, std::nullopt, std::nullopt, norm.eps);
-    return std::pair(std::get<1>(made), std::get<2>(made));
+    return at::native_layer_norm_symint(x, shape, std::nullopt, std::nullopt, norm.eps);
   }();
-  auto [by_input, by_weight, by_bias] = at::native_layer_norm_backward_symint(
-      grad.to(computed), x, shape, mean, rstd, converted(weight), converted(bias), wanted);
+  // Of the bias nothing but the shape counts.
+  const OptionalTensor b = wanted[2] ? OptionalTensor(w ? w->detach() : x.new_empty_symint(shape)) : std::nullopt;
+  auto [by_input, by_weight, by_bias] = at::native_layer_norm_backward_symint(g, x, shape, std::get<1>(statistics),
+                                                                              std::get<2>(statistics), w, b, wanted);
   RowNormGradients result;
   if (wanted[0]) result.input = (grad_sum ? by_input + grad_sum->to(computed) : by_input).to(input_dtype);
-  if (wanted[1]) result.weight = by_weight.to(weight->scalar_type());
-  if (wanted[2]) result.bias = by_bias.to(bias->scalar_type());
+  if (wanted[1]) result.weight = by_weight.to(parameter_dtype);
+  if (wanted[2]) result.bias = by_bias.to(parameter_dtype);
   return result;
 }
 

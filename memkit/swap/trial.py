@@ -248,6 +248,13 @@ def _memory(tensor: Tensor) -> Any:
         return id(tensor)
 
 
+def _place(tensor: Tensor) -> Any:
+    try:
+        return _memory(tensor), tensor.shape, tensor.stride(), tensor.storage_offset()
+    except (RuntimeError, NotImplementedError):
+        return _memory(tensor)
+
+
 @contextmanager
 def exact_convolutions(device: torch.device) -> Iterator[None]:
     """On a GPU in float32 as elsewhere in PyTorch, where cuDNN would round what it is given to TF32: of two inputs that
@@ -308,7 +315,7 @@ def _keep_parameter(stack: ExitStack, parameter: nn.Parameter, with_values: bool
     def restore() -> None:
         vars(parameter).clear()
         vars(parameter).update(attributes)
-        if _memory(parameter) != _memory(data):  # another may stand for it
+        if _place(parameter) != _place(data):  # another may stand for it
             parameter.data = data
         if values is not None:
             data.copy_(values)

@@ -12,7 +12,6 @@ from functools import partial, update_wrapper, wraps
 from threading import RLock, get_ident
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, ClassVar, cast
-from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +30,12 @@ MIXINS: dict[str, type[Twin]] = {}
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 """How far, relatively, a twin's values and gradients may be from those of what it stands for."""
 
-_made: WeakKeyDictionary[type[nn.Module], WeakValueDictionary[str, type[Any]]] = WeakKeyDictionary()
-"""By the class and the mixin's name; for as long as one of them is in use."""
+
+class _Twins(dict[str, Any]):
+    """Of a class, by the mixin's name. The class holds them: they live as long as it does, and keep nobody else alive."""
+
+    def __reduce__(self) -> Any:
+        return _Twins, ()  # where a class is pickled by value
 
 
 class Twin(Changed):
@@ -58,12 +61,16 @@ class Twin(Changed):
 
 def twin_of(kind: str, stock: type[nn.Module]) -> type[Any]:
     """The mixin of this name before that class, under the class's own name."""
-    made = _made.setdefault(stock, WeakValueDictionary())
-    known = made.get(kind)
+    twins = vars(stock).get("_memkit_twins")
+    if twins is None:
+        twins = _Twins()
+        type.__setattr__(stock, "_memkit_twins", twins)
+    known: type[Any] | None = twins.get(kind)
     forward = innermost_of(stock).forward
     # A function may have been patched since; what a descriptor gives is another object each time.
-    if known is None or (type(forward) is FunctionType and known._stock_forward is not forward):
-        known = made[kind] = _new(kind, stock)
+    is_patched = known is not None and type(forward) is FunctionType and known._stock_forward is not forward
+    if known is None or known._stock is not stock or is_patched:
+        known = twins[kind] = _new(kind, stock)
     return known
 
 

@@ -1,0 +1,76 @@
+#include "derivative.h"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/VariableTypeUtils.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include <utility>
+
+#include "saved_node.h"
+
+namespace memkit {
+namespace {
+
+namespace autograd = torch::autograd;
+using Tensors = std::vector<at::Tensor>;
+
+struct GradientBackward : SavedNode {
+  Formula formula;
+  size_t inputs = 0;
+
+  std::string name() const override { return "memkit::gradient_backward"; }
+
+ protected:
+  autograd::variable_list backward(autograd::variable_list&& grads) override {
+    const bool create_graph = at::GradMode::is_enabled();
+    const at::AutoGradMode on(true);
+    Tensors given, to, from, arrived;
+    std::vector<size_t> places;
+    for (size_t i = 0; i < inputs; ++i) {
+      given.push_back(unpack(i));
+      if (!given[i].defined() || !task_should_compute_output(i)) continue;
+      // Aliases: the gradient of each apart from that of others which it was made from.
+      given[i] = create_graph ? at::alias(given[i]) : given[i].detach().requires_grad_();
+      to.push_back(given[i]);
+      places.push_back(i);
+    }
+    const Tensors made = formula(given, create_graph);
+    for (size_t i = 0; i < made.size(); ++i) {
+      if (!made[i].defined() || !grads[i].defined() || !made[i].requires_grad()) continue;
+      from.push_back(made[i]);
+      arrived.push_back(grads[i]);
+    }
+    autograd::variable_list found(inputs);
+    if (from.empty() || to.empty()) return found;
+    const auto slopes = autograd::grad(from, to, arrived, create_graph, create_graph, /*allow_unused=*/true);
+    for (size_t i = 0; i < places.size(); ++i) found[places[i]] = slopes[i];
+    return found;
+  }
+};
+
+struct PassedBackward : autograd::Node {
+  std::string name() const override { return "memkit::passed_backward"; }
+  autograd::variable_list apply(autograd::variable_list&& grads) override { return std::move(grads); }
+};
+
+}  // namespace
+
+Tensors with_derivative(Tensors gradients, const Tensors& inputs, Formula formula) {
+  if (!autograd::compute_requires_grad(inputs)) return gradients;
+  auto node = make_node<GradientBackward>();
+  node->set_next_edges(autograd::collect_next_edges(inputs));
+  node->formula = std::move(formula);
+  node->inputs = inputs.size();
+  for (const at::Tensor& input : inputs) node->save(input);
+  for (at::Tensor& gradient : gradients) autograd::set_history(gradient, node);
+  return gradients;
+}
+
+void set_in_place_of(at::Tensor& made, const autograd::Edge& edge) {
+  if (!edge.is_valid()) return;
+  auto node = make_node<PassedBackward>();
+  node->set_next_edges({edge});
+  autograd::set_history(made, node);
+}
+
+}  // namespace memkit
