@@ -301,15 +301,16 @@ def test_a_third_derivative(name: str, save: str) -> None:
     assert torch.autograd.gradcheck(second, [t.clone().requires_grad_() for t in (x, *parameters)])
 
 
+@pytest.mark.parametrize("act", [M.relu, functools.partial(M.gelu, save="input")], ids=["relu", "gelu"])
 @pytest.mark.parametrize("name", [*ROWS, "add_layer_norm"])
-def test_a_gradient_penalty_in_lean(name: str) -> None:
-    """Of what lean() makes again, with its mean, in whose place stands an input without."""
-    _, stock, (x, *parameters) = pair(name)
-    call, x = CASES[name][2], x.detach() + 1
+def test_a_gradient_penalty_in_lean(name: str, act: Callable[..., Tensor]) -> None:
+    """Of what lean() makes again or packs, with its mean, in whose place stands an input without."""
+    _, stock, (_, *parameters) = pair(name)
+    call, x = CASES[name][2], normal((2**16, C), f64, 7) - 0.5
 
     def second(function: Callable[..., Any]) -> list[Tensor]:
         leaf = x.clone().requires_grad_()
-        out = function(M.gelu(leaf, save="input"), *parameters)
+        out = function(act(leaf), *parameters)
         out = out[0] + out[1].cos() if isinstance(out, tuple) else out
         (first,) = torch.autograd.grad(out.sin().sum(), leaf, create_graph=True)
         return list(torch.autograd.grad(first.square().sum(), [leaf, *parameters]))
