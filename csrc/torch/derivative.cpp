@@ -16,6 +16,7 @@ using Tensors = std::vector<at::Tensor>;
 
 struct GradientBackward : SavedNode {
   Formula formula;
+  std::optional<Remade> remade;
   size_t inputs = 0;
 
   std::string name() const override { return "memkit::gradient_backward"; }
@@ -26,8 +27,9 @@ struct GradientBackward : SavedNode {
     const at::AutoGradMode on(true);
     Tensors given, to, from, arrived;
     std::vector<size_t> places;
+    for (size_t i = 0; i < inputs; ++i) given.push_back(unpack(i));
+    if (remade) given[remade->place] = made_anew(*remade, given);
     for (size_t i = 0; i < inputs; ++i) {
-      given.push_back(unpack(i));
       if (!given[i].defined() || !task_should_compute_output(i)) continue;
       // Aliases: the gradient of each apart from that of others which it was made from.
       given[i] = create_graph ? at::alias(given[i]) : given[i].detach().requires_grad_();
@@ -55,22 +57,31 @@ struct PassedBackward : autograd::Node {
 
 }  // namespace
 
-Tensors with_derivative(Tensors gradients, const Tensors& inputs, Formula formula) {
-  if (!autograd::compute_requires_grad(inputs)) return gradients;
+Tensors with_derivative(Tensors gradients, const Tensors& inputs, Formula formula, std::optional<Remade> remade) {
+  const bool is_remade = remade && remade->edge.is_valid();
+  if (!is_remade && !autograd::compute_requires_grad(inputs)) return gradients;
   auto node = make_node<GradientBackward>();
-  node->set_next_edges(autograd::collect_next_edges(inputs));
+  autograd::edge_list edges = autograd::collect_next_edges(inputs);
+  if (is_remade) edges[remade->place] = remade->edge;
+  node->set_next_edges(std::move(edges));
   node->formula = std::move(formula);
+  node->remade = std::move(remade);
   node->inputs = inputs.size();
   for (const at::Tensor& input : inputs) node->save(input);
   for (at::Tensor& gradient : gradients) autograd::set_history(gradient, node);
   return gradients;
 }
 
-void set_in_place_of(at::Tensor& made, const autograd::Edge& edge) {
-  if (!edge.is_valid()) return;
+at::Tensor made_anew(const Remade& remade, const Tensors& inputs) {
+  at::Tensor made = [&] {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    return remade.make(inputs);
+  }();
+  if (!remade.edge.is_valid()) return made;
   auto node = make_node<PassedBackward>();
-  node->set_next_edges({edge});
+  node->set_next_edges({remade.edge});
   autograd::set_history(made, node);
+  return made;
 }
 
 }  // namespace memkit

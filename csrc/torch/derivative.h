@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/function.h>
 
 #include <functional>
+#include <optional>
 #include <vector>
 
 namespace memkit {
@@ -14,13 +15,19 @@ namespace memkit {
 // batch norm one at all.
 using Formula = std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&, bool again)>;
 
+// An input that is not kept, but made of the others.
+struct Remade {
+  size_t place;
+  torch::autograd::Edge edge;  // where it is in the graph
+  std::function<at::Tensor(const std::vector<at::Tensor>&)> make;
+};
+
 // Puts gradients into the graph. `inputs`, of which some may be undefined: all that `formula` takes; it gives as many results
 // as there are gradients, and like these some undefined.
 std::vector<at::Tensor> with_derivative(std::vector<at::Tensor> gradients, const std::vector<at::Tensor>& inputs,
-                                        Formula formula);
+                                        Formula formula, std::optional<Remade> remade = std::nullopt);
 
-// Puts a tensor into the graph in the place of another one of its shape, behind a node of its own: it is not what the edge's
-// node made.
-void set_in_place_of(at::Tensor& made, const torch::autograd::Edge& edge);
+// Makes it and puts it into the graph, behind a node of its own: it is not what the edge's node made.
+at::Tensor made_anew(const Remade& remade, const std::vector<at::Tensor>& inputs);
 
 }  // namespace memkit

@@ -78,20 +78,7 @@ struct RowNormBackward : SavedNode {
     const bool from_output = kept == Kept::output;
     RowNormGradients g;
     if (at::GradMode::is_enabled()) {  // create_graph: the gradient itself needs a derivative
-      const std::vector<Tensor> inputs{grad, grad_sum.value_or(Tensor()),
-                                       from_output ? input_of(x, weight, bias, rstd) : x, weight.value_or(Tensor())};
-      const auto composed = [norm = norm, wanted](const std::vector<Tensor>& t, bool again) -> std::vector<Tensor> {
-        RowNormGradients made =
-            composed_row_norm_backward(norm, t[0], optional(t[1]), t[2], optional(t[3]), wanted, again);
-        return {made.input, made.weight, made.bias};
-      };
-      std::vector<Tensor> made;
-      if (plain) {
-        const at::AutoGradMode off(false);
-        g = row_norm_backward(norm, grad, grad_sum, x, weight, bias, mean, rstd, from_output, input_dtype, wanted);
-      }
-      made = plain ? with_derivative({g.input, g.weight, g.bias}, inputs, composed) : composed(inputs, true);
-      g = {made[0], made[1], made[2]};
+      g = differentiable(grad, grad_sum, x, weight, bias, mean, rstd, wanted, plain);
     } else if (plain) {
       // The incoming gradient's memory serves for the outgoing one where no one else can see it.
       Tensor into;
@@ -122,14 +109,37 @@ struct RowNormBackward : SavedNode {
   }
 
  private:
-  // Made anew, and in the graph where the input is; with a residual, where the sum is.
-  Tensor input_of(const Tensor& out, const OptionalTensor& weight, const OptionalTensor& bias, const Tensor& rstd) {
-    Tensor made = [&] {
-      const at::AutoDispatchBelowADInplaceOrView below;
-      return stock_input(norm, out, weight, bias, rstd, input_dtype);
-    }();
-    set_in_place_of(made, adds ? autograd::Edge(getptr(), 0) : next_edge(0));
-    return made;
+  RowNormGradients differentiable(const Tensor& grad, const OptionalTensor& grad_sum, const Tensor& x,
+                                  const OptionalTensor& weight, const OptionalTensor& bias, const Tensor& mean,
+                                  const Tensor& rstd, std::array<bool, 3> wanted, bool plain) {
+    const bool from_output = kept == Kept::output;
+    const auto composed = [norm = norm, wanted](const std::vector<Tensor>& t, bool again) -> std::vector<Tensor> {
+      auto made = composed_row_norm_backward(norm, t[0], optional(t[1]), t[2], optional(t[3]), wanted, again);
+      return {made.input, made.weight, made.bias};
+    };
+    std::vector<Tensor> inputs{grad, grad_sum.value_or(Tensor()), x, weight.value_or(Tensor())};
+    std::optional<Remade> remade;
+    if (from_output) {
+      inputs[2] = Tensor();
+      inputs.insert(inputs.end(), {x.detach(), bias ? bias->detach() : Tensor(), rstd});
+      const auto input = [norm = norm, dtype = input_dtype](const std::vector<Tensor>& t) {
+        return stock_input(norm, t[4], optional(t[3]), optional(t[5]), t[6], dtype);
+      };
+      // With a residual, where the sum is.
+      remade = Remade{2, adds ? autograd::Edge(getptr(), 0) : next_edge(0), input};
+    }
+    std::vector<Tensor> made;
+    if (plain) {
+      RowNormGradients g = [&] {
+        const at::AutoGradMode off(false);
+        return row_norm_backward(norm, grad, grad_sum, x, weight, bias, mean, rstd, from_output, input_dtype, wanted);
+      }();
+      made = with_derivative({g.input, g.weight, g.bias}, inputs, composed, std::move(remade));
+    } else {
+      if (remade) inputs[2] = made_anew(*remade, inputs);
+      made = composed(inputs, true);
+    }
+    return {made[0], made[1], made[2]};
   }
 };
 
