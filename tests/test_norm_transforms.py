@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from norm_cases import generator, normal
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
@@ -318,3 +320,34 @@ def test_a_gradient_penalty_in_lean(name: str, act: Callable[..., Tensor]) -> No
     expected = second(stock)
     with memkit.lean():
         close(second(lambda *t: call(functools.partial(getattr(M, name), save="output"), *t)), expected)
+
+
+@cases
+def test_a_tangent_of_the_incoming_gradient(name: str) -> None:
+    """Forward over reverse, of what comes behind the norm alone."""
+    ours, stock, leaves = pair(name)
+    out = ours(*leaves)
+    shape = (out[0] if isinstance(out, tuple) else out).shape
+    grad, tangent = normal(tuple(shape), f64, 8), normal(tuple(shape), f64, 9)
+
+    def tangents(function: Callable[..., Any]) -> list[Tensor]:
+        with forward_ad.dual_level():
+            out = function(*leaves)
+            out = out[0] if isinstance(out, tuple) else out
+            dual = forward_ad.make_dual(grad, tangent)
+            found = torch.autograd.grad(out, leaves, dual, create_graph=True)
+            return [forward_ad.unpack_dual(each).tangent for each in found]
+
+    close(tangents(ours), tangents(stock))
+
+
+def test_a_gradient_does_not_hold_what_the_norm_was_given() -> None:
+    x = normal((2, C, 3, 2), f64, 0).requires_grad_()
+    weight = normal((C,), f64, 1).requires_grad_()
+    given = x * 2
+    seen = weakref.ref(given)
+    (first,) = torch.autograd.grad(M.group_norm(given, 3, weight).sin().sum(), x, create_graph=True)
+    del given
+    first.square().sum().backward()
+    assert first.grad_fn is not None
+    assert seen() is None

@@ -93,6 +93,26 @@ Tensor normalise(const ChannelNorm& norm, const Tensor& input, const Tensor& mea
       input, norm.groups, mean, variance, weight, bias, norm.eps, norm.act, norm.params, dtype);
 }
 
+// Of the incoming gradient, the input, weight and bias, and statistics that are given; with one derivative, or `again` more.
+autograd::variable_list composed_gradients(const ChannelNorm& norm, at::ScalarType dtype,
+                                           const autograd::variable_list& given, std::array<bool, 3> wanted,
+                                           bool again) {
+  // Aliases: the gradient of each apart from that of others which it was made from.
+  std::array<Tensor, 3> to;
+  for (size_t i = 0; i < 3; ++i) to[i] = given[i + 1].defined() ? at::alias(given[i + 1]) : Tensor();
+  const OptionalTensor weight = optional(to[1]), bias = optional(to[2]);
+  const OptionalTensor mean = optional(given[4]), variance = optional(given[5]);
+  const Tensor out = again || (bias && !weight) ? compose(norm, to[0], mean, variance, weight, bias, dtype).out
+                                                : stock(norm, to[0], mean, variance, weight, bias, dtype);
+  autograd::variable_list inputs, result(3);
+  for (size_t i = 0; i < 3; ++i)
+    if (wanted[i]) inputs.push_back(to[i]);
+  const auto found = autograd::grad({out}, inputs, {given[0]}, /*retain_graph=*/true, /*create_graph=*/true);
+  for (size_t i = 0, next = 0; i < 3; ++i)
+    if (wanted[i]) result[i] = found[next++];
+  return result;
+}
+
 struct ChannelNormBackward : SavedNode {
   int64_t groups = 0;
   double eps = 0;
@@ -125,10 +145,12 @@ struct ChannelNormBackward : SavedNode {
         grad, x, weight.value_or(Tensor()), bias.value_or(Tensor()), given_mean, given_variance};
     const std::array<bool, 3> wanted{task_should_compute_output(0), weight && task_should_compute_output(1),
                                      bias && task_should_compute_output(2)};
-    const auto composed = [self = getptr(), wanted](const autograd::variable_list& given, bool again) {
-      return static_cast<const ChannelNormBackward&>(*self).composed(given, wanted, again);
+    // Not this node, which holds the input.
+    const auto composed = [groups = groups, eps = eps, act = act, params = params, dtype = dtype, wanted](
+                              const autograd::variable_list& given, bool again) {
+      return composed_gradients({groups, eps, act, params}, dtype, given, wanted, again);
     };
-    if (!is_plain(grad) || !all_plain(x, weight, bias)) return composed(inputs, true);
+    if (needs_stock(grad) || !is_plain(grad) || !all_plain(x, weight, bias)) return composed(inputs, true);
     const auto values = [&] {
       const at::AutoGradMode off(false);
       return gradients(grad, x, mean, variance, weight, bias, /*reuse=*/false);
@@ -177,24 +199,6 @@ struct ChannelNormBackward : SavedNode {
                                      const OptionalTensor&, double, c10::string_view, Params))(
           grad, x, groups, mean, variance, weight, bias, c1, c2, eps, act, params);
     }
-    return result;
-  }
-
-  // Of the incoming gradient, the input, weight and bias, and statistics that are given; with one derivative, or `again` more.
-  autograd::variable_list composed(const autograd::variable_list& given, std::array<bool, 3> wanted, bool again) const {
-    // Aliases: the gradient of each apart from that of others which it was made from.
-    std::array<Tensor, 3> to;
-    for (size_t i = 0; i < 3; ++i) to[i] = given[i + 1].defined() ? at::alias(given[i + 1]) : Tensor();
-    const OptionalTensor weight = optional(to[1]), bias = optional(to[2]);
-    const OptionalTensor mean = optional(given[4]), variance = optional(given[5]);
-    const Tensor out = again ? compose(norm(), to[0], mean, variance, weight, bias, dtype).out
-                             : stock(norm(), to[0], mean, variance, weight, bias, dtype);
-    autograd::variable_list inputs, result(3);
-    for (size_t i = 0; i < 3; ++i)
-      if (wanted[i]) inputs.push_back(to[i]);
-    const auto found = autograd::grad({out}, inputs, {given[0]}, /*retain_graph=*/true, /*create_graph=*/true);
-    for (size_t i = 0, next = 0; i < 3; ++i)
-      if (wanted[i]) result[i] = found[next++];
     return result;
   }
 };

@@ -78,7 +78,8 @@ struct RowNormBackward : SavedNode {
     const bool from_output = kept == Kept::output;
     RowNormGradients g;
     if (at::GradMode::is_enabled()) {  // create_graph: the gradient itself needs a derivative
-      g = differentiable(grad, grad_sum, x, weight, bias, mean, rstd, wanted, plain);
+      const bool by_kernel = plain && !needs_stock(grad, grad_sum);
+      g = differentiable(grad, grad_sum, x, weight, bias, mean, rstd, wanted, by_kernel);
     } else if (plain) {
       // The incoming gradient's memory serves for the outgoing one where no one else can see it.
       Tensor into;
@@ -111,7 +112,7 @@ struct RowNormBackward : SavedNode {
  private:
   RowNormGradients differentiable(const Tensor& grad, const OptionalTensor& grad_sum, const Tensor& x,
                                   const OptionalTensor& weight, const OptionalTensor& bias, const Tensor& mean,
-                                  const Tensor& rstd, std::array<bool, 3> wanted, bool plain) {
+                                  const Tensor& rstd, std::array<bool, 3> wanted, bool by_kernel) {
     const bool from_output = kept == Kept::output;
     const auto composed = [norm = norm, wanted](const std::vector<Tensor>& t, bool again) -> std::vector<Tensor> {
       auto made = composed_row_norm_backward(norm, t[0], optional(t[1]), t[2], optional(t[3]), wanted, again);
@@ -129,7 +130,7 @@ struct RowNormBackward : SavedNode {
       remade = Remade{2, adds ? autograd::Edge(getptr(), 0) : next_edge(0), input};
     }
     std::vector<Tensor> made;
-    if (plain) {
+    if (by_kernel) {
       RowNormGradients g = [&] {
         const at::AutoGradMode off(false);
         return row_norm_backward(norm, grad, grad_sum, x, weight, bias, mean, rstd, from_output, input_dtype, wanted);

@@ -135,7 +135,8 @@ RowNormGradients composed_row_norm_backward(const RowNorm& norm, const Tensor& g
                                             std::array<bool, 3> wanted, bool again) {
   const auto input_dtype = input.scalar_type(), computed = compute_dtype(input_dtype);
   const Tensor x = input.to(computed), g = grad.to(computed);
-  if (again || !norm.centered || norm.denominator != Denominator::root || norm.behind) {
+  const bool lacks_weight = !weight && wanted[2];  // its derivative would leave out the bias's
+  if (again || lacks_weight || !norm.centered || norm.denominator != Denominator::root || norm.behind) {
     const Tensor distance = norm.centered ? x - x.mean(normalised_dims(norm), true) : x;
     const Tensor rstd = stock_rstd(norm, distance);
     return stock_row_norm_backward(norm, g, grad_sum, distance * rstd, weight, rstd, input_dtype, wanted);
@@ -149,7 +150,7 @@ RowNormGradients composed_row_norm_backward(const RowNorm& norm, const Tensor& g
     return at::native_layer_norm_symint(x, shape, std::nullopt, std::nullopt, norm.eps);
   }();
   // Of the bias nothing but the shape counts.
-  const OptionalTensor b = wanted[2] ? OptionalTensor(w ? w->detach() : x.new_empty_symint(shape)) : std::nullopt;
+  const OptionalTensor b = wanted[2] ? OptionalTensor(w->detach()) : std::nullopt;
   auto [by_input, by_weight, by_bias] = at::native_layer_norm_backward_symint(g, x, shape, std::get<1>(statistics),
                                                                               std::get<2>(statistics), w, b, wanted);
   RowNormGradients result;

@@ -35,7 +35,7 @@ class _Twins(dict[str, Any]):
     """Of a class, by the mixin's name. The class holds them: they live as long as it does, and keep nobody else alive."""
 
     def __reduce__(self) -> Any:
-        return _Twins, ()  # where a class is pickled by value
+        return dict, ()  # where a class is pickled by value, for who may not have memkit
 
 
 class Twin(Changed):
@@ -62,7 +62,7 @@ class Twin(Changed):
 def twin_of(kind: str, stock: type[nn.Module]) -> type[Any]:
     """The mixin of this name before that class, under the class's own name."""
     twins = vars(stock).get("_memkit_twins")
-    if twins is None:
+    if type(twins) is not _Twins:
         twins = _Twins()
         type.__setattr__(stock, "_memkit_twins", twins)
     known: type[Any] | None = twins.get(kind)
