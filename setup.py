@@ -44,7 +44,7 @@ NVCC_FLAGS = ["-O3", "-lineinfo", "-Xcompiler=-fvisibility=hidden", "-Xfatbin=-c
 # of a unit may not give one name to two things. A file that fits no pattern is compiled alone.
 UNITS = {
     "torch_1.cpp": "torch/[a-b]* torch/ch* torch/cr* torch/cu* torch/[d-f]* torch/sch* torch/se* torch/s[pt]* torch/tap",
-    "torch_2.cpp": "torch/consumer* torch/[g-r]* torch/softmax bindings",
+    "torch_2.cpp": "torch/consumer* torch/[g-r]* torch/saved_n* torch/softmax bindings",
     "arena.cpp": "arena/*",
     "cuda_1.cu": "cuda/activation_*",
     "cuda_2.cu": "cuda/channel_*",

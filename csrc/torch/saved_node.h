@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <string>
@@ -92,6 +93,9 @@ struct SavedNode : torch::autograd::Node {
   }
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
+    const auto has_tangent = [](const at::Tensor& x) { return x.defined() && x._fw_grad(0).defined(); };
+    if (std::any_of(grads.begin(), grads.end(), has_tangent) && !at::GradMode::is_enabled())
+      return with_tangents(std::move(grads));
     return with_saved([&] { return backward(std::move(grads)); });
   }
 
@@ -106,6 +110,9 @@ struct SavedNode : torch::autograd::Node {
  protected:
   // One gradient an input edge, undefined where none is asked for or none arrived.
   virtual torch::autograd::variable_list backward(torch::autograd::variable_list&& grads) = 0;
+
+  // Of gradients with forward-mode tangents, which kernels would leave out: as for a derivative of them.
+  torch::autograd::variable_list with_tangents(torch::autograd::variable_list&& grads);
 
   // What work finds, with what is saved to itself.
   template <class Work>
