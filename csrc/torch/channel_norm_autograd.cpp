@@ -2,7 +2,6 @@
 // activation was applied to is computed again.
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
-#include <torch/csrc/autograd/autograd.h>
 #include <torch/library.h>
 
 #include "channel_norm.h"
@@ -98,19 +97,14 @@ autograd::variable_list composed_gradients(const ChannelNorm& norm, at::ScalarTy
                                            const autograd::variable_list& given, std::array<bool, 3> wanted,
                                            bool again) {
   // Aliases: the gradient of each apart from that of others which it was made from.
-  std::array<Tensor, 3> to;
+  autograd::variable_list to(3);
   for (size_t i = 0; i < 3; ++i) to[i] = given[i + 1].defined() ? at::alias(given[i + 1]) : Tensor();
   const OptionalTensor weight = optional(to[1]), bias = optional(to[2]);
   const OptionalTensor mean = optional(given[4]), variance = optional(given[5]);
   const Tensor out = again || (bias && !weight) ? compose(norm, to[0], mean, variance, weight, bias, dtype).out
                                                 : stock(norm, to[0], mean, variance, weight, bias, dtype);
-  autograd::variable_list inputs, result(3);
-  for (size_t i = 0; i < 3; ++i)
-    if (wanted[i]) inputs.push_back(to[i]);
-  const auto found = autograd::grad({out}, inputs, {given[0]}, /*retain_graph=*/true, /*create_graph=*/true);
-  for (size_t i = 0, next = 0; i < 3; ++i)
-    if (wanted[i]) result[i] = found[next++];
-  return result;
+  const std::vector<bool> asked(wanted.begin(), wanted.end());
+  return gradients_of({out}, {given[0]}, to, asked, /*create_graph=*/true);
 }
 
 struct ChannelNormBackward : SavedNode {

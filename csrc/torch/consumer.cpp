@@ -5,11 +5,11 @@
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
-#include <torch/csrc/autograd/autograd.h>
 #include <torch/library.h>
 
 #include "channel_running.h"
 #include "checks.h"
+#include "derivative.h"
 #include "eager.h"
 #include "layout.h"
 #include "named_ops.h"
@@ -246,21 +246,9 @@ struct ConsumerBackward : SavedNode, ScalableLayer {
     const Tensors outs = again(all);
     all.erase(all.begin() + inputs, all.begin() + inputs + statistics);
 
-    autograd::variable_list from, arrived, to, found(all.size());
-    for (size_t i = 0; i < layers; ++i) {
-      if (!grads[i].defined()) continue;
-      from.push_back(outs[i]);
-      arrived.push_back(grads[i]);
-    }
-    std::vector<size_t> places;
-    for (size_t i = 0; i < all.size(); ++i) {
-      if (!all[i].defined() || !all[i].requires_grad() || !task_should_compute_output(i)) continue;
-      to.push_back(all[i]);
-      places.push_back(i);
-    }
-    const auto slopes = autograd::grad(from, to, arrived, create_graph, create_graph, /*allow_unused=*/true);
-    for (size_t i = 0; i < places.size(); ++i) found[places[i]] = slopes[i];
-    return found;
+    std::vector<bool> asked;
+    for (size_t i = 0; i < all.size(); ++i) asked.push_back(task_should_compute_output(i));
+    return gradients_of({outs.begin(), outs.begin() + layers}, grads, all, asked, create_graph);
   }
 };
 

@@ -25,28 +25,16 @@ struct GradientBackward : SavedNode {
   autograd::variable_list backward(autograd::variable_list&& grads) override {
     const bool create_graph = at::GradMode::is_enabled();
     const at::AutoGradMode on(true);
-    Tensors given, to, from, arrived;
-    std::vector<size_t> places;
+    Tensors given;
+    std::vector<bool> asked;
     for (size_t i = 0; i < inputs; ++i) given.push_back(unpack(i));
     if (remade) given[remade->place] = made_anew(*remade, given);
     for (size_t i = 0; i < inputs; ++i) {
-      if (!given[i].defined() || !task_should_compute_output(i)) continue;
+      asked.push_back(given[i].defined() && task_should_compute_output(i));
       // Aliases: the gradient of each apart from that of others which it was made from.
-      given[i] = create_graph ? at::alias(given[i]) : given[i].detach().requires_grad_();
-      to.push_back(given[i]);
-      places.push_back(i);
+      if (asked[i]) given[i] = create_graph ? at::alias(given[i]) : given[i].detach().requires_grad_();
     }
-    const Tensors made = formula(given, create_graph);
-    for (size_t i = 0; i < made.size(); ++i) {
-      if (!made[i].defined() || !grads[i].defined() || !made[i].requires_grad()) continue;
-      from.push_back(made[i]);
-      arrived.push_back(grads[i]);
-    }
-    autograd::variable_list found(inputs);
-    if (from.empty() || to.empty()) return found;
-    const auto slopes = autograd::grad(from, to, arrived, create_graph, create_graph, /*allow_unused=*/true);
-    for (size_t i = 0; i < places.size(); ++i) found[places[i]] = slopes[i];
-    return found;
+    return gradients_of(formula(given, create_graph), grads, given, asked, create_graph);
   }
 };
 
@@ -56,6 +44,26 @@ struct PassedBackward : autograd::Node {
 };
 
 }  // namespace
+
+Tensors gradients_of(const Tensors& results, const Tensors& arrived, const Tensors& inputs,
+                     const std::vector<bool>& asked, bool create_graph) {
+  Tensors from, given, to, found(inputs.size());
+  for (size_t i = 0; i < results.size(); ++i) {
+    if (!results[i].defined() || !results[i].requires_grad() || !arrived[i].defined()) continue;
+    from.push_back(results[i]);
+    given.push_back(arrived[i]);
+  }
+  std::vector<size_t> places;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    if (!asked[i] || !inputs[i].defined() || !inputs[i].requires_grad()) continue;
+    to.push_back(inputs[i]);
+    places.push_back(i);
+  }
+  if (from.empty() || to.empty()) return found;
+  const Tensors slopes = autograd::grad(from, to, given, create_graph, create_graph, /*allow_unused=*/true);
+  for (size_t i = 0; i < places.size(); ++i) found[places[i]] = slopes[i];
+  return found;
+}
 
 Tensors with_derivative(Tensors gradients, const Tensors& inputs, Formula formula, std::optional<Remade> remade) {
   const bool is_remade = remade && remade->edge.is_valid();

@@ -15,6 +15,12 @@ namespace memkit {
 // batch norm one at all.
 using Formula = std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&, bool again)>;
 
+// The gradients of `results`, of which some may be undefined or without one that arrived, by those inputs that are asked for
+// and need any: as many as there are inputs.
+std::vector<at::Tensor> gradients_of(const std::vector<at::Tensor>& results, const std::vector<at::Tensor>& arrived,
+                                     const std::vector<at::Tensor>& inputs, const std::vector<bool>& asked,
+                                     bool create_graph);
+
 // An input that is not kept, but made of the others.
 struct Remade {
   size_t place;
