@@ -1,4 +1,4 @@
-"""Writes the tables of README.md from the results files: nothing in them is typed by hand.
+"""Writes the tables of README.md and docs/benchmarks.md from the results files: nothing in them is typed by hand.
 
     memkit bench --json benchmarks/results/bench-cpu.json
     memkit bench --ablation --variants eager,memkit --json benchmarks/results/ablation-cpu.json
@@ -12,7 +12,7 @@
     python benchmarks/bench_models.py --json
     python benchmarks/bench_matrix.py --json
     python benchmarks/bench_steps.py --json
-    python benchmarks/report.py                 # fills README.md; --check only says whether it is up to date
+    python benchmarks/report.py                 # fills both; --check only says whether they are up to date
 
 A table stands between `<!-- table:NAME -->` and `<!-- /table:NAME -->`; TABLES lists the names. The newest
 results file of a kind and device counts, unless it was interrupted (of the operators, what was measured counts).
@@ -34,11 +34,13 @@ import bench_models
 import bench_peers
 import bench_pool
 import bench_steps
+import highlights
 
 from memkit.bench import report
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+PAGES = [ROOT / "README.md", ROOT / "docs" / "benchmarks.md"]
 BENCH, ACTIVATION, OPS = report.KIND, "memkit-activation", "memkit-ops"
 POOL, OPTIM, LOSS = "memkit-pool", "memkit-optim", "memkit-loss"
 CHECKS = "memkit-checks"  # what tests and sanitizers said on a GPU
@@ -129,6 +131,18 @@ def bench_table(results: Results, kind: str = BENCH) -> str:
         parts.append(heading(result))
         table = report.markdown_table(report.COLUMNS, report.rows(result))
         parts += [table, report.conditions(result), report.origin(result)]
+    return "\n\n".join(parts)
+
+
+def highlights_table(results: Results) -> str:
+    parts = []
+    for device in ("cpu", "cuda"):
+        kinds = [results.get((kind, device)) for kind in (ACTIVATION, LOSS, OPTIM, POOL)]
+        known = [result for result in kinds if result]
+        if known:
+            machines = dict.fromkeys(heading(result).strip("*") for result in known)
+            table = report.markdown_table(list(highlights.COLUMNS), highlights.rows(*kinds))
+            parts += [f"**{'; '.join(machines)}**", table]
     return "\n\n".join(parts)
 
 
@@ -447,6 +461,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "large": lambda results: bench_table(results, LARGE),
     "steps": steps_table,
     "losses": losses_text,
+    "highlights": highlights_table,
     "ablation": ablation_table,
     "activation": activation_table,
     "activation-sizes": sizes_table,
@@ -526,27 +541,29 @@ def render(text: str, results: Results) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("file", nargs="?", type=Path, default=ROOT / "README.md")
+    parser.add_argument("files", nargs="*", type=Path, default=PAGES, metavar="FILE")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
     parser.add_argument(
         "--check", action="store_true", help="write nothing; fail if the tables are not up to date"
     )
     args = parser.parse_args(argv)
     results = load(args.results)
-    before = args.file.read_text(encoding="utf-8")
+    before = {file: file.read_text(encoding="utf-8") for file in args.files}
     try:
-        after = render(before, results)
+        after = {file: render(text, results) for file, text in before.items()}
     except ReportError as error:
         print(error, file=sys.stderr)
         return 2
     if args.check:
-        if before != after:
+        stale = [file.name for file in args.files if before[file] != after[file]]
+        if stale:
             print(
-                f"report: {args.file.name} is not up to date; run: python benchmarks/report.py",
+                f"report: {' and '.join(stale)} not up to date; run: python benchmarks/report.py",
                 file=sys.stderr,
             )
-        return int(before != after)
-    args.file.write_text(after, encoding="utf-8")
+        return int(bool(stale))
+    for file, text in after.items():
+        file.write_text(text, encoding="utf-8")
     for (kind, device), result in results.items():
         if kind == BENCH:
             report.plot(result, args.results / f"bench-{device}.png")
