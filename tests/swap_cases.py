@@ -90,6 +90,15 @@ def only(report):
     return report.rows[0]
 
 
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.act, self.fc2 = nn.Linear(D, D), nn.GELU(), nn.Linear(D, D)
+
+    def forward(self, x):
+        return self.fc2(self.act(self.fc1(x)))
+
+
 class Block(nn.Module):
     """Linear, activation, Linear, put together by a function of (self, x)."""
 
