@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import pickle
+import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from memkit import lean as in_lean
 from memkit import swap, unswap
+from memkit.swap.library import twin
 from memkit.swap.library.remembered import Remembered
 
 MODES = [(False, False), (False, True), (True, True), ("call", False), ("call", True)]
@@ -115,3 +119,21 @@ def test_remembered():
     slots = Slots()
     remembered.of(slots)["at"] = 0
     assert remembered.of(slots) == {}
+
+
+def test_threads_get_one_class(monkeypatch):
+    class Norm(nn.LayerNorm):
+        pass
+
+    together, made_anew = threading.Barrier(2), twin._new
+
+    def slow(kind, stock):
+        with suppress(threading.BrokenBarrierError):
+            together.wait(0.2)  # the other thread, if it may come as far
+        return made_anew(kind, stock)
+
+    monkeypatch.setattr(twin, "_new", slow)
+    kind = next(iter(twin.MIXINS))
+    with ThreadPoolExecutor(2) as threads:
+        one, other = threads.map(lambda _: twin.twin_of(kind, Norm), range(2))
+    assert one is other

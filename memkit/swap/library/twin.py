@@ -31,6 +31,9 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-5, torch.float16: 5e-3, torc
 """How far, relatively, a twin's values and gradients may be from those of what it stands for."""
 
 
+_making = RLock()
+
+
 class _Twins(dict[str, Any]):
     """Of a class, by the mixin's name. The class holds them: they live as long as it does, and keep nobody else alive."""
 
@@ -61,17 +64,20 @@ class Twin(Changed):
 
 def twin_of(kind: str, stock: type[nn.Module]) -> type[Any]:
     """The mixin of this name before that class, under the class's own name."""
-    twins = vars(stock).get("_memkit_twins")
-    if type(twins) is not _Twins:
-        twins = _Twins()
-        type.__setattr__(stock, "_memkit_twins", twins)
-    known: type[Any] | None = twins.get(kind)
-    forward = innermost_of(stock).forward
-    # A function may have been patched since; what a descriptor gives is another object each time.
-    is_patched = known is not None and type(forward) is FunctionType and known._stock_forward is not forward
-    if known is None or known._stock is not stock or is_patched:
-        known = twins[kind] = _new(kind, stock)
-    return known
+    with _making:  # or two threads make two classes of one name
+        twins = vars(stock).get("_memkit_twins")
+        if type(twins) is not _Twins:
+            twins = _Twins()
+            type.__setattr__(stock, "_memkit_twins", twins)
+        known: type[Any] | None = twins.get(kind)
+        forward = innermost_of(stock).forward
+        # A function may have been patched since; what a descriptor gives is another object each time.
+        is_patched = (
+            known is not None and type(forward) is FunctionType and known._stock_forward is not forward
+        )
+        if known is None or known._stock is not stock or is_patched:
+            known = twins[kind] = _new(kind, stock)
+        return known
 
 
 def fits(module: nn.Module, twin: type[Any]) -> bool:
