@@ -7,6 +7,7 @@
 #include "activation_node.h"
 #include "activation_ops.h"
 #include "checks.h"
+#include "derivative.h"
 #include "eager.h"
 #include "layout.h"
 #include "node_kind.h"
@@ -140,9 +141,8 @@ autograd::variable_list ActivationBackward::backward(autograd::variable_list&& g
     if (saved == Save::bit) {
       grad_input = stock_activation_backward_where(spec, below, active_elements(*kept_bits, below));
     } else {
-      Tensor at_point = kept_bias ? *kept + along(*kept_bias, *kept, dim) : *kept;
-      if (seed && saved == Save::output) at_point = at_point / drop[1];
-      grad_input = stock_activation_backward(spec, below, at_point, saved == Save::output);
+      const Tensor point = seed && saved == Save::output ? *kept / drop[1] : *kept;
+      grad_input = differentiable(spec, below, point, kept_bias);
     }
   } else if (by_bits) {
     grad = restride(std::move(grad), strides);
@@ -165,6 +165,25 @@ autograd::variable_list ActivationBackward::backward(autograd::variable_list&& g
   }
   if (has_bias && task_should_compute_output(1)) result[1] = bias_gradient(grad_input, dim);
   return result;
+}
+
+Tensor ActivationBackward::differentiable(const ActivationSpec& spec, const Tensor& grad, const Tensor& point,
+                                          const OptionalTensor& bias) {
+  const bool from_output = saved == Save::output;
+  const autograd::variable_list inputs{grad, point, bias.value_or(Tensor())};
+  const auto composed = [spec, from_output, dim = dim](const autograd::variable_list& t, bool) {
+    const Tensor at_point = t[2].defined() ? t[1] + along(t[2], t[1], dim) : t[1];
+    return autograd::variable_list{stock_activation_backward(spec, t[0], at_point, from_output)};
+  };
+  // A slope of two values is one operator of ATen's, which keeps no gradient.
+  if (spec.has_two_slopes() || (from_output && spec.has_branch()) || needs_stock(grad) || !is_plain(grad) ||
+      !is_plain(point))
+    return composed(inputs, true)[0];
+  const Tensor value = [&] {
+    const at::AutoGradMode off(false);
+    return ops::activation_backward(grad, point, bias, dim, std::nullopt, op, params, from_output);
+  }();
+  return with_derivative({value}, inputs, composed)[0];
 }
 
 bool ActivationBackward::makes_zeros() const {

@@ -68,19 +68,6 @@ Composed compose(const ChannelNorm& norm, const Tensor& input, const OptionalTen
   return made;
 }
 
-// The same of PyTorch's own norms, whose derivatives keep less.
-Tensor stock(const ChannelNorm& norm, const Tensor& input, const OptionalTensor& mean, const OptionalTensor& variance,
-             const OptionalTensor& weight, const OptionalTensor& bias, at::ScalarType dtype) {
-  const auto computed = compute_dtype(input.scalar_type());
-  const auto wide = [&](const OptionalTensor& t) { return t ? OptionalTensor(t->to(computed)) : t; };
-  const Tensor x = input.to(computed);
-  Tensor z = norm.groups ? at::group_norm(x, norm.groups, wide(weight), wide(bias), norm.eps)
-                         : at::batch_norm(x, wide(weight), wide(bias), wide(mean), wide(variance), /*training=*/!mean,
-                                          /*momentum=*/0, norm.eps, at::globalContext().userEnabledCuDNN());
-  if (!norm.act.empty()) z = stock_activation(ActivationSpec(norm.act, norm.params), z);
-  return z.to(dtype);
-}
-
 // Below autograd, with the statistics given.
 Tensor normalise(const ChannelNorm& norm, const Tensor& input, const Tensor& mean, const Tensor& variance,
                  const OptionalTensor& weight, const OptionalTensor& bias, at::ScalarType dtype) {
@@ -92,19 +79,75 @@ Tensor normalise(const ChannelNorm& norm, const Tensor& input, const Tensor& mea
       input, norm.groups, mean, variance, weight, bias, norm.eps, norm.act, norm.params, dtype);
 }
 
-// Of the incoming gradient, the input, weight and bias, and statistics that are given; with one derivative, or `again` more.
-autograd::variable_list composed_gradients(const ChannelNorm& norm, at::ScalarType dtype,
+// By PyTorch's own norms, whose gradients have a derivative that keeps less than that of steps.
+struct Stock {
+  const ChannelNorm& norm;
+  const Tensor &x, &weight, &bias;  // the last two maybe undefined
+  const Tensor &mean, &variance;
+  bool own_statistics;
+
+  Tensor normalised() const {
+    if (norm.groups) {
+      const bool alike = !weight.defined() || weight.scalar_type() == x.scalar_type();
+      return at::group_norm(alike ? x : wide(x), norm.groups, optional(alike ? weight : wide(weight)),
+                            optional(alike ? bias : wide(bias)), norm.eps);
+    }
+    return at::batch_norm(x, optional(wide(weight)), optional(wide(bias)), given(mean), given(variance), own_statistics,
+                          /*momentum=*/0, norm.eps, at::globalContext().userEnabledCuDNN());
+  }
+
+  // Of a batch norm, from that of its result.
+  autograd::variable_list gradients(const Tensor& grad, std::array<bool, 3> wanted) const {
+    const auto format = x.suggest_memory_format();  // its kernel reads other strides wrong
+    auto [dx, dweight, dbias] = at::native_batch_norm_backward(
+        grad.contiguous(format), x.contiguous(format), optional(wide(weight)), given(mean), given(variance), wide(mean),
+        wide((variance + norm.eps).rsqrt()), own_statistics, norm.eps, wanted);
+    if (wanted[1]) dweight = dweight.to(weight.scalar_type());
+    if (wanted[2]) dbias = dbias.to(bias.scalar_type());
+    return {dx, dweight, dbias};
+  }
+
+ private:
+  // Beside an input of a dtype of 2 bytes a batch norm takes float32.
+  Tensor wide(const Tensor& t) const { return t.defined() ? t.to(compute_dtype(x.scalar_type())) : t; }
+  OptionalTensor given(const Tensor& t) const { return own_statistics ? std::nullopt : OptionalTensor(wide(t)); }
+};
+
+// Of the incoming gradient, the input, weight, bias and the statistics; with one derivative, or `again` more.
+autograd::variable_list composed_gradients(const ChannelNorm& norm, bool own_statistics, at::ScalarType dtype,
                                            const autograd::variable_list& given, std::array<bool, 3> wanted,
                                            bool again) {
   // Aliases: the gradient of each apart from that of others which it was made from.
   autograd::variable_list to(3);
   for (size_t i = 0; i < 3; ++i) to[i] = given[i + 1].defined() ? at::alias(given[i + 1]) : Tensor();
   const OptionalTensor weight = optional(to[1]), bias = optional(to[2]);
-  const OptionalTensor mean = optional(given[4]), variance = optional(given[5]);
-  const Tensor out = again || (bias && !weight) ? compose(norm, to[0], mean, variance, weight, bias, dtype).out
-                                                : stock(norm, to[0], mean, variance, weight, bias, dtype);
   const std::vector<bool> asked(wanted.begin(), wanted.end());
-  return gradients_of({out}, {given[0]}, to, asked, /*create_graph=*/true);
+  if (again || (bias && !weight)) {
+    const OptionalTensor mean = own_statistics ? std::nullopt : OptionalTensor(given[4]);
+    const OptionalTensor variance = own_statistics ? std::nullopt : OptionalTensor(given[5]);
+    autograd::variable_list out(1);
+    out[0] = compose(norm, to[0], mean, variance, weight, bias, dtype).out;
+    return gradients_of(std::move(out), {given[0]}, to, asked, /*create_graph=*/true);
+  }
+  const Stock stock{norm, to[0], to[1], to[2], given[4], given[5], own_statistics};
+  Tensor grad = given[0].to(to[0].scalar_type());
+  if (norm.groups) {
+    autograd::variable_list out(1);
+    out[0] = stock.normalised();
+    return gradients_of(std::move(out), {grad}, to, asked, /*create_graph=*/true);
+  }
+  if (!norm.act.empty()) {
+    const ActivationSpec act(norm.act, norm.params);
+    Tensor z;
+    if (act.has_two_slopes()) {  // which have no derivative by z
+      const at::AutoGradMode off(false);
+      z = normalise({0, norm.eps, "", {}}, to[0], given[4], given[5], weight, bias, to[0].scalar_type());
+    } else {
+      z = stock.normalised();
+    }
+    grad = stock_activation_backward(act, grad, z, /*from_output=*/false);
+  }
+  return stock.gradients(grad, wanted);
 }
 
 struct ChannelNormBackward : SavedNode {
@@ -134,15 +177,13 @@ struct ChannelNormBackward : SavedNode {
     if (!at::GradMode::is_enabled())
       return gradients(grad, x, mean, variance, weight, bias, /*reuse=*/is_sole_owner(grad));
     // create_graph: the gradient itself needs a derivative.
-    const Tensor given_mean = own_statistics ? Tensor() : mean, given_variance = own_statistics ? Tensor() : variance;
-    const autograd::variable_list inputs{
-        grad, x, weight.value_or(Tensor()), bias.value_or(Tensor()), given_mean, given_variance};
+    const autograd::variable_list inputs{grad, x, weight.value_or(Tensor()), bias.value_or(Tensor()), mean, variance};
     const std::array<bool, 3> wanted{task_should_compute_output(0), weight && task_should_compute_output(1),
                                      bias && task_should_compute_output(2)};
     // Not this node, which holds the input.
-    const auto composed = [groups = groups, eps = eps, act = act, params = params, dtype = dtype, wanted](
-                              const autograd::variable_list& given, bool again) {
-      return composed_gradients({groups, eps, act, params}, dtype, given, wanted, again);
+    const auto composed = [groups = groups, eps = eps, act = act, params = params, own = own_statistics, dtype = dtype,
+                           wanted](const autograd::variable_list& given, bool again) {
+      return composed_gradients({groups, eps, act, params}, own, dtype, given, wanted, again);
     };
     if (needs_stock(grad) || !is_plain(grad) || !all_plain(x, weight, bias)) return composed(inputs, true);
     const auto values = [&] {

@@ -2,7 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
-#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/engine.h>
 
 #include <utility>
 
@@ -45,22 +45,25 @@ struct PassedBackward : autograd::Node {
 
 }  // namespace
 
-Tensors gradients_of(const Tensors& results, const Tensors& arrived, const Tensors& inputs,
-                     const std::vector<bool>& asked, bool create_graph) {
-  Tensors from, given, to, found(inputs.size());
+Tensors gradients_of(Tensors results, const Tensors& arrived, const Tensors& inputs, const std::vector<bool>& asked,
+                     bool create_graph) {
+  autograd::edge_list from, to;
+  Tensors given, found(inputs.size());
   for (size_t i = 0; i < results.size(); ++i) {
     if (!results[i].defined() || !results[i].requires_grad() || !arrived[i].defined()) continue;
-    from.push_back(results[i]);
+    from.push_back(autograd::impl::gradient_edge(results[i]));
     given.push_back(arrived[i]);
   }
   std::vector<size_t> places;
   for (size_t i = 0; i < inputs.size(); ++i) {
     if (!asked[i] || !inputs[i].defined() || !inputs[i].requires_grad()) continue;
-    to.push_back(inputs[i]);
+    to.push_back(autograd::impl::gradient_edge(inputs[i]));
     places.push_back(i);
   }
   if (from.empty() || to.empty()) return found;
-  const Tensors slopes = autograd::grad(from, to, given, create_graph, create_graph, /*allow_unused=*/true);
+  results.clear();  // the graph goes on without their memory
+  const Tensors slopes = autograd::Engine::get_default_engine().execute(from, given, /*keep_graph=*/create_graph,
+                                                                        create_graph, /*accumulate_grad=*/false, to);
   for (size_t i = 0; i < places.size(); ++i) found[places[i]] = slopes[i];
   return found;
 }

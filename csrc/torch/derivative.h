@@ -16,8 +16,8 @@ namespace memkit {
 using Formula = std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&, bool again)>;
 
 // The gradients of `results`, of which some may be undefined or without one that arrived, by those inputs that are asked for
-// and need any: as many as there are inputs.
-std::vector<at::Tensor> gradients_of(const std::vector<at::Tensor>& results, const std::vector<at::Tensor>& arrived,
+// and need any: as many as there are inputs. Results that are moved here lose their memory first.
+std::vector<at::Tensor> gradients_of(std::vector<at::Tensor> results, const std::vector<at::Tensor>& arrived,
                                      const std::vector<at::Tensor>& inputs, const std::vector<bool>& asked,
                                      bool create_graph);
 

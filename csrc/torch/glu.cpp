@@ -7,6 +7,7 @@
 #include <array>
 
 #include "checks.h"
+#include "derivative.h"
 #include "eager.h"
 #include "engine.h"
 #include "fresh.h"
@@ -241,13 +242,23 @@ struct GluBackward : SavedNode {
 
  private:
   autograd::variable_list differentiable(const Tensor& grad) {
-    const ActivationSpec spec = spec_of(act);
-    const Tensor saved = unpack(0);
-    const auto [gate, up] = split ? std::pair(saved, unpack(1)) : unpacked(saved, packing_of(packing));
-    const Tensor grad_gate = stock_activation_backward(spec, grad * up, gate, false);
-    const Tensor grad_up = grad * stock_activation(spec, gate);
-    if (split) return {grad_gate, grad_up};
-    return {packed(grad_gate, grad_up, packing_of(packing)), Tensor()};
+    const autograd::variable_list inputs{grad, unpack(0), split ? unpack(1) : Tensor()};
+    const auto composed = [act = act, packing = packing](const autograd::variable_list& t, bool) {
+      const ActivationSpec spec = spec_of(act);
+      const auto [gate, up] = t[2].defined() ? std::pair(t[1], t[2]) : unpacked(t[1], packing_of(packing));
+      const Tensor grad_gate = stock_activation_backward(spec, t[0] * up, gate, false);
+      const Tensor grad_up = t[0] * stock_activation(spec, gate);
+      if (t[2].defined()) return autograd::variable_list{grad_gate, grad_up};
+      return autograd::variable_list{packed(grad_gate, grad_up, packing_of(packing)), Tensor()};
+    };
+    if (needs_stock(grad) || !is_plain(grad) || !is_plain(inputs[1]) || (split && !is_plain(inputs[2])))
+      return composed(inputs, true);
+    autograd::variable_list values = [&] {
+      const at::AutoGradMode off(false);
+      auto [gate, up] = call_backward(grad, inputs[1], optional(inputs[2]), act, packing);
+      return autograd::variable_list{gate, split ? up : Tensor()};
+    }();
+    return with_derivative(std::move(values), inputs, composed);
   }
 };
 

@@ -10,6 +10,7 @@
 #include <limits>
 
 #include "checks.h"
+#include "derivative.h"
 #include "eager.h"
 #include "engine.h"
 #include "fresh.h"
@@ -232,24 +233,39 @@ struct SoftmaxBackward : SavedNode {
     Tensor grad = std::move(grads[0]);
     if (!grad.defined()) return {Tensor()};
     const Tensor y = unpack(0);
-    if (at::GradMode::is_enabled()) return {differentiable(grad, y).to(input_dtype)};
+    if (at::GradMode::is_enabled()) return {differentiable(grad, y)};
     if (is_sole_owner(grad) && is_plain(y)) {
       MEMKIT_CALL_BACKWARD("memkit::_softmax_backward_", Tensor&, Tensor&)
       (grad, y, dim, scale, causal, log, masked);
       return {grad.to(input_dtype)};
     }
-    return {MEMKIT_CALL_BACKWARD("memkit::_softmax_backward", Tensor, const Tensor&)(grad, y, dim, scale, causal, log,
-                                                                                     masked)
-                .to(input_dtype)};
+    return {by_kernel(grad, y)};
   }
 
  private:
-  // create_graph: the gradient itself needs a derivative, which ATen's operators have.
+  // create_graph: the gradient itself needs a derivative.
   Tensor differentiable(const Tensor& grad, const Tensor& output) const {
-    const Tensor g = grad.to(wide(grad.scalar_type())), y = output.to(g.scalar_type());
-    if (!log) return y * (g - (g * y).sum(dim, /*keepdim=*/true)) * scale;
-    const Tensor dx = (g - y.exp() * g.sum(dim, /*keepdim=*/true)) * scale;
-    return masked ? dx.masked_fill(y == -std::numeric_limits<double>::infinity(), 0) : dx;
+    const auto composed = [dim = dim, scale = scale, log = log, masked = masked, dtype = input_dtype](
+                              const autograd::variable_list& t, bool) {
+      const Tensor y = t[1], g = t[0].to(y.scalar_type());
+      Tensor dx = log ? at::_log_softmax_backward_data(g, y, dim, y.scalar_type())
+                      : at::_softmax_backward_data(g, y, dim, y.scalar_type());
+      if (scale != 1) dx = dx * scale;
+      if (log && masked) dx = dx.masked_fill(y == -std::numeric_limits<double>::infinity(), 0);
+      return autograd::variable_list{dx.to(dtype)};
+    };
+    if (needs_stock(grad) || !is_plain(grad) || !is_plain(output)) return composed({grad, output}, true)[0];
+    const Tensor value = [&] {
+      const at::AutoGradMode off(false);
+      return by_kernel(grad, output);
+    }();
+    return with_derivative({value}, {grad, output}, composed)[0];
+  }
+
+  Tensor by_kernel(const Tensor& grad, const Tensor& y) const {
+    return MEMKIT_CALL_BACKWARD("memkit::_softmax_backward", Tensor, const Tensor&)(grad, y, dim, scale, causal, log,
+                                                                                    masked)
+        .to(input_dtype);
   }
 };
 
