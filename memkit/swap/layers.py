@@ -92,7 +92,8 @@ class Norm(Layer):
         return "input" if not self._swap.hooked and shows_result(self) else self._swap.save
 
     def _stays(self, input: Tensor) -> bool:
-        return self._swap.exact and torch.is_autocast_enabled(input.device.type)
+        """Under autocast; and under a compiler, which makes the result again in backward where that costs nothing."""
+        return is_dynamo_compiling() or (self._swap.exact and torch.is_autocast_enabled(input.device.type))
 
     @staticmethod
     def row_shape(module: Any, shape: Sequence[int]) -> tuple[int, ...]:
