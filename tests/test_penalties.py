@@ -46,18 +46,20 @@ ACTS: dict[str, tuple[nn.Module, dict[str, float]]] = {
 @pytest.mark.parametrize("kind", ["images", "channels last", "strided", "plain", "evaluation", "rows"])
 @pytest.mark.parametrize("dtype", [f64, f32, bf16], ids=str)
 @pytest.mark.parametrize("act", ACTS)
-def test_batch_norms_with_an_activation(act: str, dtype: torch.dtype, kind: str) -> None:
+def test_batch_norms_with_an_activation(
+    act: str, dtype: torch.dtype, kind: str, device: torch.device
+) -> None:
     module, params = ACTS[act]
-    x = normal((64, 8) if kind == "rows" else (4, 8, 6, 5), f64, 0).to(dtype)
+    x = normal((64, 8) if kind == "rows" else (4, 8, 6, 5), f64, 0).to(device, dtype)
     if kind == "channels last":
         x = x.contiguous(memory_format=torch.channels_last)
     if kind == "strided":
         x = x.repeat(1, 1, 1, 2)[..., ::2]
     # Beside an input of 2 bytes an element a batch norm takes float32.
     wide = torch.promote_types(dtype, f32)
-    weight, bias = (normal((8,), f64, i, mean=1, scale=0.3).to(wide).requires_grad_() for i in (1, 2))
+    weight, bias = (normal((8,), f64, i, mean=1, scale=0.3).to(device, wide).requires_grad_() for i in (1, 2))
     given = [] if kind == "plain" else [weight, bias]
-    mean, var = normal((8,), f64, 3, scale=0.1), normal((8,), f64, 4, mean=2, scale=0.1)
+    mean, var = (normal((8,), f64, i, mean=i - 3, scale=0.1).to(device) for i in (3, 5))
     training = kind != "evaluation"
 
     def of(norm: Callable[..., Tensor], to: torch.dtype) -> list[Tensor]:
@@ -79,9 +81,11 @@ def test_batch_norms_with_an_activation(act: str, dtype: torch.dtype, kind: str)
 
 
 @pytest.mark.parametrize("dtype", [bf16, torch.float16], ids=str)
-def test_norms_of_two_bytes(dtype: torch.dtype) -> None:
-    x = normal((4, 8, 6, 5), f64, 0).to(dtype)
-    weight, bias = (normal((8,), f64, i, mean=1, scale=0.3).to(dtype).requires_grad_() for i in (1, 2))
+def test_norms_of_two_bytes(dtype: torch.dtype, device: torch.device) -> None:
+    x = normal((4, 8, 6, 5), f64, 0).to(device, dtype)
+    weight, bias = (
+        normal((8,), f64, i, mean=1, scale=0.3).to(device, dtype).requires_grad_() for i in (1, 2)
+    )
 
     def of(norm: Callable[..., Tensor], to: torch.dtype) -> list[Tensor]:
         function = lambda x: norm(x, 2, weight.to(to), bias.to(to))  # noqa: E731
@@ -158,11 +162,11 @@ FUNCTIONS: dict[str, tuple[Function, Function]] = {
 
 @pytest.mark.parametrize("dtype", [f32, bf16], ids=str)
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions_between_layers(name: str, dtype: torch.dtype) -> None:
+def test_functions_between_layers(name: str, dtype: torch.dtype, device: torch.device) -> None:
     ours, stock = FUNCTIONS[name]
     torch.manual_seed(0)
-    x = torch.randn(256, 128, dtype=f64)
-    weights = [(torch.randn(128, 128, dtype=f64) / 11).requires_grad_() for _ in range(4)]
+    x = torch.randn(256, 128, dtype=f64).to(device)
+    weights = [(torch.randn(128, 128, dtype=f64) / 11).to(device) for _ in range(4)]
 
     def of(function: Function, to: torch.dtype, depth: int) -> list[Tensor]:
         def layers(h: Tensor) -> Tensor:
@@ -175,5 +179,5 @@ def test_functions_between_layers(name: str, dtype: torch.dtype) -> None:
 
     exact = of(stock, f64, 1)
     assert error(of(ours, dtype, 1), exact) <= 2 * error(of(stock, dtype, 1), exact)
-    mine, theirs = (measure(lambda f=f: of(f, dtype, 4), device="cpu").peak for f in (ours, stock))
+    mine, theirs = (measure(lambda f=f: of(f, dtype, 4), device=device).peak for f in (ours, stock))
     assert mine <= 1.02 * theirs
