@@ -315,7 +315,8 @@ class _Search:
                 if child in self.activations:
                     behind_norm = norms_change and i > 0 and _is_pair(children[i - 1], child)
                     fuses = behind_norm and type(parent) is nn.Sequential
-                    self.activations[child].add_place(children[i + 1 :], 1, behind_norm, fuses)
+                    before = children[i - 1] if i else None
+                    self.activations[child].add_place(children[i + 1 :], 1, behind_norm, fuses, before)
                     if fuses and parent not in self.found.sequences:
                         self.found.sequences.append(parent)
         elif recipe is not None:

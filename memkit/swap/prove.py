@@ -135,6 +135,7 @@ def _decide_without_lean(
         dtypes=site.dtypes(exact),
         save="bit" if from_bit else "output",
         training=site.module.training if site.layer is None else None,
+        compiled=not all(call.behind_norm for call in calls),
     )
     reasons = [f"not in place: {read}" if read and not site.overwrites else "", site.restriction(exact)]
     return Decision(proof, "; ".join(filter(None, reasons)), before, after)

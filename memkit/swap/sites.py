@@ -16,6 +16,8 @@ from .types import COPIES_INPUT, INEXACT, KEEPS_OUTPUT, NEEDS_BIT, TWINS, WIDE, 
 
 NAMES: dict[type[nn.Module], str] = {twin._stock: name for name, twin in TWINS.items()}
 
+ANY_NORM = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
+
 LEAN = Proof(False, save="input")
 """Of an activation that keeps its input inside `memkit.lean()` and is stock outside."""
 
@@ -55,17 +57,25 @@ class Site:
     """For each of those places: whether a batch norm comes before it that becomes memkit's."""
     fuses: list[bool] = field(default_factory=list)
     """Whether it runs as one with that."""
+    beside_norms: list[bool] = field(default_factory=list)
+    """Whether any norm comes before or behind it there."""
 
     method: ClassVar[str] = "forward"
     is_block: ClassVar[bool] = False
 
     def add_place(
-        self, followers: list[nn.Module], variables: int, behind_norm: bool = False, fuses: bool = False
+        self,
+        followers: list[nn.Module],
+        variables: int,
+        behind_norm: bool = False,
+        fuses: bool = False,
+        before: nn.Module | None = None,
     ) -> None:
         self.followers.append(followers)
         self.variables = min(self.variables, variables)
         self.norms.append(behind_norm)
         self.fuses.append(fuses)
+        self.beside_norms.append(any(isinstance(each, ANY_NORM) for each in (before, *followers[:1])))
 
     @property
     def behind_norms(self) -> bool:

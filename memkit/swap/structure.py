@@ -97,6 +97,7 @@ def _of_activation(site: Site, exact: bool, pools: Collection[nn.Module]) -> Dec
         callers=True,
         dtypes=site.dtypes(exact),
         save="bit" if from_bit else "output",
+        compiled=not all(site.beside_norms),
     )
     return Decision(proof, site.restriction(exact))
 

@@ -67,6 +67,8 @@ class Proof(NamedTuple):
     """The module's mode in which "auto" was proven: in the other, a forward may go on with the input. None: in both."""
     seen: frozenset[Place] = frozenset()
     """The code that called it where "auto" was proven, whose variables may hold the input: other code may go on with it."""
+    compiled: bool = True
+    """It is memkit's under a compiler too: not beside a norm, which a compiler makes again in backward together with it."""
 
 
 def stock_of(cls: type[nn.Module]) -> type[nn.Module]:
@@ -160,7 +162,7 @@ class Swapped(Changed):
     def forward(self, input: Tensor) -> Tensor:
         if is_dynamo_compiling():
             return self._compiled(input)
-        inplace, holders, callers, hooked, dtypes, _, save, training, seen = self._swap
+        inplace, holders, callers, hooked, dtypes, _, save, training, seen, _ = self._swap
         if (dtypes is not None and input.dtype not in dtypes) or (save == "input" and not is_lean()):
             return self._stock_forward(input)
         if save != "input" and not hooked and shows_result(self):
@@ -197,7 +199,9 @@ class Swapped(Changed):
         """Out of place: compilers functionalize, so nothing can be changed later. Without a gradient they fuse better."""
         proof = self._swap
         if (
-            proof.save == "input"
+            not proof.compiled
+            or proof.save == "input"
+            or (proof.save == "output" and self._op in KEEPS_OUTPUT)
             or not input.requires_grad
             or input.dtype not in (FLOATS if proof.dtypes is None else proof.dtypes)
             or input.device.type not in ("cpu", "cuda")

@@ -50,6 +50,8 @@ class Call:
     """Of two results that may become memkit's, so that it can be made again."""
     of_a_norm: bool = False
     """That becomes memkit's, so that its result can be made again, or is what the norm keeps."""
+    behind_norm: bool = False
+    """Of any norm."""
     norms: set[nn.Module] = field(default_factory=set)
     """Those norms whose result, or the sum of whose results, its input is."""
     own: dict[int, int] = field(default_factory=dict)
@@ -100,6 +102,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         node = _made_by(input)
         call.of_a_sum = _is_sum(node) and all(self.is_of_a_site(before) for before, _ in node.next_functions)
         call.of_a_norm = node in self.made_again or self.is_of_rows(input)
+        call.behind_norm = call.of_a_norm or "Norm" in type(node).__name__
         call.norms = self.norms_before(input)
         self.calls.setdefault(site, []).append(call)
         if isinstance(site, LayerSite):  # never in place

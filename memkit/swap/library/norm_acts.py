@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from ... import functional as F
 from ..._hooks import only_read
@@ -35,6 +36,8 @@ class NormAct(Twin):
         drop = module._modules.get("drop")
         alone = drop is None or (type(drop) is nn.Identity and only_read(drop))
         if act is None or not alone or not serves(input) or output_dtype(input) != input.dtype:
+            return self._stock_forward(input)
+        if is_dynamo_compiling():  # compilers make a norm's result again
             return self._stock_forward(input)
         return self._norm_act(input, *act)
 
