@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -78,6 +79,80 @@ def test_batch_norms_with_an_activation(
     theirs = of(stock, wide)
     assert [g.dtype for g in found] == [g.dtype for g in theirs]
     assert error(found, exact) <= 2 * error(theirs, exact) + (1e-13 if dtype == f64 else 0)
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 6), (0, 4), (3, 4, 0)], ids=str)
+@pytest.mark.parametrize("act", ["relu", "silu", None])
+@pytest.mark.parametrize("training", [True, False])
+def test_an_empty_batch(shape: tuple[int, ...], act: str | None, training: bool) -> None:
+    weight, mean, var = torch.rand(3, 4).unbind()
+    weight.requires_grad_()
+    if training and shape[1:] == (4, 0):
+        shape = (0, 4, 6)  # PyTorch refuses images without pixels
+
+    def function(x: Tensor) -> Tensor:
+        return M.batch_norm_act(x, mean, var, weight, training=training, act=act)
+
+    x = torch.rand(shape).requires_grad_()
+    (first,) = torch.autograd.grad(function(x).sum(), x, torch.ones(()).requires_grad_(), create_graph=True)
+    assert first.shape == shape
+    found = torch.autograd.grad(first.sum(), [x, weight], allow_unused=True)
+    assert all(g is None or not g.any() for g in found)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("act", ["relu", "leaky_relu"])
+def test_what_a_slope_of_two_values_does_not_depend_on_has_a_gradient_of_zero(
+    act: str, training: bool
+) -> None:
+    """Or an optimizer would leave it out of its step."""
+    params = ACTS[act][1]
+    mean, var = torch.zeros(3), torch.ones(3)
+
+    def second(stock: bool) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        x, weight, bias = (torch.rand(s).requires_grad_() for s in ((4, 3, 5), (3,), (3,)))
+        given = x, mean.clone(), var.clone(), weight, bias
+        if stock:
+            out = ACTS[act][0](F.batch_norm(*given, training=training))
+        else:
+            out = M.batch_norm_act(*given, training=training, act=act, **params)
+        (first,) = torch.autograd.grad(out.sin().sum(), x, create_graph=True)
+        (other,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        leaves = [x, weight, bias]
+        return [
+            g
+            for one in (first, other)
+            for g in torch.autograd.grad(one.square().sum(), leaves, retain_graph=True, allow_unused=True)
+        ]
+
+    for mine, theirs in zip(second(False), second(True), strict=True):
+        assert (mine is None) == (theirs is None)
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_strides_of_dimensions_of_one() -> None:
+    """With which stock's kernel goes wrong."""
+    x = normal((1, 4, 1, 5), f64, 0)
+    strided = torch.empty_strided(x.shape, (20, 1, 40, 4), dtype=f64).copy_(x)
+    weight, bias = (normal((4,), f64, i, mean=1, scale=0.3).requires_grad_() for i in (1, 2))
+
+    def function(x: Tensor) -> Tensor:
+        return M.batch_norm_act(x, None, None, weight, bias, training=True, act="silu")
+
+    for one, other in zip(*(penalty(function, t, [weight, bias]) for t in (strided, x)), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("packing", ["gate_up", "up_gate", "interleaved"])
+def test_batched_gradients_of_packed_gates(packing: Any) -> None:
+    x = torch.randn(3, 8, dtype=f64, requires_grad=True)
+    basis = torch.eye(12, dtype=f64).view(12, 3, 4)
+    (batched,) = torch.autograd.grad(
+        M.swiglu(x, packing=packing), x, basis, is_grads_batched=True, create_graph=True
+    )
+    alone = [torch.autograd.grad(M.swiglu(x, packing=packing), x, one)[0] for one in basis]
+    torch.testing.assert_close(batched, torch.stack(alone))
 
 
 @pytest.mark.parametrize("dtype", [bf16, torch.float16], ids=str)

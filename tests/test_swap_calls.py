@@ -395,10 +395,10 @@ class Gate(nn.Module):
 @pytest.mark.slow
 @pytest.mark.parametrize("by_sample", [True, False])
 @pytest.mark.parametrize("lean", [False, True, "call"])
-@pytest.mark.parametrize("kind", ["norm, act", "act, norm", "residual", "images", "timm's", "tanh"])
+@pytest.mark.parametrize("kind", ["norm, act", "act, norm", "residual", "images", "timm's", "tanh", "pool"])
 def test_compiled_by_inductor_keeps_no_more_than_stock(kind, lean, by_sample):
     torch.manual_seed(0)
-    x = torch.randn(8, 16, 16, 16) if kind in ("images", "timm's") else torch.randn(256, 64)
+    x = torch.randn(8, 16, 16, 16) if kind in ("images", "timm's", "pool") else torch.randn(256, 64)
     blocks = []
     for _ in range(3):
         if kind == "images":
@@ -406,6 +406,8 @@ def test_compiled_by_inductor_keeps_no_more_than_stock(kind, lean, by_sample):
         elif kind == "timm's":
             norm = pytest.importorskip("timm.layers").BatchNormAct2d(16, act_layer=nn.SiLU)
             blocks += [nn.Conv2d(16, 16, 3, padding=1), norm, Gate()]
+        elif kind == "pool":
+            blocks += [nn.Conv2d(16, 16, 1), nn.BatchNorm2d(16), nn.ReLU(), nn.AvgPool2d(2)]
         elif kind == "tanh":
             blocks += [nn.Linear(64, 64), nn.Tanh()]
         elif kind == "residual":
@@ -427,6 +429,41 @@ def test_compiled_by_inductor_keeps_no_more_than_stock(kind, lean, by_sample):
     mine, theirs = step(ours), step(stock)
     assert mine[0] <= theirs[0]
     assert mine[1] <= 1.01 * theirs[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gated", "images"])
+def test_compiled_inference_is_stocks(kind):
+    torch.manual_seed(0)
+    if kind == "images":
+        layers = [
+            nn.Conv2d(3, 16, 3),
+            nn.BatchNorm2d(16),
+            nn.ReLU(),
+            nn.Conv2d(16, 16, 3),
+            nn.BatchNorm2d(16),
+        ]
+        stock, x = nn.Sequential(*layers, nn.SiLU()).eval(), torch.randn(4, 3, 32, 32)
+    else:
+        config = pytest.importorskip("transformers").LlamaConfig(hidden_size=64, intermediate_size=256)
+        from transformers.models.llama.modeling_llama import LlamaMLP
+
+        stock, x = LlamaMLP(config), torch.randn(512, 64)
+    ours = copy.deepcopy(stock)
+    swap(ours, sample=x)
+    assert {type(m) for m in ours.modules()} != {type(m) for m in stock.modules()}
+
+    def run(model):
+        torch._dynamo.reset()
+        compiled = torch.compile(model, fullgraph=True)
+        with torch.no_grad():
+            compiled(x)
+            measured = measure(lambda: compiled(x), device="cpu")
+        return measured.peak, measured.result
+
+    (peak, result), (most, expected) = run(ours), run(stock)
+    assert peak <= most
+    assert torch.equal(result, expected)
 
 
 def test_selective_checkpoint():

@@ -111,6 +111,20 @@ Tensor drop_gradient(Tensor grad, const Tensor& seed, Params drop, bool inplace)
   return ops::activation(grad, std::nullopt, -1, "identity", {}, "auto", std::nullopt, seed, linear);
 }
 
+// Whether ATen's gradient is one operator, which keeps no more than it is given.
+bool is_one_operator(const ActivationSpec& spec, bool from_output) {
+  switch (spec.act) {
+    case Act::sigmoid:
+    case Act::tanh: return from_output;
+    case Act::softplus: return !from_output;
+    case Act::elu:
+    case Act::gelu:
+    case Act::gelu_tanh:
+    case Act::hardswish: return true;
+    default: return spec.has_two_slopes();
+  }
+}
+
 }  // namespace
 
 autograd::variable_list ActivationBackward::backward(autograd::variable_list&& grads) {
@@ -141,8 +155,9 @@ autograd::variable_list ActivationBackward::backward(autograd::variable_list&& g
     if (saved == Save::bit) {
       grad_input = stock_activation_backward_where(spec, below, active_elements(*kept_bits, below));
     } else {
-      const Tensor point = seed && saved == Save::output ? *kept / drop[1] : *kept;
-      grad_input = differentiable(spec, below, point, kept_bias);
+      Tensor at_point = kept_bias ? *kept + along(*kept_bias, *kept, dim) : *kept;
+      if (seed && saved == Save::output) at_point = at_point / drop[1];
+      grad_input = differentiable(spec, below, at_point);
     }
   } else if (by_bits) {
     grad = restride(std::move(grad), strides);
@@ -167,23 +182,19 @@ autograd::variable_list ActivationBackward::backward(autograd::variable_list&& g
   return result;
 }
 
-Tensor ActivationBackward::differentiable(const ActivationSpec& spec, const Tensor& grad, const Tensor& point,
-                                          const OptionalTensor& bias) {
+Tensor ActivationBackward::differentiable(const ActivationSpec& spec, const Tensor& grad, const Tensor& at_point) {
   const bool from_output = saved == Save::output;
-  const autograd::variable_list inputs{grad, point, bias.value_or(Tensor())};
-  const auto composed = [spec, from_output, dim = dim](const autograd::variable_list& t, bool) {
-    const Tensor at_point = t[2].defined() ? t[1] + along(t[2], t[1], dim) : t[1];
-    return autograd::variable_list{stock_activation_backward(spec, t[0], at_point, from_output)};
-  };
-  // A slope of two values is one operator of ATen's, which keeps no gradient.
-  if (spec.has_two_slopes() || (from_output && spec.has_branch()) || needs_stock(grad) || !is_plain(grad) ||
-      !is_plain(point))
-    return composed(inputs, true)[0];
+  if (is_one_operator(spec, from_output) || (from_output && spec.has_branch()) || needs_stock(grad) ||
+      !is_plain(grad) || !is_plain(at_point))
+    return stock_activation_backward(spec, grad, at_point, from_output);
   const Tensor value = [&] {
     const at::AutoGradMode off(false);
-    return ops::activation_backward(grad, point, bias, dim, std::nullopt, op, params, from_output);
+    return ops::activation_backward(grad, at_point, std::nullopt, -1, std::nullopt, op, params, from_output);
   }();
-  return with_derivative({value}, inputs, composed)[0];
+  const auto composed = [spec, from_output](const autograd::variable_list& t, bool) {
+    return autograd::variable_list{stock_activation_backward(spec, t[0], t[1], from_output)};
+  };
+  return with_derivative({value}, {grad, at_point}, composed)[0];
 }
 
 bool ActivationBackward::makes_zeros() const {

@@ -7,7 +7,6 @@
 #include <string_view>
 #include <vector>
 
-#include "optional.h"
 #include "saved_node.h"
 #include "spec.h"
 
@@ -43,9 +42,8 @@ struct ActivationBackward : SavedNode {
   // One bit an element for the slope of relu, where lean() packed the output; nothing where they would not do.
   std::optional<at::Tensor> bits_of_nonzeros(const at::Tensor& grad);
   // 1 where the bits say that a function of two slopes is active, else 0; like the gradient.
-  // The gradient of the input with its derivative, of `point`, which was kept, and a bias that it has not been added to.
-  at::Tensor differentiable(const ActivationSpec& spec, const at::Tensor& grad, const at::Tensor& point,
-                            const OptionalTensor& bias);
+  // The gradient of the input with its derivative; `at_point`: what was kept, the bias added.
+  at::Tensor differentiable(const ActivationSpec& spec, const at::Tensor& grad, const at::Tensor& at_point);
   at::Tensor active_elements(const at::Tensor& bits, const at::Tensor& grad);
 };
 

@@ -1,6 +1,7 @@
 // Batch norm with an activation and group norm with their derivative. The input and the statistics are kept; what the
 // activation was applied to is computed again.
 #include <ATen/ATen.h>
+#include <c10/util/strides.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/library.h>
 
@@ -92,15 +93,14 @@ struct Stock {
       return at::group_norm(alike ? x : wide(x), norm.groups, optional(alike ? weight : wide(weight)),
                             optional(alike ? bias : wide(bias)), norm.eps);
     }
-    return at::batch_norm(x, optional(wide(weight)), optional(wide(bias)), given(mean), given(variance), own_statistics,
-                          /*momentum=*/0, norm.eps, at::globalContext().userEnabledCuDNN());
+    return at::batch_norm(plain(x), optional(wide(weight)), optional(wide(bias)), given(mean), given(variance),
+                          own_statistics, /*momentum=*/0, norm.eps, at::globalContext().userEnabledCuDNN());
   }
 
   // Of a batch norm, from that of its result.
   autograd::variable_list gradients(const Tensor& grad, std::array<bool, 3> wanted) const {
-    const auto format = x.suggest_memory_format();  // its kernel reads other strides wrong
     auto [dx, dweight, dbias] = at::native_batch_norm_backward(
-        grad.contiguous(format), x.contiguous(format), optional(wide(weight)), given(mean), given(variance), wide(mean),
+        plain(grad), plain(x), optional(wide(weight)), given(mean), given(variance), wide(mean),
         wide((variance + norm.eps).rsqrt()), own_statistics, norm.eps, wanted);
     if (wanted[1]) dweight = dweight.to(weight.scalar_type());
     if (wanted[2]) dbias = dbias.to(bias.scalar_type());
@@ -110,6 +110,17 @@ struct Stock {
  private:
   // Beside an input of a dtype of 2 bytes a batch norm takes float32.
   Tensor wide(const Tensor& t) const { return t.defined() ? t.to(compute_dtype(x.scalar_type())) : t; }
+  // Its kernels read other strides wrong, also those of dimensions of 1.
+  Tensor plain(const Tensor& t) const {
+    const auto format = x.suggest_memory_format();
+    const Tensor made = t.contiguous(format);
+    const auto sizes = made.sizes();
+    const bool is_plain =
+        format == at::MemoryFormat::ChannelsLast     ? made.strides() == c10::get_channels_last_strides_2d(sizes)
+        : format == at::MemoryFormat::ChannelsLast3d ? made.strides() == c10::get_channels_last_strides_3d(sizes)
+                                                     : made.strides() == c10::contiguous_strides(sizes);
+    return is_plain ? made : made.clone(format);
+  }
   OptionalTensor given(const Tensor& t) const { return own_statistics ? std::nullopt : OptionalTensor(wide(t)); }
 };
 
@@ -122,7 +133,7 @@ autograd::variable_list composed_gradients(const ChannelNorm& norm, bool own_sta
   for (size_t i = 0; i < 3; ++i) to[i] = given[i + 1].defined() ? at::alias(given[i + 1]) : Tensor();
   const OptionalTensor weight = optional(to[1]), bias = optional(to[2]);
   const std::vector<bool> asked(wanted.begin(), wanted.end());
-  if (again || (bias && !weight)) {
+  if (again || (bias && !weight) || to[0].sym_numel() == 0) {  // its kernel divides by the number of elements
     const OptionalTensor mean = own_statistics ? std::nullopt : OptionalTensor(given[4]);
     const OptionalTensor variance = own_statistics ? std::nullopt : OptionalTensor(given[5]);
     autograd::variable_list out(1);
@@ -190,7 +201,8 @@ struct ChannelNormBackward : SavedNode {
       const at::AutoGradMode off(false);
       return gradients(grad, x, mean, variance, weight, bias, /*reuse=*/false);
     }();
-    return with_derivative(values, inputs, composed);
+    const bool has_zeros = !act.empty() && ActivationSpec(act, params).has_two_slopes();
+    return with_derivative(values, inputs, composed, std::nullopt, has_zeros);
   }
 
  private:

@@ -18,6 +18,7 @@ struct GradientBackward : SavedNode {
   Formula formula;
   std::optional<Remade> remade;
   size_t inputs = 0;
+  bool zeros = false;
 
   std::string name() const override { return "memkit::gradient_backward"; }
 
@@ -34,7 +35,10 @@ struct GradientBackward : SavedNode {
       // Aliases: the gradient of each apart from that of others which it was made from.
       if (asked[i]) given[i] = create_graph ? at::alias(given[i]) : given[i].detach().requires_grad_();
     }
-    return gradients_of(formula(given, create_graph), grads, given, asked, create_graph);
+    Tensors found = gradients_of(formula(given, create_graph), grads, given, asked, create_graph);
+    for (size_t i = 0; zeros && i < inputs; ++i)
+      if (asked[i] && !found[i].defined()) found[i] = at::zeros_like(given[i]);
+    return found;
   }
 };
 
@@ -68,7 +72,8 @@ Tensors gradients_of(Tensors results, const Tensors& arrived, const Tensors& inp
   return found;
 }
 
-Tensors with_derivative(Tensors gradients, const Tensors& inputs, Formula formula, std::optional<Remade> remade) {
+Tensors with_derivative(Tensors gradients, const Tensors& inputs, Formula formula, std::optional<Remade> remade,
+                        bool zeros) {
   const bool is_remade = remade && remade->edge.is_valid();
   if (!is_remade && !autograd::compute_requires_grad(inputs)) return gradients;
   auto node = make_node<GradientBackward>();
@@ -78,6 +83,7 @@ Tensors with_derivative(Tensors gradients, const Tensors& inputs, Formula formul
   node->formula = std::move(formula);
   node->remade = std::move(remade);
   node->inputs = inputs.size();
+  node->zeros = zeros;
   for (const at::Tensor& input : inputs) node->save(input);
   for (at::Tensor& gradient : gradients) autograd::set_history(gradient, node);
   return gradients;

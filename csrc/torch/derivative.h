@@ -29,9 +29,11 @@ struct Remade {
 };
 
 // Puts gradients into the graph. `inputs`, of which some may be undefined: all that `formula` takes; it gives as many results
-// as there are gradients, and like these some undefined.
+// as there are gradients, and like these some undefined. `zeros`: what they do not depend on has a gradient of 0, as where
+// stock's goes through a slope that is 0.
 std::vector<at::Tensor> with_derivative(std::vector<at::Tensor> gradients, const std::vector<at::Tensor>& inputs,
-                                        Formula formula, std::optional<Remade> remade = std::nullopt);
+                                        Formula formula, std::optional<Remade> remade = std::nullopt,
+                                        bool zeros = false);
 
 // Makes it and puts it into the graph, behind a node of its own: it is not what the edge's node made.
 at::Tensor made_anew(const Remade& remade, const std::vector<at::Tensor>& inputs);

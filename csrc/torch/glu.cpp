@@ -97,7 +97,11 @@ std::pair<Tensor, Tensor> unpacked(const Tensor& x, Packing packing) {
 }
 
 Tensor packed(const Tensor& gate, const Tensor& up, Packing packing) {
-  if (packing == Packing::interleaved) return at::stack({gate, up}, -1).flatten(-2);
+  if (packing == Packing::interleaved) {  // not by flatten, which has no batching rule
+    auto sizes = gate.sym_sizes().vec();
+    sizes.back() = sizes.back() * 2;
+    return at::stack({gate, up}, -1).reshape_symint(sizes);
+  }
   return packing == Packing::gate_up ? at::cat({gate, up}, -1) : at::cat({up, gate}, -1);
 }
 

@@ -374,12 +374,13 @@ class Sequential(Changed, nn.Sequential):
                 if len(behind) == 2 and takes(behind[1], input):
                     input = norm_act_conv_of(module, cast(nn.Conv2d, behind[1]), input, act._op, params)
                     i += 3
-                else:
+                    continue
+                if not is_dynamo_compiling():  # compilers do as much with these two
                     input = batch_norm_of(module, input, act._op, params)
                     i += 2
-            else:
-                input = cast(Any, module)(input)
-                i += 1
+                    continue
+            input = cast(Any, module)(input)
+            i += 1
         return input
 
 

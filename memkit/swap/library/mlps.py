@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from ... import functional as F
 from ..._hooks import only_read
@@ -139,6 +140,8 @@ class GatedFeedForward(Twin, kind="gated"):
         how = self._swap
         down: Any = getattr(self, how.down)
         act = (how.act[1:], {}) if how.act[0] == "=" else activation_of(getattr(self, how.act))
+        if is_dynamo_compiling() and not torch.is_grad_enabled():  # what compilers do as well
+            return self._stock_forward(input)
         if act is None or act[0] not in GATES or not computes_in(input, getattr(self, how.gate), down):
             return self._stock_forward(input)
         parts = [getattr(self, name)(input) for name in (how.gate, how.up) if name is not None]
