@@ -53,7 +53,7 @@ def _activations(cases: list[Result]) -> list[list[str]]:
             ]
             if ratios:
                 mean = statistics.geometric_mean(ratios)
-                found.append(_row(f"activations{text}, {mode}, mean of {len(ratios)} cases", mean))
+                found.append(_row(f"activations{text}, {mode}, geometric mean of {len(ratios)} cases", mean))
     return found
 
 

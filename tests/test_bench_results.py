@@ -359,7 +359,9 @@ def test_readme_tables(
     assert "| `gelu` |" in once
     assert "| pool.replay() |" in once
     assert re.search(r"\| pool: make and drop 4 KiB \| \d+\.\d\d× \|  \|", once)
-    assert re.search(r"\| activations in place, forward, mean of \d+ cases \| \d+\.\d\d× \|  \|", once)
+    assert re.search(
+        r"\| activations in place, forward, geometric mean of \d+ cases \| \d+\.\d\d× \|  \|", once
+    )
     assert re.search(r"\| `memkit.optim.AdamW`, to the fused one; its state \| \d+\.\d\d× \| 1\.00× \|", once)
     assert "| rotary, halves | float32 |" in once
     assert "| cross_entropy | float32 | 32Ki |" in once
