@@ -41,9 +41,9 @@ struct ActivationBackward : SavedNode {
  private:
   // One bit an element for the slope of relu, where lean() packed the output; nothing where they would not do.
   std::optional<at::Tensor> bits_of_nonzeros(const at::Tensor& grad);
-  // 1 where the bits say that a function of two slopes is active, else 0; like the gradient.
   // The gradient of the input with its derivative; `at_point`: what was kept, the bias added.
   at::Tensor differentiable(const ActivationSpec& spec, const at::Tensor& grad, const at::Tensor& at_point);
+  // 1 where the bits say that a function of two slopes is active, else 0; like the gradient.
   at::Tensor active_elements(const at::Tensor& bits, const at::Tensor& grad);
 };
 
