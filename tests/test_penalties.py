@@ -81,14 +81,12 @@ def test_batch_norms_with_an_activation(
     assert error(found, exact) <= 2 * error(theirs, exact) + (1e-13 if dtype == f64 else 0)
 
 
-@pytest.mark.parametrize("shape", [(0, 4, 6), (0, 4), (3, 4, 0)], ids=str)
+@pytest.mark.parametrize("shape", [(0, 4, 6), (0, 4)], ids=str)
 @pytest.mark.parametrize("act", ["relu", "silu", None])
 @pytest.mark.parametrize("training", [True, False])
 def test_an_empty_batch(shape: tuple[int, ...], act: str | None, training: bool) -> None:
     weight, mean, var = torch.rand(3, 4).unbind()
     weight.requires_grad_()
-    if training and shape[1:] == (4, 0):
-        shape = (0, 4, 6)  # PyTorch refuses images without pixels
 
     def function(x: Tensor) -> Tensor:
         return M.batch_norm_act(x, mean, var, weight, training=training, act=act)
@@ -163,8 +161,7 @@ def test_norms_of_two_bytes(dtype: torch.dtype, device: torch.device) -> None:
     )
 
     def of(norm: Callable[..., Tensor], to: torch.dtype) -> list[Tensor]:
-        function = lambda x: norm(x, 2, weight.to(to), bias.to(to))  # noqa: E731
-        return penalty(function, x.to(to), [weight, bias])
+        return penalty(lambda x: norm(x, 2, weight.to(to), bias.to(to)), x.to(to), [weight, bias])
 
     exact = of(F.group_norm, f64)
     assert error(of(M.group_norm, dtype), exact) <= 2 * error(of(F.group_norm, dtype), exact)
@@ -204,6 +201,13 @@ def test_memory_of_batch_norms(act: Callable[[], nn.Module], most: float, kind: 
     stock = discriminator(lambda: nn.BatchNorm2d(16), act, convolves=True).to(dtype)
     ours, theirs = peaks(stock, torch.randn(16, 16, 16, 16, dtype=dtype), kind == "autocast")
     assert ours <= most * theirs
+
+
+def test_memory_of_group_norms() -> None:
+    torch.manual_seed(0)
+    stock = discriminator(lambda: nn.GroupNorm(4, 16), nn.ReLU, convolves=True).to(bf16)
+    ours, theirs = peaks(stock, torch.randn(16, 16, 16, 16, dtype=bf16))
+    assert ours <= 1.02 * theirs
 
 
 def test_memory_of_layer_norms() -> None:

@@ -111,20 +111,6 @@ Tensor drop_gradient(Tensor grad, const Tensor& seed, Params drop, bool inplace)
   return ops::activation(grad, std::nullopt, -1, "identity", {}, "auto", std::nullopt, seed, linear);
 }
 
-// Whether ATen's gradient is one operator, which keeps no more than it is given.
-bool is_one_operator(const ActivationSpec& spec, bool from_output) {
-  switch (spec.act) {
-    case Act::sigmoid:
-    case Act::tanh: return from_output;
-    case Act::softplus: return !from_output;
-    case Act::elu:
-    case Act::gelu:
-    case Act::gelu_tanh:
-    case Act::hardswish: return true;
-    default: return spec.has_two_slopes();
-  }
-}
-
 }  // namespace
 
 autograd::variable_list ActivationBackward::backward(autograd::variable_list&& grads) {
@@ -184,17 +170,16 @@ autograd::variable_list ActivationBackward::backward(autograd::variable_list&& g
 
 Tensor ActivationBackward::differentiable(const ActivationSpec& spec, const Tensor& grad, const Tensor& at_point) {
   const bool from_output = saved == Save::output;
-  if (is_one_operator(spec, from_output) || (from_output && spec.has_branch()) || needs_stock(grad) ||
-      !is_plain(grad) || !is_plain(at_point))
+  if (stock_backward_is_one(spec, from_output) || (from_output && spec.has_branch()))
     return stock_activation_backward(spec, grad, at_point, from_output);
-  const Tensor value = [&] {
-    const at::AutoGradMode off(false);
-    return ops::activation_backward(grad, at_point, std::nullopt, -1, std::nullopt, op, params, from_output);
-  }();
+  const auto kernel = [&] {
+    return autograd::variable_list{
+        ops::activation_backward(grad, at_point, std::nullopt, -1, std::nullopt, op, params, from_output)};
+  };
   const auto composed = [spec, from_output](const autograd::variable_list& t, bool) {
     return autograd::variable_list{stock_activation_backward(spec, t[0], t[1], from_output)};
   };
-  return with_derivative({value}, {grad, at_point}, composed)[0];
+  return differentiable_gradients({grad, at_point}, kernel, composed)[0];
 }
 
 bool ActivationBackward::makes_zeros() const {

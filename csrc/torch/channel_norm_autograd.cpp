@@ -196,13 +196,9 @@ struct ChannelNormBackward : SavedNode {
                            wanted](const autograd::variable_list& given, bool again) {
       return composed_gradients({groups, eps, act, params}, own, dtype, given, wanted, again);
     };
-    if (needs_stock(grad) || !is_plain(grad) || !all_plain(x, weight, bias)) return composed(inputs, true);
-    const auto values = [&] {
-      const at::AutoGradMode off(false);
-      return gradients(grad, x, mean, variance, weight, bias, /*reuse=*/false);
-    }();
+    const auto kernel = [&] { return gradients(grad, x, mean, variance, weight, bias, /*reuse=*/false); };
     const bool has_zeros = !act.empty() && ActivationSpec(act, params).has_two_slopes();
-    return with_derivative(values, inputs, composed, std::nullopt, has_zeros);
+    return differentiable_gradients(inputs, kernel, composed, has_zeros);
   }
 
  private:

@@ -4,9 +4,12 @@
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/autograd/engine.h>
 
+#include <algorithm>
 #include <utility>
 
+#include "checks.h"
 #include "saved_node.h"
+#include "transforms.h"
 
 namespace memkit {
 namespace {
@@ -87,6 +90,17 @@ Tensors with_derivative(Tensors gradients, const Tensors& inputs, Formula formul
   for (const at::Tensor& input : inputs) node->save(input);
   for (at::Tensor& gradient : gradients) autograd::set_history(gradient, node);
   return gradients;
+}
+
+Tensors differentiable_gradients(const Tensors& inputs, const std::function<Tensors()>& kernel, Formula formula,
+                                 bool zeros) {
+  const auto is_other = [](const at::Tensor& input) { return input.defined() && !is_plain(input); };
+  if (needs_stock(inputs[0]) || std::any_of(inputs.begin(), inputs.end(), is_other)) return formula(inputs, true);
+  Tensors gradients = [&] {
+    const at::AutoGradMode off(false);
+    return kernel();
+  }();
+  return with_derivative(std::move(gradients), inputs, std::move(formula), std::nullopt, zeros);
 }
 
 at::Tensor made_anew(const Remade& remade, const Tensors& inputs) {

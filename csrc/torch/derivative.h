@@ -35,6 +35,12 @@ std::vector<at::Tensor> with_derivative(std::vector<at::Tensor> gradients, const
                                         Formula formula, std::optional<Remade> remade = std::nullopt,
                                         bool zeros = false);
 
+// The gradients that `kernel` makes of `inputs`, the first of them the incoming gradient, with a derivative. By the formula
+// alone where function transforms or tangents are about, or an input is of another class.
+std::vector<at::Tensor> differentiable_gradients(const std::vector<at::Tensor>& inputs,
+                                                 const std::function<std::vector<at::Tensor>()>& kernel,
+                                                 Formula formula, bool zeros = false);
+
 // Makes it and puts it into the graph, behind a node of its own: it is not what the edge's node made.
 at::Tensor made_anew(const Remade& remade, const std::vector<at::Tensor>& inputs);
 

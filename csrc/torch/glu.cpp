@@ -255,14 +255,11 @@ struct GluBackward : SavedNode {
       if (t[2].defined()) return autograd::variable_list{grad_gate, grad_up};
       return autograd::variable_list{packed(grad_gate, grad_up, packing_of(packing)), Tensor()};
     };
-    if (needs_stock(grad) || !is_plain(grad) || !is_plain(inputs[1]) || (split && !is_plain(inputs[2])))
-      return composed(inputs, true);
-    autograd::variable_list values = [&] {
-      const at::AutoGradMode off(false);
+    const auto kernel = [&] {
       auto [gate, up] = call_backward(grad, inputs[1], optional(inputs[2]), act, packing);
       return autograd::variable_list{gate, split ? up : Tensor()};
-    }();
-    return with_derivative(std::move(values), inputs, composed);
+    };
+    return differentiable_gradients(inputs, kernel, composed);
   }
 };
 

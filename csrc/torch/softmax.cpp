@@ -254,12 +254,8 @@ struct SoftmaxBackward : SavedNode {
       if (log && masked) dx = dx.masked_fill(y == -std::numeric_limits<double>::infinity(), 0);
       return autograd::variable_list{dx.to(dtype)};
     };
-    if (needs_stock(grad) || !is_plain(grad) || !is_plain(output)) return composed({grad, output}, true)[0];
-    const Tensor value = [&] {
-      const at::AutoGradMode off(false);
-      return by_kernel(grad, output);
-    }();
-    return with_derivative({value}, {grad, output}, composed)[0];
+    const auto kernel = [&] { return autograd::variable_list{by_kernel(grad, output)}; };
+    return differentiable_gradients({grad, output}, kernel, composed)[0];
   }
 
   Tensor by_kernel(const Tensor& grad, const Tensor& y) const {

@@ -73,6 +73,19 @@ at::Tensor stock_activation_backward(const ActivationSpec& spec, const Tensor& g
   TORCH_INTERNAL_ASSERT(false);
 }
 
+bool stock_backward_is_one(const ActivationSpec& spec, bool from_output) {
+  switch (spec.act) {
+    case Act::sigmoid:
+    case Act::tanh: return from_output;
+    case Act::softplus: return !from_output;
+    case Act::elu:
+    case Act::gelu:
+    case Act::gelu_tanh:
+    case Act::hardswish: return true;
+    default: return spec.has_two_slopes();
+  }
+}
+
 Tensor stock_activation_backward_where(const ActivationSpec& spec, const Tensor& grad, const Tensor& active) {
   if (spec.act == Act::leaky_relu) return at::leaky_relu_backward(grad, active, spec.params.a, false);
   const Tensor passed = at::threshold_backward(grad, active, 0);

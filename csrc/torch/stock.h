@@ -15,6 +15,9 @@ at::Tensor stock_activation(const ActivationSpec& spec, const at::Tensor& x);
 at::Tensor stock_activation_backward(const ActivationSpec& spec, const at::Tensor& grad, const at::Tensor& saved,
                                      bool from_output);
 
+// Whether that is one operator of ATen's, or one that keeps no gradient: then it keeps no more than it is given.
+bool stock_backward_is_one(const ActivationSpec& spec, bool from_output);
+
 // The same where the slope has two values; `active`: 1 or 0, which one.
 at::Tensor stock_activation_backward_where(const ActivationSpec& spec, const at::Tensor& grad,
                                            const at::Tensor& active);

@@ -137,11 +137,11 @@ class GatedFeedForward(Twin, kind="gated"):
     saved = "gate, up"
 
     def forward(self, input: Tensor) -> Tensor:
+        if is_dynamo_compiling() and not torch.is_grad_enabled():  # what compilers do as well
+            return self._stock_forward(input)
         how = self._swap
         down: Any = getattr(self, how.down)
         act = (how.act[1:], {}) if how.act[0] == "=" else activation_of(getattr(self, how.act))
-        if is_dynamo_compiling() and not torch.is_grad_enabled():  # what compilers do as well
-            return self._stock_forward(input)
         if act is None or act[0] not in GATES or not computes_in(input, getattr(self, how.gate), down):
             return self._stock_forward(input)
         parts = [getattr(self, name)(input) for name in (how.gate, how.up) if name is not None]

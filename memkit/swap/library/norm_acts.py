@@ -29,6 +29,8 @@ class NormAct(Twin):
     saved = "input"
 
     def forward(self, input: Tensor) -> Tensor:
+        if is_dynamo_compiling():  # compilers make a norm's result again
+            return self._stock_forward(input)
         module: Any = self
         behind = _act_of(module)
         idle = type(behind) is nn.Identity and only_read(behind)
@@ -36,8 +38,6 @@ class NormAct(Twin):
         drop = module._modules.get("drop")
         alone = drop is None or (type(drop) is nn.Identity and only_read(drop))
         if act is None or not alone or not serves(input) or output_dtype(input) != input.dtype:
-            return self._stock_forward(input)
-        if is_dynamo_compiling():  # compilers make a norm's result again
             return self._stock_forward(input)
         return self._norm_act(input, *act)
 
