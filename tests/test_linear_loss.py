@@ -334,6 +334,8 @@ def test_module() -> None:
         (ValueError, "softcap None or above 0", {"softcap": 0.0}),
         (ValueError, "at least 1 class", {"linear_weight": torch.zeros(0, D)}),
         (ValueError, "reduction 'none'", {"reduction": ""}),
+        (TypeError, "linear_weight to be a Tensor, got int", {"linear_weight": 3}),
+        (TypeError, "target to be a Tensor, got list", {"target": [0, 1, 2, 3]}),
     ],
 )  # fmt: skip
 def test_errors(error: type[Exception], message: str, change: dict[str, Any]) -> None:
