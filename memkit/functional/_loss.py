@@ -132,7 +132,9 @@ def linear_cross_entropy(
     """
     for name, given in (("input", input), ("linear_weight", linear_weight), ("target", target)):
         if not isinstance(given, Tensor):
-            raise TypeError(f"linear_cross_entropy: expected {name} to be a Tensor, got {type(given).__name__}")
+            raise TypeError(
+                f"linear_cross_entropy: expected {name} to be a Tensor, got {type(given).__name__}"
+            )
     ignored = -100 if ignore_index is None else ignore_index
     if linear_weight.dim() > 2:
         return _many_dimensions(
