@@ -137,6 +137,7 @@ bool Search::descend(int depth) {
     if (stopped_) return false;
     if (i < 0 ? skip(choice) : place(i)) {
       if (descend(depth + 1)) return true;
+      if (stopped_) return false;  // before any failure, perhaps: nothing is to blame yet
     } else {
       fails(culprit_);
       blame_ = covered_[culprit_];

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "../../benchmarks/arena/instances.h"
+#include "../../csrc/arena/search.h"
 #include "../../csrc/arena/solve.h"
 #include "check.h"
 
@@ -165,6 +166,25 @@ void test_budget_and_seed() {
   CHECK(a.optimal && a.offsets == b.offsets && a.method == b.method, "%s, %s", a.method.c_str(), b.method.c_str());
 }
 
+// Time that is up before anything has failed: with this much room every item finds a place.
+void test_expired() {
+  std::mt19937_64 random(5);
+  std::vector<Item> items;
+  std::int64_t room = 0;
+  for (int i = 0; i < 600; ++i) {
+    const int first = int(random() % 40);
+    items.push_back({first, first + 1 + int(random() % 8), std::int64_t(1 + random() % 1000)});
+    room += items.back().size;
+  }
+  for (std::uint64_t seed = 0; seed < 8; ++seed) {
+    Search search(items, seed);
+    int asked = 0;
+    const auto expired = [&] { return ++asked > 0; };
+    CHECK(search.fit(room, 1 << 30, expired) == Search::Outcome::gave_up && asked == 1, "asked %d times", asked);
+    CHECK(search.fit(room, 1 << 30, [] { return false; }) == Search::Outcome::found, "and goes on");
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -175,5 +195,6 @@ int main() {
   test_traces();
   test_hard();
   test_budget_and_seed();
+  test_expired();
   return finish("test_solve");
 }
