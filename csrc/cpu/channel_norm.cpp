@@ -147,34 +147,6 @@ struct BackwardDirect {
   };
 };
 
-struct Roots {
-  template <class Lanes>
-  struct Body {
-    MEMKIT_FN static void run(const double* variance, double eps, int64_t n, double* roots) {
-      MEMKIT_LOOP
-      for (int64_t i = 0; i < n; ++i) roots[i] = reciprocal_root(variance[i], eps);
-    }
-  };
-};
-
-template <class T, bool backward>
-struct Terms {
-  template <class Lanes>
-  struct Body {
-    MEMKIT_FN static void run(ChannelStatistics<T> s, int64_t begin, int64_t end, const double* c1, const double* c2,
-                              const TermArrays<T>& to) {
-      T *center = to.center(), *scale = to.scale(), *shift = to.shift(), *offset = to.offset(), *slope = to.slope();
-      if (!s.weight || !s.bias || !s.roots || (backward && !c1)) __builtin_unreachable();  // no branches in the loop
-      MEMKIT_LOOP
-      for (int64_t c = begin; c < end; ++c) {
-        const ChannelTerms<T> own = s.terms_of(c, c, backward ? c1 : nullptr, c2);
-        center[c] = own.center, scale[c] = own.scale, shift[c] = own.shift;
-        offset[c] = own.offset, slope[c] = own.slope;
-      }
-    }
-  };
-};
-
 template <class T>
 struct Forward {
   template <class Lanes>
@@ -366,25 +338,6 @@ void channel_moments(const ChannelArgs& args, int64_t begin, int64_t end, double
   if (args.dtype == Dtype::float64) return moments<double>(args, begin, end, means, m2);
   moments<float>(args, begin, end, means, m2);
 }
-
-void channel_roots(const double* variance, double eps, int64_t n, double* roots) {
-  Compiled<Roots::Body>::run(variance, eps, n, roots);
-}
-
-template <class T>
-void channel_terms(const ChannelStatistics<T>& s, int64_t begin, int64_t end, const double* c1, const double* c2,
-                   const TermArrays<T>& terms) {
-  if (!s.weight || !s.bias) {
-    for (int64_t c = begin; c < end; ++c) terms.put(c, s.terms_of(c, c, c1, c2));
-    return;
-  }
-  if (c1) return Compiled<Terms<T, true>::template Body>::run(s, begin, end, c1, c2, terms);
-  Compiled<Terms<T, false>::template Body>::run(s, begin, end, c1, c2, terms);
-}
-template void channel_terms(const ChannelStatistics<float>&, int64_t, int64_t, const double*, const double*,
-                            const TermArrays<float>&);
-template void channel_terms(const ChannelStatistics<double>&, int64_t, int64_t, const double*, const double*,
-                            const TermArrays<double>&);
 
 void channel_forward(const ChannelArgs& args, int64_t begin, int64_t end) {
   if (is_direct(args, Dtype::bfloat16)) return Compiled<ForwardDirect<Bfloat>::Body>::run(args, begin, end);

@@ -18,6 +18,23 @@ template <class T>
 void channel_terms(const ChannelStatistics<T>& s, int64_t begin, int64_t end, const double* c1, const double* c2,
                    const TermArrays<T>& terms);
 
+// Group norm's statistics [begin, end), each of s.count channels one after the other, with a part for each channel. Mean and
+// variance from the moments of the parts, which are of one size.
+template <class T>
+void group_moments(const ChannelStatistics<T>& s, int64_t begin, int64_t end, const double* means, const double* m2);
+// c1 and c2 from the sums over parts; here and below the roots have been computed.
+template <class T>
+void group_sums(const ChannelStatistics<T>& s, int64_t begin, int64_t end, const double* sums, const double* distances,
+                double* c1, double* c2);
+// The terms of their channels; with fewer sets than parts, of those of one sample.
+template <class T>
+void group_terms(const ChannelStatistics<T>& s, int64_t begin, int64_t end, const double* c1, const double* c2,
+                 const TermArrays<T>& terms);
+// The gradients of bias and weight from the sums over all parts.
+template <class T>
+void group_parameters(const ChannelStatistics<T>& s, const double* sums, const double* distances, double* dz,
+                      double* dz_x_hat);
+
 // Of elements.
 void channel_forward(const ChannelArgs& args, int64_t begin, int64_t end);
 void channel_backward(const ChannelArgs& args, int64_t begin, int64_t end);

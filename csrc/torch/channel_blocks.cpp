@@ -18,16 +18,6 @@ void for_blocks(const ChannelCall& call, const F& f) {
   });
 }
 
-// The terms of the groups [begin, end).
-template <class T>
-void put_terms(const ChannelStatistics<T>& s, const TermArrays<T>& arrays, int64_t begin, int64_t end, const double* c1,
-               const double* c2) {
-  for (int64_t i = begin; i < end; ++i) {
-    const int64_t first = i * s.count, channel = first % s.channels;
-    for (int64_t j = 0; j < s.count; ++j) arrays.put(first + j, s.terms_of(i, channel + j, c1, c2));
-  }
-}
-
 template <class T>
 void norm_groups(ChannelCall call) {
   const ChannelCall whole_groups = by_groups(call);
@@ -40,7 +30,7 @@ void norm_groups(ChannelCall call) {
     cpu::channel_moments(whole_groups.args, begin, end, s.mean, s.variance);
     for (int64_t i = begin; i < end; ++i) s.variance[i] /= double(s.size);
     cpu::channel_roots(s.variance + begin, s.eps, end - begin, root + begin);
-    put_terms(s, arrays, begin, end, nullptr, nullptr);
+    cpu::group_terms<T>(s, begin, end, nullptr, nullptr, arrays);
     cpu::channel_forward(call.args, begin * s.size, end * s.size);
   });
 }
@@ -59,11 +49,11 @@ void gradients_of_groups(ChannelCall call, double* dz, double* dz_x_hat) {
     for (int64_t i = begin; i < end; ++i)  // all that the sums need of the terms
       std::fill_n(arrays.center() + i * s.count, s.count, T(s.mean[i]));
     cpu::channel_sums(call.args, begin * s.count, end * s.count, sums, distances);
-    for (int64_t i = begin; i < end; ++i) s.finish_sums(i, s.sums_of(i, sums, distances), c1, c2);
-    put_terms(s, arrays, begin, end, c1, c2);
+    cpu::group_sums(s, begin, end, sums, distances, c1, c2);
+    cpu::group_terms<T>(s, begin, end, c1, c2, arrays);
     cpu::channel_backward(call.args, begin * s.size, end * s.size);
   });
-  finish_group_parameters(s, sums, distances, dz, dz_x_hat);
+  cpu::group_parameters(s, sums, distances, dz, dz_x_hat);
 }
 
 // Some channels at a time, which the second pass finds in the cache.

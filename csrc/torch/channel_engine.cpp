@@ -48,7 +48,7 @@ void run_channel_moments(const ChannelCall& whole) {
       cpu::channel_moments(call.args, begin, end, means + part, m2 + part);
     });
     if (call.groups == 0) return finish_batch_moments(s, means, m2);
-    for (int64_t i = 0; i < s.statistics; ++i) s.finish_moments(i, means, m2);
+    cpu::group_moments(s, 0, s.statistics, means, m2);
   });
 }
 
@@ -80,8 +80,8 @@ void run_channel_sums(const ChannelCall& whole, double* dz, double* dz_x_hat, do
       return for_channels(s, [&](int64_t begin, int64_t end) {
         finish_batch_sums(s, begin, end, sums, distances, dz, dz_x_hat, c1, c2);
       });
-    for (int64_t i = 0; i < s.statistics; ++i) s.finish_sums(i, s.sums_of(i, sums, distances), c1, c2);
-    finish_group_parameters(s, sums, distances, dz, dz_x_hat);
+    cpu::group_sums(s, 0, s.statistics, sums, distances, c1, c2);
+    cpu::group_parameters(s, sums, distances, dz, dz_x_hat);
   });
 }
 

@@ -9,13 +9,13 @@ namespace {
 template <class T>
 class Samples {
  public:
-  explicit Samples(const ChannelCall& call)
-      : call(call), args(call.args), channels(args.channels), width(channels / call.groups) {
+  explicit Samples(const ChannelCall& call) : call(call), args(call.args), channels(args.channels) {
     const int64_t threads = at::get_num_threads(), most = std::max<int64_t>(1, args.numel() / kChannelGrain);
     ways = std::min({(threads + call.samples - 1) / call.samples, most, args.outer});
     s.statistics = call.samples * call.groups;
     s.channels = channels, s.groups = call.groups;
-    s.size = width * args.outer;
+    s.step = s.count = channels / call.groups;
+    s.size = s.count * args.outer;
     s.eps = call.eps;
     s.weight = static_cast<const T*>(call.weight.data);
     s.bias = static_cast<const T*>(call.bias.data);
@@ -24,8 +24,7 @@ class Samples {
   }
 
   int64_t parts() const { return call.samples * ways * channels; }
-  // How many rows the range has.
-  int64_t rows(int64_t way) const { return first_row(way + 1) - first_row(way); }
+  int64_t first_row(int64_t way) const { return args.outer * way / ways; }
 
   // f(the arguments of a sample, begin, end, part): over the rows of each range, whose results go to `part`.
   template <class F>
@@ -37,37 +36,47 @@ class Samples {
     });
   }
 
-  // f(i, channel, n, part): of each statistic in turn, where the part that n rows of a channel are has its results.
+  // f(begin, end): of the statistics of some samples.
   template <class F>
-  void each_part(int64_t i, const F& f) const {
-    const int64_t sample = i / call.groups, first = i % call.groups * width;
-    for (int64_t way = 0; way < ways; ++way)
-      for (int64_t c = first; c < first + width; ++c) f(c, double(rows(way)), (sample * ways + way) * channels + c);
+  void each_statistics(const F& f) const {
+    at::parallel_for(0, call.samples, std::max<int64_t>(1, kChannelGrain / channels),
+                     [&](int64_t begin, int64_t end) { f(begin * call.groups, end * call.groups); });
+  }
+
+  // Of the two numbers that each range has for a channel those of the first go to the k-th place of `one` and `other`, of one
+  // for each of the sample's channels; add(k, way, part) joins the next ones to them.
+  template <class Add>
+  void join_ranges(double* one, double* other, const Add& add) const {
+    for (int64_t sample = 0; ways > 1 && sample < call.samples; ++sample)
+      for (int64_t way = 0; way < ways; ++way)
+        for (int64_t c = 0; c < channels; ++c) {
+          const int64_t k = sample * channels + c, part = (sample * ways + way) * channels + c;
+          if (way == 0) {
+            one[k] = one[part], other[k] = other[part];
+          } else {
+            add(k, way, part);
+          }
+        }
   }
 
   // The terms of each sample's channels.
-  Room terms(const double* c1, const double* c2) {
+  Room terms(const double* c1, const double* c2) const {
     Room made(call.device, call.samples * terms_bytes<T>(call));
     T* const data = made.template as<T>();
-    const Room roots = make_roots(call, s);
-    for (int64_t i = 0; i < s.statistics; ++i) {
-      const int64_t sample = i / call.groups, first = i % call.groups * width;
-      const TermArrays<T> arrays{data + sample * 5 * channels, channels};
-      for (int64_t c = first; c < first + width; ++c) arrays.put(c, s.terms_of(i, c, c1, c2));
-    }
-    s.roots = nullptr;
+    each_statistics([&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; i += call.groups)
+        cpu::group_terms<T>(s, i, i + call.groups, c1, c2, {data + i / call.groups * 5 * channels, channels});
+    });
     return made;
   }
 
   const ChannelCall& call;
   const ChannelArgs& args;
-  const int64_t channels, width;  // of a group
+  const int64_t channels;
   int64_t ways;
   ChannelStatistics<T> s;
 
  private:
-  int64_t first_row(int64_t way) const { return args.outer * way / ways; }
-
   ChannelArgs sample(int64_t n, const T* terms) const {
     ChannelArgs own = args;
     const auto at = [&](auto* array, Dtype dtype) {
@@ -85,24 +94,18 @@ class Samples {
 
 void moments_by_samples(const ChannelCall& call) {
   with_computed(call, [&](auto computed) {
-    using T = decltype(computed);
-    const Samples<T> samples(call);
-    const auto& s = samples.s;
+    const Samples<decltype(computed)> samples(call);
     const Room room = doubles(call, 2 * samples.parts());
     double *const means = room.as<double>(), *const m2 = means + samples.parts();
     samples.each_range(nullptr, [&](const ChannelArgs& args, int64_t begin, int64_t end, int64_t part) {
       cpu::channel_moments(args, begin, end, means + part, m2 + part);
     });
-    for (int64_t i = 0; i < s.statistics; ++i) {
-      double sum = 0, squares = 0;
-      samples.each_part(i, [&](int64_t, double n, int64_t k) { sum += n * means[k]; });
-      const double mean = sum / double(s.size);
-      samples.each_part(i, [&](int64_t, double n, int64_t k) {
-        const double d = means[k] - mean;
-        squares += m2[k] + n * d * d;
-      });
-      s.mean[i] = mean, s.variance[i] = squares / double(s.size);
-    }
+    samples.join_ranges(means, m2, [&](int64_t k, int64_t way, int64_t part) {
+      Moments<double> all{double(samples.first_row(way)), means[k], m2[k]};
+      all.add({double(samples.first_row(way + 1) - samples.first_row(way)), means[part], m2[part]});
+      means[k] = all.mean, m2[k] = all.m2;
+    });
+    samples.each_statistics([&](int64_t begin, int64_t end) { cpu::group_moments(samples.s, begin, end, means, m2); });
   });
 }
 
@@ -110,7 +113,7 @@ void forward_by_samples(const ChannelCall& call) {
   with_computed(call, [&](auto computed) {
     using T = decltype(computed);
     Samples<T> samples(call);
-    const Room terms = samples.terms(nullptr, nullptr);
+    const Room roots = make_roots(call, samples.s), terms = samples.terms(nullptr, nullptr);
     samples.each_range(terms.as<T>(), [](const ChannelArgs& args, int64_t begin, int64_t end, int64_t) {
       cpu::channel_forward(args, begin * args.channels, end * args.channels);
     });
@@ -121,25 +124,18 @@ void sums_by_samples(const ChannelCall& call, double* dz, double* dz_x_hat, doub
   with_computed(call, [&](auto computed) {
     using T = decltype(computed);
     Samples<T> samples(call);
-    const auto& s = samples.s;
-    const Room room = doubles(call, 2 * samples.parts());
+    const Room room = doubles(call, 2 * samples.parts()), roots = make_roots(call, samples.s);
     double *const sums = room.as<double>(), *const distances = sums + samples.parts();
     const Room terms = samples.terms(nullptr, nullptr);
     samples.each_range(terms.as<T>(), [&](const ChannelArgs& args, int64_t begin, int64_t end, int64_t part) {
       cpu::channel_sums(args, begin, end, sums + part, distances + part);
     });
-    std::fill_n(dz, samples.channels, 0.0);
-    std::fill_n(dz_x_hat, samples.channels, 0.0);
-    for (int64_t i = 0; i < s.statistics; ++i) {
-      const double lost = s.lost(i), root = s.rstd(i);
-      typename ChannelStatistics<T>::Sums all;
-      samples.each_part(i, [&](int64_t c, double, int64_t k) {
-        const double w = s.weight_of(c);
-        all.dz += w * sums[k], all.distance += w * distances[k];
-        dz[c] += sums[k], dz_x_hat[c] += (distances[k] - lost * sums[k]) * root;
-      });
-      s.finish_sums(i, all, c1, c2);
-    }
+    samples.join_ranges(sums, distances, [&](int64_t k, int64_t, int64_t part) {
+      sums[k] += sums[part], distances[k] += distances[part];
+    });
+    samples.each_statistics(
+        [&](int64_t begin, int64_t end) { cpu::group_sums(samples.s, begin, end, sums, distances, c1, c2); });
+    cpu::group_parameters(samples.s, sums, distances, dz, dz_x_hat);
   });
 }
 
@@ -147,7 +143,7 @@ void backward_by_samples(const ChannelCall& call, const double* c1, const double
   with_computed(call, [&](auto computed) {
     using T = decltype(computed);
     Samples<T> samples(call);
-    const Room terms = samples.terms(c1, c2);
+    const Room roots = make_roots(call, samples.s), terms = samples.terms(c1, c2);
     samples.each_range(terms.as<T>(), [](const ChannelArgs& args, int64_t begin, int64_t end, int64_t) {
       cpu::channel_backward(args, begin * args.channels, end * args.channels);
     });

@@ -130,22 +130,6 @@ void finish_batch_sums(const ChannelStatistics<T>& s, int64_t begin, int64_t end
   }
 }
 
-// The gradients of weight and bias, from the sums over planes in the order of memory.
-template <class T>
-void finish_group_parameters(const ChannelStatistics<T>& s, const double* sums, const double* distances, double* dz,
-                             double* dz_x_hat) {
-  std::fill_n(dz, s.channels, 0.0);
-  std::fill_n(dz_x_hat, s.channels, 0.0);
-  for (int64_t i = 0; i < s.statistics; ++i) {
-    const int64_t first = i * s.count, channel = first % s.channels;
-    const double lost = s.lost(i), root = s.rstd(i);
-    for (int64_t j = 0; j < s.count; ++j) {
-      dz[channel + j] += sums[first + j];
-      dz_x_hat[channel + j] += (distances[first + j] - lost * sums[first + j]) * root;
-    }
-  }
-}
-
 // The terms of all sets, which the call then points to.
 template <class T>
 Room make_terms(ChannelCall& call, const double* c1, const double* c2) {

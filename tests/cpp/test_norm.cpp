@@ -313,6 +313,59 @@ void test_channels() {
   }
 }
 
+// Group norm's statistics as the formulas have them one by one, groups of any width; terms of all samples and of one.
+template <class T>
+void test_groups(int64_t width, bool with_weight) {
+  const int64_t samples = 3, groups = 2, channels = groups * width, parts = samples * channels;
+  const auto weight = values<T>(channels, 1), bias = values<T>(channels, 2);
+  const auto one = values<double>(parts, 3), other = values<double>(parts, 4);
+  std::vector<double> mean(samples * groups), variance(mean), want_mean(mean), want_variance(mean), roots(mean);
+  std::vector<double> c1(mean), c2(mean), want_c1(mean), want_c2(mean);
+  ChannelStatistics<T> s, want;
+  s.statistics = samples * groups, s.step = s.count = width, s.size = 7 * width, s.eps = 1e-3;
+  s.channels = channels, s.groups = groups;
+  if (with_weight) s.weight = weight.data(), s.bias = bias.data();
+  want = s;
+  s.mean = mean.data(), s.variance = variance.data();
+  want.mean = want_mean.data(), want.variance = want_variance.data();
+  std::vector<double> squares(other);
+  for (double& each : squares) each = each * each;
+  cpu::group_moments(s, 0, s.statistics, one.data(), squares.data());
+  for (int64_t i = 0; i < s.statistics; ++i) want.finish_moments(i, one.data(), squares.data());
+  cpu::channel_roots(variance.data(), s.eps, s.statistics, roots.data());
+  s.roots = roots.data();
+  cpu::group_sums(s, 0, s.statistics, one.data(), other.data(), c1.data(), c2.data());
+  for (int64_t i = 0; i < s.statistics; ++i) {
+    want.finish_sums(i, want.sums_of(i, one.data(), other.data()), want_c1.data(), want_c2.data());
+    CHECK(close(mean[i], want_mean[i], 1e-14) && close(variance[i], want_variance[i], 1e-14), "moments %d", int(i));
+    CHECK(close(c1[i], want_c1[i], 1e-14) && close(c2[i], want_c2[i], 1e-14), "sums %d", int(i));
+  }
+  std::vector<double> db(channels, 9), dw(channels, 9);
+  cpu::group_parameters(s, one.data(), other.data(), db.data(), dw.data());
+  for (int64_t c = 0; c < channels; ++c) {
+    const auto sums = want.parameter_sums(c, parts, one.data(), other.data());
+    CHECK(close(db[c], sums.dz, 1e-14) && close(dw[c], sums.distance, 1e-14), "parameters %d", int(c));
+  }
+  const double tolerance = sizeof(T) == 8 ? 1e-14 : 1e-6;
+  for (const double* first : {static_cast<const double*>(nullptr), static_cast<const double*>(c1.data())}) {
+    std::vector<T> all(5 * parts), own(5 * channels);
+    const TermArrays<T> of_all{all.data(), parts}, of_one{own.data(), channels};
+    cpu::group_terms<T>(s, 0, s.statistics, first, c2.data(), of_all);
+    for (int64_t sample = 0; sample < samples; ++sample) {
+      cpu::group_terms<T>(s, sample * groups, (sample + 1) * groups, first, c2.data(), of_one);
+      for (int64_t c = 0; c < channels; ++c) {
+        const int64_t k = sample * channels + c;
+        const ChannelTerms<T> a = of_all.at(k), b = of_one.at(c), w = want.terms(k, first, c2.data());
+        for (const ChannelTerms<T>& each : {a, b})
+          CHECK(close(each.center, w.center, tolerance) && close(each.scale, w.scale, tolerance) &&
+                    close(each.shift, w.shift, tolerance) && close(each.offset, w.offset, tolerance) &&
+                    close(each.slope, w.slope, tolerance),
+                "terms %d of %d channels", int(k), int(width));
+      }
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -323,5 +376,8 @@ int main() {
   test_all_rows<double>(Dtype::float64, 1e-14);
   test_residual();
   test_channels();
+  for (int64_t width : {1, 2, 3, 7, 8, 9, 16, 31, 40})
+    for (bool with_weight : {false, true})
+      test_groups<float>(width, with_weight), test_groups<double>(width, with_weight);
   return finish("norms");
 }
