@@ -424,6 +424,20 @@ def check_plan(buffers: Sequence[Row], offsets: Sequence[int], alignment: int) -
 def check_arrived(param: Tensor) -> None:
     """``RuntimeError``: hooks of its AccumulateGrad node, as DistributedDataParallel's, run after the tensor's own."""
 
+def check_step(
+    op: str, params: list[Tensor], grads: list[Tensor], state: list[list[Tensor]], block: int
+) -> None:
+    """Raises where the operator would, with nothing written."""
+
+def lies_as(state: Tensor, param: Tensor) -> bool:
+    """Whether a moment lies in memory as its parameter does."""
+
+def made_of(groups: list[list[Tensor]], state: dict[Tensor, Any]) -> list[Any]:
+    """The parameters of the groups, and those in the state with all that it holds for them."""
+
+def is_made_of(known: list[Any], groups: list[list[Tensor]], state: dict[Tensor, Any]) -> bool:
+    """Whether `made_of` would be these very objects."""
+
 class Gradients:
     """Of one device, taken from their parameters."""
 
@@ -463,6 +477,10 @@ class StepList:
     def collect_one(self, index: int) -> int: ...
     def collect_from(self, gradients: Gradients) -> int:
         """Those of its parameters, which are no longer among the others then."""
+    def check(self, block: int) -> None:
+        """Raises where the step of what was collected would, with nothing written."""
+    def lies_as_parameters(self) -> bool:
+        """Whether the moments lie in memory as their parameters do."""
     def adamw(
         self,
         lr: float,

@@ -9,6 +9,7 @@
 #include "checks.h"
 #include "engine.h"
 #include "layout.h"
+#include "optimizer_lists.h"
 #include "optional.h"
 #include "stream.h"
 
@@ -21,18 +22,12 @@ using at::TensorList;
 // Units below which one thread is faster than waking a second (ATen's own grain size).
 constexpr int64_t kStepGrain = 32768 / kStepUnit;
 
-// The operator's lists; those that it has not are empty.
-struct Lists {
-  const char* op;
-  TensorList params, grads, first, second, largest, first_scales, second_scales, steps;
-};
-
 bool is_float(at::ScalarType dtype) {
   return dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf || dtype == at::kBFloat16;
 }
 
-void check_one(const Lists& lists, size_t i) {
-  const char* op = lists.op;
+void check_one(const StepLists& lists, size_t i) {
+  const std::string_view op = lists.op;
   const Tensor &p = lists.params[i], &g = lists.grads[i];
   const at::ScalarType dtype = p.scalar_type();
   TORCH_CHECK_TYPE(p.layout() == at::kStrided && is_float(dtype), op,
@@ -61,8 +56,8 @@ void check_one(const Lists& lists, size_t i) {
                                              : is_float(kept) && kept != at::kDouble;
     TORCH_CHECK(good && x.device() == p.device() && x.sizes() == p.sizes(), op, ": expected state for a parameter ",
                 describe(p), " on ", p.device(), ", got ", describe(x), " on ", x.device());
-    TORCH_CHECK(dense ? same_order(x, p) : x.is_contiguous(), op, ": expected state of strides ",
-                dense ? p.strides() : at::IntArrayRef(), " as its parameter's, got ", x.strides());
+    TORCH_CHECK(lies_as(x, p), op, ": expected state of strides ", dense ? p.strides() : at::IntArrayRef(),
+                " as its parameter's, got ", x.strides());
   };
   check_state(lists.first[i], at::kChar);
   if (!lists.second.empty()) check_state(lists.second[i], at::kByte);
@@ -71,7 +66,7 @@ void check_one(const Lists& lists, size_t i) {
               ": expected moments of one dtype, got ", describe(lists.first[i]), " and ", describe(lists.second[i]));
 }
 
-void check_scales(const Lists& lists, size_t i, int64_t block) {
+void check_scales(const StepLists& lists, size_t i, int64_t block) {
   const auto check = [&](const Tensor& scale) {
     const int64_t blocks = (lists.params[i].numel() + block - 1) / block;
     TORCH_CHECK(scale.numel() == 0 || (scale.numel() == blocks && scale.scalar_type() == at::kFloat &&
@@ -82,7 +77,13 @@ void check_scales(const Lists& lists, size_t i, int64_t block) {
   if (!lists.second_scales.empty()) check(lists.second_scales[i]);
 }
 
-void check(const Lists& lists, int64_t block) {
+}  // namespace
+
+bool lies_as(const Tensor& state, const Tensor& param) {
+  return param.is_non_overlapping_and_dense() ? same_order(state, param) : state.is_contiguous();
+}
+
+void check_step(const StepLists& lists, int64_t block) {
   const size_t count = lists.params.size();
   for (const TensorList& each :
        {lists.grads, lists.first, lists.second, lists.largest, lists.first_scales, lists.second_scales, lists.steps})
@@ -97,6 +98,8 @@ void check(const Lists& lists, int64_t block) {
     check_scales(lists, i, block);
   }
 }
+
+namespace {
 
 float* scale_of(TensorList scales, size_t i) {
   return scales.empty() || scales[i].numel() == 0 ? nullptr : scales[i].mutable_data_ptr<float>();
@@ -117,9 +120,9 @@ struct Copy {
   Tensor original, copy;
 };
 
-void run(const Lists& lists, StepArgs args, const OptionalTensor& lr_tensor, const OptionalTensor& seed,
+void run(const StepLists& lists, StepArgs args, const OptionalTensor& lr_tensor, const OptionalTensor& seed,
          const OptionalTensor& grad_scale, const OptionalTensor& found_inf) {
-  check(lists, args.block);
+  check_step(lists, args.block);
   const c10::Device device = lists.params[0].device();
   const OptionalTensor scale = there(grad_scale, device, at::kFloat), inf = there(found_inf, device, at::kFloat);
   const OptionalTensor key = there(seed, device, at::kLong);

@@ -15,6 +15,7 @@
 
 #include "checks.h"
 #include "operators.h"
+#include "optimizer_lists.h"
 #include "optional.h"
 
 namespace memkit {
@@ -23,6 +24,12 @@ namespace {
 using at::Tensor;
 using at::TensorList;
 using Tensors = std::vector<Tensor>;
+
+// SGD's three lists beside parameters and gradients, or AdamW's six.
+StepLists lists_of(std::string_view op, TensorList params, TensorList grads, const std::vector<Tensors>& s) {
+  if (s.size() == 3) return {op, params, grads, s[0], {}, {}, s[1], {}, s[2]};
+  return {op, params, grads, s.at(0), s.at(1), s.at(2), s.at(3), s.at(4), s.at(5)};
+}
 
 // Gradients of one device that are no longer their parameters'.
 struct Gradients {
@@ -68,6 +75,17 @@ class StepList {
     std::sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
     for (const auto& [i, grad] : found) add(i, grad);
     return select();
+  }
+
+  // Raises where the step would, of what was collected.
+  void check(int64_t block) const { check_step(lists_of(op_, params(), grads_, state()), block); }
+
+  // Whether the moments lie as their parameters do.
+  bool lies_as_parameters() const {
+    for (const Tensors& each : state_)
+      for (size_t i = 0; i < each.size(); ++i)
+        if (each[i].sizes() == params_[i].sizes() && !lies_as(each[i], params_[i])) return false;
+    return true;
   }
 
   void adamw(double lr, const OptionalTensor& lr_tensor, double beta1, double beta2, double eps, double weight_decay,
@@ -236,6 +254,40 @@ class Arrivals {
   std::unordered_map<c10::Device, Queue> queues_;
 };
 
+// visit(object): of each parameter of the groups, and of each in the state with what it holds.
+template <class Visit>
+void visit_made_of(const pybind11::list& groups, const pybind11::dict& state, const Visit& visit) {
+  for (const auto& group : groups) {
+    for (const auto& param : pybind11::reinterpret_borrow<pybind11::sequence>(group)) visit(param.ptr());
+    visit(Py_None);
+  }
+  PyObject *param, *entry, *name, *value;
+  for (Py_ssize_t at = 0; PyDict_Next(state.ptr(), &at, &param, &entry);) {
+    visit(param);
+    if (!PyDict_Check(entry))
+      visit(entry);
+    else
+      for (Py_ssize_t in = 0; PyDict_Next(entry, &in, &name, &value);) visit(name), visit(value);
+  }
+}
+
+pybind11::list made_of(const pybind11::list& groups, const pybind11::dict& state) {
+  pybind11::list all;
+  visit_made_of(groups, state, [&](PyObject* object) { all.append(pybind11::handle(object)); });
+  return all;
+}
+
+bool is_made_of(const pybind11::list& known, const pybind11::list& groups, const pybind11::dict& state) {
+  const Py_ssize_t count = PyList_GET_SIZE(known.ptr());
+  Py_ssize_t at = 0;
+  bool same = true;
+  visit_made_of(groups, state, [&](PyObject* object) {
+    same = same && at < count && PyList_GET_ITEM(known.ptr(), at) == object;
+    ++at;
+  });
+  return same && at == count;
+}
+
 }  // namespace
 
 void bind_optimizers(pybind11::module_& m) {
@@ -246,6 +298,8 @@ void bind_optimizers(pybind11::module_& m) {
       .def("collect", &StepList::collect)
       .def("collect_one", &StepList::collect_one)
       .def("collect_from", &StepList::collect_from)
+      .def("check", &StepList::check)
+      .def("lies_as_parameters", &StepList::lies_as_parameters)
       .def("adamw", &StepList::adamw)
       .def("sgd", &StepList::sgd);
   py::class_<Arrivals> arrivals(m, "Arrivals");
@@ -259,6 +313,12 @@ void bind_optimizers(pybind11::module_& m) {
   arrivals.attr("STEP") = int(Arrivals::kStep);
   arrivals.attr("ALONE") = int(Arrivals::kAlone);
   m.def("check_arrived", check_arrived);
+  m.def("check_step",
+        [](std::string_view op, const Tensors& params, const Tensors& grads, const std::vector<Tensors>& state,
+           int64_t block) { check_step(lists_of(op, params, grads, state), block); });
+  m.def("lies_as", lies_as);
+  m.def("made_of", made_of);
+  m.def("is_made_of", is_made_of);
 }
 
 }  // namespace memkit

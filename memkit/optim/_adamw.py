@@ -38,6 +38,7 @@ class AdamW(FusedOptimizer):
     _name = "AdamW"
     _all_moments = (FIRST, SECOND, LARGEST)
     _fused = True  # its `step` is on the device
+    _numbers_named = ("lr", "weight_decay", "eps")
 
     def __init__(
         self,
@@ -72,8 +73,6 @@ class AdamW(FusedOptimizer):
         super()._check(group)
         if not all(0 <= beta < 1 for beta in _pair(group["betas"])):
             raise ValueError(f"AdamW: expected betas of at least 0 and below 1, got {tuple(group['betas'])}")
-        if not group["eps"] >= 0:
-            raise ValueError(f"AdamW: expected eps of at least 0, got {group['eps']}")
         if group["amsgrad"] and group["state_dtype"] == "8bit":
             raise ValueError("AdamW: expected amsgrad without state_dtype '8bit', got both")
         if not group["decoupled_weight_decay"]:

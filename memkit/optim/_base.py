@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -69,14 +70,19 @@ class FusedOptimizer(Optimizer):
     def _advance(self, part: Part) -> None:
         raise NotImplementedError
 
+    _numbers_named: tuple[str, ...] = ("lr", "weight_decay")
+    """Of a group, at least 0."""
+
     def _check(self, group: dict[str, Any]) -> None:
         name = self._name
-        lr = group["lr"]
-        if isinstance(lr, Tensor) and lr.numel() != 1:
-            raise ValueError(f"{name}: expected lr of one element, got {list(lr.shape)}")
-        for key in ("lr", "weight_decay"):
-            if not group[key] >= 0:
-                raise ValueError(f"{name}: expected {key} of at least 0, got {group[key]}")
+        for key in self._numbers_named:
+            value = group[key]
+            if not isinstance(value, Real | Tensor):
+                raise TypeError(f"{name}: expected {key} to be a number, got {type(value).__name__}")
+            if isinstance(value, Tensor) and value.numel() != 1:
+                raise ValueError(f"{name}: expected {key} of one element, got {list(value.shape)}")
+            if not value >= 0:
+                raise ValueError(f"{name}: expected {key} of at least 0, got {value}")
         if group["state_dtype"] not in STATE_DTYPES:
             choices = "None, torch.float32, torch.bfloat16 or '8bit'"
             raise ValueError(f"{name}: expected state_dtype {choices}, got {group['state_dtype']!r}")
@@ -123,6 +129,10 @@ class FusedOptimizer(Optimizer):
         if self._in_backward is not None:
             self._in_backward.settle()
         ready = [part for part in self._parts() if part.lists.collect()]
+        for part in ready:
+            self._check(part.group)
+            if len(ready) > 1:  # a single one is checked by its operator
+                part.lists.check(part.group["block_size"])
         for part in ready:
             self._advance(part)
         return loss
@@ -173,27 +183,23 @@ class FusedOptimizer(Optimizer):
 
     def _forget(self) -> None:
         self._made: list[Part] = []
-        self._made_of: tuple[Any, ...] | None = None
+        self._made_of: list[Any] = []
+        self._options: list[tuple[Any, ...]] | None = None
         self._frozen: list[Tensor] = []
         self._where: dict[Tensor, tuple[Part, int]] = {}
         self._in_backward: Any = None
 
     def _parts(self) -> list[Part]:
-        """The lists, made again when groups, state or what is kept changed."""
-        groups = [
-            (
-                id(group["params"]),
-                len(group["params"]),
-                self._moments(group),
-                *(group[key] for key in OWN_OPTIONS),
-            )
-            for group in self.param_groups
+        """The lists, made again when groups, parameters, their state or layout, or what is kept changed."""
+        options = [
+            (self._moments(group), *(group[key] for key in OWN_OPTIONS)) for group in self.param_groups
         ]
-        now = (id(self.state), len(self.state), groups)
+        params = [group["params"] for group in self.param_groups]
         thawed = any(p.requires_grad or p.grad is not None for p in self._frozen)
-        if now != self._made_of or thawed:
+        same = options == self._options and _C.is_made_of(self._made_of, params, self.state)
+        if thawed or not same or not all(part.lists.lies_as_parameters() for part in self._made):
             self._make_parts()
-            self._made_of = (id(self.state), len(self.state), groups)
+            self._options, self._made_of = options, _C.made_of(params, self.state)
         return self._made
 
     def _lists(self, entries: Sequence[Mapping[str, Any]], moments: tuple[Moment, ...]) -> list[list[Tensor]]:
@@ -212,15 +218,20 @@ class FusedOptimizer(Optimizer):
             used = [p for p in group["params"] if p.requires_grad or p.grad is not None]
             self._frozen += [p for p in group["params"] if not p.requires_grad and p.grad is None]
             active.append((group, used))
-        wanted = {}
+        wanted, moved = {}, {}
         for group, used in active:
             moments = self._moments(group)
             for p in used if moments else ():
                 entry = self.state.get(p, {})
-                if any(each.name not in entry for each in moments):
+                known = self._known(entry, moments)
+                if known and not is_dtensor(p) and not all(_C.lies_as(entry[name], p) for name in known):
+                    moved[p], entry, known = entry, {}, []  # the parameter's strides are others now
+                if len(known) < len(moments) or "step" not in entry:
                     wanted[p] = (entry, moments, group["state_dtype"], group["block_size"])
         make_state(wanted, self._pool, self._name)
-        for p, (entry, *_) in wanted.items():
+        for p, (entry, moments, _, block) in wanted.items():
+            if p in moved:
+                fill(p, entry, moved[p], moments, block, self._name)
             self.state[p] = entry
         self._made, self._where = [], {}
         for group, used in active:
@@ -242,7 +253,23 @@ class FusedOptimizer(Optimizer):
                 self._made.append(part)
                 self._where.update((p, (part, i)) for i, p in enumerate(params))
 
+    def _known(self, entry: Mapping[str, Any], moments: tuple[Moment, ...]) -> list[str]:
+        """Which of the moments a parameter's state has."""
+        for name in (*(each.name for each in moments), "step"):
+            if name in entry and not isinstance(entry[name], Tensor):
+                got = type(entry[name]).__name__
+                raise TypeError(f"{self._name}: expected state {name!r} to be a Tensor, got {got}")
+        return [each.name for each in moments if each.name in entry]
+
     # -- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's. What is on a GPU asks torch.optim for its fused form, whose `step` is on the device, too."""
+        state: dict[str, Any] = super().state_dict()
+        for packed, group in zip(state["param_groups"], self.param_groups, strict=True):
+            if not any(p.is_cuda for p in group["params"]):
+                packed["fused"] = None
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch. Moments are converted to this optimizer's `state_dtype`; a failed load changes nothing."""
@@ -303,7 +330,7 @@ class FusedOptimizer(Optimizer):
         kept = type(self.state)(dict) if not new else state["state"].__class__()
         kept.update((p, entry) for p, (entry, *_) in wanted.items())
         super().__setstate__({**state, "state": kept})
-        self._made, self._where, self._made_of = [], {}, None  # they hold the state before
+        self._made, self._where, self._made_of, self._options = [], {}, [], None  # they hold the state before
 
     def _all_params(self) -> Iterable[Tensor]:
         return (p for group in self.param_groups for p in group["params"])

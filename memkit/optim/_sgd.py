@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ class SGD(FusedOptimizer):
 
     _name = "SGD"
     _all_moments = (BUFFER,)
+    _numbers_named = ("lr", "weight_decay", "momentum")
     _fused = None  # what suits the parameters: PyTorch has no fused SGD for DTensors
 
     def __init__(
@@ -56,8 +58,9 @@ class SGD(FusedOptimizer):
 
     def _check(self, group: dict[str, Any]) -> None:
         super()._check(group)
-        if not group["momentum"] >= 0:
-            raise ValueError(f"SGD: expected momentum of at least 0, got {group['momentum']}")
+        if not isinstance(group["dampening"], Real):
+            got = type(group["dampening"]).__name__
+            raise TypeError(f"SGD: expected dampening to be a number, got {got}")
         if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
             got = f"{group['momentum']} and {group['dampening']}"
             raise ValueError(f"SGD: expected with nesterov a momentum above 0 and no dampening, got {got}")

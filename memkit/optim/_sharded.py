@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import _C
 from .._sharding import is_dtensor, seed_here
 from ._quantize import BLOCK_SIZES, dequantize
 
@@ -107,6 +108,19 @@ class ShardedList:
         self._grads = [gradient(self._op, self._params[i]) for i in picked]
         return len(picked)
 
+    def lies_as_parameters(self) -> bool:
+        """As when the lists were made: a DTensor's part does not change its strides."""
+        return True
+
+    @torch.no_grad()
+    def check(self, block: int) -> None:
+        params, state = self._operands()
+        _C.check_step(self._op, params, self._grads, state, block)
+
+    def _operands(self) -> tuple[list[Tensor], list[list[Tensor]]]:
+        params = [local(self._params[i]) for i in self._picked]
+        return params, [[each[i] for i in self._picked] if each else [] for each in self._state]
+
     def adamw(self, *numbers: Any) -> None:
         names = "lr", "lr_tensor", "beta1", "beta2", "eps", "weight_decay", "maximize"
         self._step(torch.ops.memkit._adamw_, names, numbers)
@@ -118,19 +132,18 @@ class ShardedList:
     @torch.no_grad()
     def _step(self, op: Any, names: Sequence[str], numbers: Sequence[Any]) -> None:
         *head, stochastic, grad_scale, found_inf = numbers
-        params = [self._params[i] for i in self._picked]
+        params, state = self._operands()
         op(
-            [local(p) for p in params],
+            params,
             self._grads,
-            *([each[i] for i in self._picked] if each else [] for each in self._state),
+            *state,
             **dict(zip((*names, "block_size"), head, strict=True)),
             seed=self._seed() if stochastic else None,
             grad_scale=grad_scale,
             found_inf=found_inf,
         )
-        torch.autograd.graph.increment_version(
-            params
-        )  # of the DTensors; the operator has counted their parts'
+        # Of the DTensors; the operator has counted their parts'.
+        torch.autograd.graph.increment_version([self._params[i] for i in self._picked])
         self._grads = []
 
     def _seed(self) -> Tensor:

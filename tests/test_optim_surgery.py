@@ -1,0 +1,161 @@
+"""What users do to an optimizer's groups and state between steps, and steps that cannot be taken: as in torch.optim."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memkit import optim
+
+RULES = {
+    "adamw": (optim.AdamW, torch.optim.AdamW, {}),
+    "amsgrad": (optim.AdamW, torch.optim.AdamW, {"amsgrad": True}),
+    "sgd": (optim.SGD, torch.optim.SGD, {}),
+    "momentum": (optim.SGD, torch.optim.SGD, {"momentum": 0.9}),
+}
+each_rule = pytest.mark.parametrize("rule", RULES)
+
+
+def steps(optimizer: Any, *params: Tensor, n: int = 3) -> None:
+    for i in range(n):
+        for param in params:
+            param.grad = torch.linspace(-1, 2, param.numel()).view_as(param) * (i + 1)
+        optimizer.step()
+
+
+def compare(rule: str, change: Any) -> None:
+    found = []
+    for make in RULES[rule][:2]:
+        torch.manual_seed(0)
+        first, second = (nn.Parameter(torch.randn(4, 5)) for _ in range(2))
+        optimizer = make([{"params": [first]}, {"params": [second]}], lr=0.1, **RULES[rule][2])
+        steps(optimizer, first, second)
+        params = change(optimizer, first, second)
+        steps(optimizer, *params)
+        found.append([p.detach() for p in params])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@each_rule
+def test_a_parameter_takes_anothers_place(rule: str) -> None:
+    """As where points are added to a scene: moments are extended, and go to the new parameter."""
+
+    def change(optimizer: Any, first: Tensor, second: Tensor) -> tuple[Tensor, ...]:
+        new = nn.Parameter(torch.cat([first.detach(), torch.ones(2, 5)]))
+        state = optimizer.state.pop(first, {})
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.shape == first.shape:
+                state[name] = torch.cat([value, torch.zeros(2, 5)])
+        optimizer.param_groups[0]["params"][0] = new
+        if state:
+            optimizer.state[new] = state
+        return new, second
+
+    compare(rule, change)
+
+
+@each_rule
+def test_moments_are_replaced(rule: str) -> None:
+    def change(optimizer: Any, *params: Tensor) -> tuple[Tensor, ...]:
+        for name, value in optimizer.state[params[0]].items():
+            if isinstance(value, Tensor) and value.shape == params[0].shape:
+                optimizer.state[params[0]][name] = torch.zeros_like(value)
+        return params
+
+    compare(rule, change)
+
+
+@pytest.mark.parametrize("rule", ["adamw", "amsgrad"])
+def test_state_is_emptied(rule: str) -> None:
+    def change(optimizer: Any, *params: Tensor) -> tuple[Tensor, ...]:
+        optimizer.state[params[0]] = {}
+        return params
+
+    compare(rule, change)
+    param = nn.Parameter(torch.ones(3))
+    optimizer = optim.AdamW([param])
+    steps(optimizer, param)
+    optimizer.state[param] = {}
+    steps(optimizer, param, n=2)
+    assert optimizer.state[param]["step"] == 2
+
+
+def test_state_that_is_no_tensor() -> None:
+    param = nn.Parameter(torch.ones(3))
+    optimizer = optim.AdamW([param])
+    steps(optimizer, param)
+    optimizer.state[param]["step"] = 3
+    with pytest.raises(TypeError, match="AdamW: expected state 'step' to be a Tensor, got int"):
+        steps(optimizer, param)
+
+
+@pytest.mark.parametrize(
+    ("rule", "state_dtype"),
+    [
+        (rule, dtype)
+        for rule in RULES
+        for dtype in (None, torch.bfloat16, "8bit")
+        if (rule, dtype) != ("amsgrad", "8bit")
+    ],
+)
+def test_weights_change_their_layout(rule: str, state_dtype: Any) -> None:
+    """model.to(memory_format=...) after the first steps: moments follow."""
+    conv = nn.Conv2d(16, 32, 3)
+    other = copy.deepcopy(conv)
+    found = []
+    for model in (conv, other):
+        options = {**RULES[rule][2], "state_dtype": state_dtype, "stochastic_rounding": False}
+        optimizer = RULES[rule][0]([model.weight], lr=0.1, **options)
+        steps(optimizer, model.weight)
+        if model is conv:
+            model.to(memory_format=torch.channels_last)
+        steps(optimizer, model.weight)
+        found.append(model.weight.detach())
+    assert conv.weight.is_contiguous(memory_format=torch.channels_last)
+    moved, stayed = found
+    tolerance = {"atol": 3e-2, "rtol": 0.1} if state_dtype == "8bit" else {}  # blocks are others
+    torch.testing.assert_close(moved.contiguous(), stayed, **tolerance)
+
+
+@pytest.mark.parametrize("change", ["shape", "lr", "momentum"])
+def test_a_step_that_cannot_be_taken_writes_nothing(change: str) -> None:
+    first, second = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(5))
+    optimizer = optim.SGD([{"params": [first]}, {"params": [second]}], lr=0.1, momentum=0.9)
+    steps(optimizer, first, second)
+    before = first.detach().clone(), optimizer.state[first]["momentum_buffer"].clone()
+    if change == "shape":
+        second.data = torch.ones(6)
+    else:
+        optimizer.param_groups[1][change] = "a"
+    error = (TypeError, f"SGD: expected {change} to be a number, got str")
+    if change == "shape":
+        error = (RuntimeError, "SGD: expected state for a parameter")
+    first.grad, second.grad = torch.ones(4), torch.ones_like(second)
+    with pytest.raises(error[0], match=error[1]):
+        optimizer.step()
+    assert torch.equal(first, before[0])
+    assert torch.equal(optimizer.state[first]["momentum_buffer"], before[1])
+    assert optimizer.state[first]["step"] == 3
+
+
+def test_torch_optim_stays_as_it_was_asked_for() -> None:
+    """PyTorch's fused form walks weights and moments alike, whatever their strides: a state must not ask for it."""
+    found = []
+    for make in (optim.AdamW, torch.optim.AdamW):
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.randn(8, 4, 3, 3))
+        optimizer = make([weight], lr=0.1)
+        steps(optimizer, weight)
+        state = copy.deepcopy(optimizer.state_dict())
+        assert not state["param_groups"][0]["fused"]
+        other = nn.Parameter(weight.detach().to(memory_format=torch.channels_last))
+        loaded = torch.optim.AdamW([other], lr=0.1)
+        loaded.load_state_dict(state)
+        steps(loaded, other)
+        found.append(other.detach())
+    torch.testing.assert_close(*found)
