@@ -24,6 +24,21 @@ class _Within:
         self._core: _C.Pool = pool._core
 
 
+def _leave(
+    op: str, entered: list[Any], kind: type[BaseException] | None
+) -> _C.PoolUse | _C.PoolReplay | None:
+    """Leaves the last one entered, in whatever order. Another error goes first, but a generator's end tells nobody."""
+    left = entered[-1].leave() if entered else None
+    one = None if left is None else entered.pop()
+    if not left and kind in (None, GeneratorExit):
+        raise RuntimeError(
+            f"{op}: expected a use() that this thread is in, got one of another thread, or one that was left before"
+            if left is None
+            else f"{op}: expected to leave the innermost use() of this thread first, got an outer one: it has ended"
+        )
+    return one
+
+
 class PoolScope(_Within):
     def __init__(self, pool: Pool) -> None:
         super().__init__(pool)
@@ -36,8 +51,8 @@ class PoolScope(_Within):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        scopes, held = self._core.leave_scope(self._numbers.pop())
-        if kind is not None:
+        scopes, held = self._core.leave_scope(self._numbers.pop()) if self._numbers else (0, [])
+        if kind not in (None, GeneratorExit):
             return
         if scopes == 0:
             raise RuntimeError("Pool.scope: expected a scope that this thread is in, got one that has ended")
@@ -65,12 +80,7 @@ class PoolUse(_Within):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._entered[-1].leave():
-            self._entered.pop()
-        elif kind is None:
-            raise RuntimeError(
-                "Pool.use: expected to leave the innermost use() of this thread first, got an outer one"
-            )
+        _leave("Pool.use", self._entered, kind)
         if kind is torch.OutOfMemoryError and (refusal := self._core.refusal(str(error))) is not None:
             raise refusal from error  # torch's own error is what torch's kernels know
 
@@ -127,14 +137,7 @@ class PoolReplay(_Within):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        step = self._entered[-1]
-        if not step.leave():
-            if kind is None:
-                raise RuntimeError(
-                    "Pool.replay: expected to leave the innermost use() of this thread first, got an outer one"
-                )
-            return
-        self._entered.pop()
+        step = _leave("Pool.replay", self._entered, kind)
         if isinstance(step, _C.PoolReplay):
             self.planned, self.served, self.fell_back, self.mismatch = step.step()
             if self.plan and self.fell_back and kind is None and self.plan not in self._pool._warned:

@@ -232,7 +232,6 @@ def test_refusals(pool: memkit.Pool) -> None:
     with pytest.raises(RuntimeError, match="innermost"):
         outer.__exit__(None, None, None)
     inner.__exit__(None, None, None)
-    outer.__exit__(None, None, None)
     pool.close()
     with pytest.raises(RuntimeError, match="closed"), pool.replay(plan):
         pass

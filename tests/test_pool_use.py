@@ -1,6 +1,8 @@
 """pool.use(): every CPU tensor that the thread makes, ops and backward included, lies in the pool."""
 
+import asyncio
 import gc
+import threading
 
 import pytest
 import torch
@@ -134,9 +136,63 @@ def test_left_in_the_wrong_order(pool):
     second.__enter__()
     with pytest.raises(RuntimeError, match="innermost use"):
         first.__exit__(None, None, None)
+    assert inside(other, torch.ones(3))
     second.__exit__(None, None, None)
-    first.__exit__(None, None, None)
     assert not inside(pool, torch.ones(3))
+    for one in (first, second):
+        with pytest.raises(RuntimeError, match="left before"):
+            one.__exit__(None, None, None)
+
+
+def test_generators_that_end_in_the_wrong_order(pool):
+    def within(one):
+        with one.use():
+            yield
+
+    other = Pool("1MiB")
+    first, second = within(pool), within(other)
+    next(first), next(second)
+    with pytest.raises(RuntimeError, match="innermost use"):
+        first.close()
+    assert inside(other, torch.ones(3))
+    second.close()
+    assert not inside(other, torch.ones(3))
+
+
+def test_left_by_another_thread(pool):
+    use, failed = pool.use(), []
+    use.__enter__()
+
+    def leave():
+        try:
+            use.__exit__(GeneratorExit, GeneratorExit(), None)
+        except RuntimeError as error:
+            failed.append(str(error))
+
+    thread = threading.Thread(target=leave)
+    thread.start()
+    thread.join()
+    assert "got one of another thread" in failed[0]
+    assert inside(pool, torch.ones(3))
+    use.__exit__(None, None, None)
+    assert not inside(pool, torch.ones(3))
+
+
+def test_tasks_that_take_turns(pool):
+    """Neither's use() goes on after both have ended."""
+    other = Pool("1MiB")
+
+    async def work(one, seconds):
+        with one.use():
+            await asyncio.sleep(seconds)
+
+    async def both():
+        return await asyncio.gather(work(pool, 0.05), work(other, 0.2), return_exceptions=True)
+
+    found = asyncio.run(both())
+    assert "innermost use" in str(found[0]) and found[1] is None
+    x = torch.ones(3)
+    assert not inside(pool, x) and not inside(other, x)
 
 
 def test_an_error_inside(pool):

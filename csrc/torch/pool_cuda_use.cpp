@@ -44,7 +44,7 @@ class CudaUse final : public PoolUse, public std::enable_shared_from_this<CudaUs
  public:
   explicit CudaUse(std::shared_ptr<Pool> pool) : pool_(std::move(pool)) {}
   void enter() override;
-  bool leave() override;
+  std::optional<bool> leave() override;
   // Serves no more.
   void withdraw() {
     const std::lock_guard<std::mutex> guard(Uses::get().mutex);
@@ -100,11 +100,15 @@ void CudaUse::enter() {
   cuda_uses.store(static_cast<int>(Uses::get().list.size()), std::memory_order_relaxed);
 }
 
-bool CudaUse::leave() {
-  if (!entered || entered->list.empty() || entered->list.back().get() != this) return false;
+std::optional<bool> CudaUse::leave() {
+  if (!entered) return std::nullopt;
+  auto& all = entered->list;
+  const auto own = std::find_if(all.begin(), all.end(), [&](const auto& use) { return use.get() == this; });
+  if (own == all.end()) return std::nullopt;
+  const bool innermost = std::next(own) == all.end();
   withdraw();
-  entered->list.pop_back();
-  return true;
+  all.erase(own);
+  return innermost;
 }
 
 }  // namespace

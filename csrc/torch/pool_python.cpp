@@ -176,7 +176,7 @@ class CpuUse final : public PoolUse {
     pool_->check_open("Pool.use");
     enter_cpu_source(pool_);
   }
-  bool leave() override { return leave_cpu_source(pool_.get()); }
+  std::optional<bool> leave() override { return leave_cpu_source(pool_.get()); }
 
  private:
   const std::shared_ptr<Pool> pool_;

@@ -59,11 +59,14 @@ void PoolReplay::enter() {
   enter_cpu_source(pool_);
 }
 
-bool PoolReplay::leave() {
-  if (!*under_way_ || pool_thread.layers != layer_ || !leave_cpu_source(pool_.get())) return false;
+std::optional<bool> PoolReplay::leave() {
+  const PoolLayer* own = *under_way_ ? pool_thread.layers : nullptr;
+  while (own && own != layer_) own = own->outer;
+  if (!own) return std::nullopt;
+  const bool last = own == pool_thread.layers, innermost = leave_cpu_source(pool_.get()).value_or(false);
   count();
   take_layer(layer_);
-  return true;
+  return last && innermost;
 }
 
 void PoolReplay::settle() {

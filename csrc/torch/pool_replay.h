@@ -22,7 +22,7 @@ class PoolReplay final : public PoolUse {
 
   // Raises when a step is under way already, one at a time, and where the pool has no room for the plan.
   void enter() override;
-  bool leave() override;
+  std::optional<bool> leave() override;
   void settle();  // gives the memory back, if no step is under way and nothing in it is alive
 
   struct Step {  // the last one, or so far

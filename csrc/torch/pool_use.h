@@ -10,6 +10,8 @@
 #include <cstdint>
 #endif
 
+#include <optional>
+
 namespace memkit {
 
 class Pool;
@@ -19,7 +21,7 @@ class PoolUse {
  public:
   virtual ~PoolUse() = default;
   virtual void enter() = 0;
-  virtual bool leave() = 0;  // false: another one was entered since and not left; nothing changes
+  virtual std::optional<bool> leave() = 0;  // as leave_cpu_source
 };
 
 std::shared_ptr<PoolUse> make_cuda_use(std::shared_ptr<Pool> pool);  // raises in a build without CUDA

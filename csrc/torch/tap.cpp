@@ -257,12 +257,15 @@ void enter_cpu_source(std::shared_ptr<CpuSource> source) {
   state.sourced.store(true, std::memory_order_relaxed);
 }
 
-bool leave_cpu_source(const CpuSource* source) {
-  if (thread_source != source) return false;
-  const std::shared_ptr<CpuSource> left = std::move(thread_sources.entered.back());  // dies when it is out of use
-  thread_sources.entered.pop_back();
+std::optional<bool> leave_cpu_source(const CpuSource* source) {
+  auto& all = thread_sources.entered;
+  const auto last = std::find_if(all.rbegin(), all.rend(), [&](const auto& each) { return each.get() == source; });
+  if (last == all.rend()) return std::nullopt;
+  const bool innermost = last == all.rbegin();
+  const std::shared_ptr<CpuSource> left = std::move(*last);  // dies when it is out of use
+  all.erase(std::next(last).base());
   thread_sources.choose();
-  return true;
+  return innermost;
 }
 
 void add_cpu_observer(CpuObserver* observer, const char* op) {

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <optional>
 
 namespace pybind11 {
 class module_;
@@ -30,8 +31,8 @@ class CpuSource {
 
 // Makes `source` this thread's, which owns it until it is left, or until the thread ends.
 void enter_cpu_source(std::shared_ptr<CpuSource> source);
-// Back to the one before, or to torch's allocator. False, and nothing changes: `source` is not the innermost.
-bool leave_cpu_source(const CpuSource* source);
+// The thread leaves it, and says whether it was its innermost: those inside of it go on. Nothing: it is not the thread's.
+std::optional<bool> leave_cpu_source(const CpuSource* source);
 
 // Sees CPU tensor storage come and go: each call under the tap's lock, so one at a time and in order, from any thread.
 // An address is released before it can be allocated anew. The calls must not allocate tensors or take Python's lock.
