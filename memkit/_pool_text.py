@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import math
+import operator
 import re
 from collections.abc import Sequence
+from decimal import Decimal
+from typing import SupportsIndex
 
 import torch
 
@@ -24,14 +27,15 @@ def parse_size(size: int | str, op: str, what: str = "size") -> int:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
         unit = _UNITS.get(match[2].upper()) if match else None
         if match and unit:
-            nbytes = int(match[1]) * unit if match[1].isdigit() else math.ceil(float(match[1]) * unit)
-    elif isinstance(size, int) and not isinstance(size, bool):
-        nbytes = size
+            number = Decimal(match[1]) if len(match[1]) < 40 else Decimal("Infinity")
+            nbytes = math.ceil(number * unit) if number.is_finite() else math.inf
+    elif isinstance(size, SupportsIndex) and not isinstance(size, bool):
+        nbytes = operator.index(size)
     else:
         raise TypeError(f'{op}: expected {what} as bytes or text like "512MiB", got {type(size).__name__}')
     if not 1 <= nbytes <= _LARGEST:
         raise ValueError(
-            f'{op}: expected {what} as bytes from 1 to 2**62 or text like "512MiB", got {size!r}'
+            f'{op}: expected {what} as bytes from 1 to 2**62 or text like "512MiB", got {repr(size)[:60]}'
         )
     return int(nbytes)
 

@@ -288,7 +288,9 @@ def signature_of(*args: Any, **kwargs: Any) -> list[Any]:
 
 def read_trace(path: str | os.PathLike[str]) -> list[Buffer]:
     """A CSV file with columns named lower, upper and size (bytes), a buffer a row; other columns are left alone."""
-    with open(path, newline="", encoding="utf-8") as file:
+    with open(
+        path, newline="", encoding="utf-8-sig", errors="replace"
+    ) as file:  # spreadsheets write a mark first
         rows = csv.DictReader(file)
         columns = rows.fieldnames or []
         if not {"size", "lower", "upper"} <= set(columns):

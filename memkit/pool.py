@@ -130,6 +130,9 @@ class Pool(_C.PoolBase):
         max: int | str | None = None,
         debug: bool = False,
     ) -> None:
+        for name, flag in (("pin_memory", pin_memory), ("grow", grow), ("debug", debug)):
+            if not isinstance(flag, bool):
+                raise TypeError(f"Pool: expected {name} to be a bool, got {type(flag).__name__}")
         nbytes = parse_size(size, "Pool")
         limit = 0 if max is None else parse_size(max, "Pool", "max")
         if 0 < limit < nbytes:
@@ -297,7 +300,8 @@ class Pool(_C.PoolBase):
     def check(self) -> str:
         """Looks at every block. Returns a line of numbers; raises RuntimeError if anything is wrong, and says what.
 
-        In debug mode also what was found wrong so far: overwritten guards, wrong frees.
+        In debug mode also the guards of living blocks, unless the pool sleeps, and what was found wrong so far:
+        overwritten guards, wrong frees.
         """
         wrong = [text for text in (self._core.check(), *self._core.violations()) if text]
         if wrong:

@@ -72,6 +72,7 @@ def test_out_must_be_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         ("--out {}/file/below", "out must be a folder, got the file {}/file"),
         ("--out {} --json {}/file/below.json", "json must lie in a folder, got the file {}/file"),
         ("--out {} --json {}", "json must be a file, got the folder {}"),
+        ("--out /proc/memkit", "out must be a folder, got /proc/memkit: No such file or directory"),
     ],
 )
 def test_results_have_a_place_before_anything_runs(

@@ -173,6 +173,11 @@ def test_read_trace(tmp_path):
     path = tmp_path / "trace.csv"
     path.write_text("size,id,lower,upper\n5,0,1,3\n6,1,2,4\n")
     assert read_trace(path) == [(5, 1, 3), (6, 2, 4)]
+    path.write_text("size,lower,upper\n5,1,3\n", encoding="utf-8-sig")  # as spreadsheets write it
+    assert read_trace(path) == [(5, 1, 3)]
+    path.write_bytes(b"size,lower,upper\n5,1,\xff\n")
+    with pytest.raises(ValueError, match=r"read_trace: .*expected whole numbers in line 2"):
+        read_trace(path)
     path.write_text("id,lower,upper\n0,1,3\n")
     with pytest.raises(ValueError, match="expected columns size, lower and upper, got id, lower, upper"):
         read_trace(path)

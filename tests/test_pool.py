@@ -35,6 +35,7 @@ MIB = 1 << 20
         ("2GB", 2 * 10**9),
         ("1TiB", 2**40),
         (" 3 kB ", 3000),
+        (numpy.int64(4096), 4096),
     ],
 )
 def test_sizes(text, nbytes):
@@ -42,7 +43,24 @@ def test_sizes(text, nbytes):
 
 
 @pytest.mark.parametrize(
-    "size", ["", "MiB", "512XB", "-1MiB", "1e6", "0", 0, -5, 1 << 63, "9" * 30, "0.0GB", "1 2MiB"]
+    "size",
+    [
+        "",
+        "MiB",
+        "512XB",
+        "-1MiB",
+        "1e6",
+        "0",
+        0,
+        -5,
+        1 << 63,
+        "9" * 30,
+        "9" * 5000,
+        "9" * 400 + ".5",
+        "0.0GB",
+        "1 2MiB",
+    ],
+    ids=lambda size: repr(size)[:30],
 )
 def test_wrong_sizes(size):
     with pytest.raises(ValueError, match=r"^Pool: expected size as bytes .*, got "):
@@ -53,6 +71,12 @@ def test_wrong_sizes(size):
 def test_sizes_of_wrong_types(size):
     with pytest.raises(TypeError, match=r"^Pool: expected size as bytes or text like .*, got "):
         Pool(size)
+
+
+@pytest.mark.parametrize("flag", ["grow", "debug", "pin_memory"])
+def test_flags_of_wrong_types(flag):
+    with pytest.raises(TypeError, match=rf"^Pool: expected {flag} to be a bool, got str$"):
+        Pool("1MiB", **{flag: "no"})
 
 
 def test_wrong_devices_and_limits():

@@ -113,11 +113,37 @@ def test_debug_canaries(capfd):
     pool = Pool("1MiB", debug=True)
     made = pool.empty(10, tag="culprit")
     beyond = torch.frombuffer((ctypes.c_char * 48).from_address(made.data_ptr()), dtype=torch.uint8)
+    pool.check()
     beyond[40:] = 0
+    with pytest.raises(RuntimeError, match=r"something wrote after its block: 40 bytes at .* of culprit"):
+        pool.check()  # while it lives
+    assert capfd.readouterr().err == ""
     del made
     with pytest.raises(RuntimeError, match=r"something wrote after its block: 40 bytes at .* of culprit"):
         pool.check()
     assert "culprit" in capfd.readouterr().err
+
+
+def test_debug_guards_while_others_allocate():
+    """Guards that are still being written are nobody's fault; those of what sleeps cannot be read."""
+    pool = Pool("64MiB", debug=True)
+
+    def work(seed):
+        for i in range(200):
+            made = pool.full((1 + seed * 1000 + i,), 1.0)
+            del made
+
+    def look(seed):
+        for _ in range(200):
+            pool.check()
+
+    in_threads(lambda seed: (look if seed % 2 else work)(seed), 4)
+    kept = pool.full((1000,), 2.0)
+    pool.sleep()
+    pool.check()
+    pool.wake()
+    pool.check()
+    assert (kept == 2).all()
 
 
 # -- sleep -------------------------------------------------------------------------------------------------------------

@@ -139,8 +139,9 @@ Allocation Arena::allocate(const Request& request) {
   block = result.block = heap_.take(block, size, alignment, lane->serving());
   block->front = std::uint32_t(front);
   admit(block, request);
+  if (guarded) marking_.fetch_add(1);
   lock.unlock();
-  if (guarded) mark(block);
+  if (guarded) mark(block), marking_.fetch_sub(1);
   return result;
 }
 

@@ -179,6 +179,7 @@ class Arena final : public Owner {
   void reset_peaks();
   std::vector<Holder> holders(std::size_t limit = SIZE_MAX) const;  // largest first
   std::string check() const;                                        // the first violated invariant, or ""
+  std::string check_guards() const;  // in debug mode, where nothing sleeps: the first live block written around, or ""
   // In address order, under the lock: the callbacks must not call the arena.
   void visit(const std::function<void(const ChunkView&)>& chunk,
              const std::function<void(const BlockView&)>& block) const;
@@ -244,6 +245,8 @@ class Arena final : public Owner {
 
   // debug.cpp
   void mark(const Block* block) const;
+  std::string overwritten(const Block* block) const;
+  std::string damage(const std::string& sides, const Block* block) const;
   std::string inspect(const Block* block) const;
   std::string describe(const Block* block) const;
 
@@ -259,7 +262,8 @@ class Arena final : public Owner {
   bool closed_ = false;
   bool disposed_ = false;
   bool indexed_ = false;
-  const bool marks_;  // debug mode with memory that can be written
+  const bool marks_;             // debug mode with memory that can be written
+  std::atomic<int> marking_{0};  // blocks that are being marked, without the lock
   const int generation_;
   Stats stats_;  // without what stats() computes
   std::vector<Tag> tags_;

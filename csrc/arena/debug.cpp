@@ -1,5 +1,7 @@
-// Canaries before and after the user's bytes, poison in them. Called without the lock, on blocks nobody else can get.
+// Canaries before and after the user's bytes, poison in them. Called without the lock, on blocks nobody else can get, but for
+// check_guards().
 #include <cstdio>
+#include <thread>
 
 #include "arena.h"
 
@@ -34,15 +36,46 @@ void Arena::mark(const Block* block) const {
   memory.fill(lane, back(block).at, kCanary, back(block).bytes);
 }
 
-// What is wrong with a block that is being freed, or "". Poisons it.
-std::string Arena::inspect(const Block* block) const {
+// On which sides of a block something was written, or "".
+std::string Arena::overwritten(const Block* block) const {
   Memory& memory = *options_.memory;
   const LaneId lane = block->lane->id;
-  std::string wrong;
-  if (!memory.holds(lane, front(block).at, kCanary, front(block).bytes)) wrong = "before";
-  if (!memory.holds(lane, back(block).at, kCanary, back(block).bytes)) wrong += wrong.empty() ? "after" : " and after";
-  memory.fill(lane, block->data(), options_.poison_freed, block->requested);
-  return wrong.empty() ? "" : "arena: something wrote " + wrong + " its block: " + describe(block);
+  std::string sides;
+  if (!memory.holds(lane, front(block).at, kCanary, front(block).bytes)) sides = "before";
+  if (!memory.holds(lane, back(block).at, kCanary, back(block).bytes)) sides += sides.empty() ? "after" : " and after";
+  return sides;
+}
+
+std::string Arena::damage(const std::string& sides, const Block* block) const {
+  return sides.empty() ? "" : "arena: something wrote " + sides + " its block: " + describe(block);
+}
+
+// What is wrong with a block that is being freed, or "". Poisons it.
+std::string Arena::inspect(const Block* block) const {
+  const std::string wrong = damage(overwritten(block), block);
+  options_.memory->fill(block->lane->id, block->data(), options_.poison_freed, block->requested);
+  return wrong;
+}
+
+// Under the lock, so that none of them is freed meanwhile: the one time that it is held while a device is read.
+std::string Arena::check_guards() const {
+  if (inherited() || !marks_) return "";
+  Lock lock(lock_);
+  while (marking_.load()) {  // guards that are being written
+    lock.unlock();
+    std::this_thread::yield();
+    lock.lock();
+  }
+  for (const auto& chunk : heap_.chunks())
+    for (const Block* block = chunk->first; block; block = block->after) {
+      if (block->state != State::live || !block->front) continue;
+      const std::string sides = overwritten(block);
+      if (sides.empty()) continue;
+      const Block found = *block;  // it may be freed as soon as the lock is
+      lock.unlock();
+      return damage(sides, &found);
+    }
+  return "";
 }
 
 std::string Arena::describe(const Block* block) const {

@@ -204,7 +204,13 @@ void bind_pool(py::module_& m) {
       .def("reset_peaks", [](Pool& pool) { pool.arena().reset_peaks(); })
       .def("holders", &holders)
       .def("chunks", &chunks)
-      .def("check", [](Pool& pool) { return pool.arena().check(); })
+      .def(
+          "check",
+          [](Pool& pool) {
+            std::string wrong = pool.arena().check();
+            return wrong.empty() && !pool.asleep() ? pool.arena().check_guards() : wrong;
+          },
+          py::call_guard<py::gil_scoped_release>())
       .def("violations",
            [](Pool& pool) {
              py::list list;

@@ -118,6 +118,11 @@ def checked(options: Options) -> Options:
     _check_ablation(options)
     _check_pool(options, device)
     _check_packages(options)
+    for folder in (options.out, options.results_file.parent):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:  # a file system may refuse what permissions allow
+            raise OptionError(f"bench: out must be a folder, got {folder}: {error.strerror}") from None
     return replace(options, device=device, dtype=dtype)
 
 

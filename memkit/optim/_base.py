@@ -73,16 +73,22 @@ class FusedOptimizer(Optimizer):
     _numbers_named: tuple[str, ...] = ("lr", "weight_decay")
     """Of a group, at least 0."""
 
-    def _check(self, group: dict[str, Any]) -> None:
-        name = self._name
+    def _check_numbers(self, group: dict[str, Any]) -> None:
+        """Without waiting for a GPU: in each step, and while a graph is recorded."""
         for key in self._numbers_named:
             value = group[key]
-            if not isinstance(value, Real | Tensor):
-                raise TypeError(f"{name}: expected {key} to be a number, got {type(value).__name__}")
+            if not isinstance(value, (Real, Tensor)):
+                got = type(value).__name__
+                raise TypeError(f"{self._name}: expected {key} to be a number, got {got}")
             if isinstance(value, Tensor) and value.numel() != 1:
-                raise ValueError(f"{name}: expected {key} of one element, got {list(value.shape)}")
-            if not value >= 0:
-                raise ValueError(f"{name}: expected {key} of at least 0, got {value}")
+                raise ValueError(f"{self._name}: expected {key} of one element, got {list(value.shape)}")
+
+    def _check(self, group: dict[str, Any]) -> None:
+        self._check_numbers(group)
+        name = self._name
+        for key in self._numbers_named:
+            if not float(group[key]) >= 0:
+                raise ValueError(f"{name}: expected {key} of at least 0, got {group[key]}")
         if group["state_dtype"] not in STATE_DTYPES:
             choices = "None, torch.float32, torch.bfloat16 or '8bit'"
             raise ValueError(f"{name}: expected state_dtype {choices}, got {group['state_dtype']!r}")
@@ -130,7 +136,7 @@ class FusedOptimizer(Optimizer):
             self._in_backward.settle()
         ready = [part for part in self._parts() if part.lists.collect()]
         for part in ready:
-            self._check(part.group)
+            self._check_numbers(part.group)
             if len(ready) > 1:  # a single one is checked by its operator
                 part.lists.check(part.group["block_size"])
         for part in ready:
