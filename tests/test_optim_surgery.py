@@ -122,6 +122,35 @@ def test_weights_change_their_layout(rule: str, state_dtype: Any) -> None:
     torch.testing.assert_close(moved.contiguous(), stayed, **tolerance)
 
 
+def test_a_moment_more_beside_another_layout() -> None:
+    weight = nn.Parameter(torch.randn(8, 4, 3, 3))
+    optimizer = optim.AdamW([weight])
+    steps(optimizer, weight)
+    known = optimizer.state[weight]["exp_avg"].clone()
+    weight.data = weight.data.to(memory_format=torch.channels_last)
+    optimizer.param_groups[0]["amsgrad"] = True
+    weight.grad = None
+    optimizer.step()
+    weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    state = optimizer.state[weight]
+    torch.testing.assert_close(state["exp_avg"], known * 0.9)
+    assert state["max_exp_avg_sq"].stride() == weight.stride()
+    assert state["step"] == 4
+
+
+def test_a_parameter_without_moments_of_its_shape() -> None:
+    first, second = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(5))
+    optimizer = optim.AdamW([first])
+    steps(optimizer, first)
+    optimizer.state[second] = optimizer.state.pop(first)
+    optimizer.param_groups[0]["params"] = [second]
+    second.grad = torch.ones(5)
+    with pytest.raises(RuntimeError, match=r"AdamW: expected state for a parameter .*\[5\].*, got .*\[4\]"):
+        optimizer.step()
+    assert torch.equal(second, torch.ones(5))
+
+
 @pytest.mark.parametrize("change", ["shape", "lr", "momentum"])
 def test_a_step_that_cannot_be_taken_writes_nothing(change: str) -> None:
     first, second = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(5))

@@ -139,9 +139,10 @@ Allocation Arena::allocate(const Request& request) {
   block = result.block = heap_.take(block, size, alignment, lane->serving());
   block->front = std::uint32_t(front);
   admit(block, request);
-  if (guarded) marking_.fetch_add(1);
+  if (!guarded) return result;
+  const Marking marking(marking_);
   lock.unlock();
-  if (guarded) mark(block), marking_.fetch_sub(1);
+  mark(block);
   return result;
 }
 

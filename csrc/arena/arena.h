@@ -264,6 +264,11 @@ class Arena final : public Owner {
   bool indexed_ = false;
   const bool marks_;             // debug mode with memory that can be written
   std::atomic<int> marking_{0};  // blocks that are being marked, without the lock
+  struct Marking {
+    explicit Marking(std::atomic<int>& count) : count(count) { ++count; }
+    ~Marking() { --count; }  // also where the device has failed
+    std::atomic<int>& count;
+  };
   const int generation_;
   Stats stats_;  // without what stats() computes
   std::vector<Tag> tags_;

@@ -230,14 +230,17 @@ class FusedOptimizer(Optimizer):
             for p in used if moments else ():
                 entry = self.state.get(p, {})
                 known = self._known(entry, moments)
-                if known and not is_dtensor(p) and not all(_C.lies_as(entry[name], p) for name in known):
+                if not is_dtensor(p) and not all(
+                    _C.lies_as(entry[name], p) for name in known if entry[name].shape == p.shape
+                ):
                     moved[p], entry, known = entry, {}, []  # the parameter's strides are others now
                 if len(known) < len(moments) or "step" not in entry:
                     wanted[p] = (entry, moments, group["state_dtype"], group["block_size"])
         make_state(wanted, self._pool, self._name)
         for p, (entry, moments, _, block) in wanted.items():
             if p in moved:
-                fill(p, entry, moved[p], moments, block, self._name)
+                before = tuple(each for each in moments if each.name in moved[p])
+                fill(p, entry, moved[p], before, block, self._name)
             self.state[p] = entry
         self._made, self._where = [], {}
         for group, used in active:
