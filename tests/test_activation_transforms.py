@@ -63,7 +63,7 @@ def test_derivative_of_the_derivative(case: str, mode: str) -> None:
     if mode != "input" and case in BRANCHES:
         name = "gelu_tanh" if case == "gelu(tanh)" else CASES[case][0]
         text = f"^{name}: expected save='input' for a derivative of the gradient, got save='output', whose input is gone"
-        with pytest.raises(RuntimeError, match=text):
+        with pytest.raises(RuntimeError, match=f"{text}; in a swapped model .*lean='call'"):
             torch.autograd.grad(ours(case, mode)(x).sum(), x, create_graph=True)
         return
     assert torch.autograd.gradgradcheck(ours(case, mode), x)

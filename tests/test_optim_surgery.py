@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -59,7 +60,7 @@ def test_a_parameter_takes_anothers_place(rule: str) -> None:
     compare(rule, change)
 
 
-@each_rule
+@pytest.mark.parametrize("rule", ["adamw", "amsgrad", "momentum"])
 def test_moments_are_replaced(rule: str) -> None:
     def change(optimizer: Any, *params: Tensor) -> tuple[Tensor, ...]:
         for name, value in optimizer.state[params[0]].items():
@@ -122,6 +123,51 @@ def test_weights_change_their_layout(rule: str, state_dtype: Any) -> None:
     torch.testing.assert_close(moved.contiguous(), stayed, **tolerance)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"betas": (0.9,)}, "betas of two numbers"),
+        ({"betas": ("a", 0.9)}, "betas of two numbers"),
+        ({"lr": torch.tensor(1j)}, "lr with a real value, got torch.complex64"),
+        ({"lr": torch.ones(1, device="meta")}, "lr with a real value, got torch.float32 on meta"),
+    ],
+)
+def test_numbers_that_are_none(change: dict[str, Any], message: str) -> None:
+    first, second = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(5))
+    optimizer = optim.AdamW([{"params": [first]}, {"params": [second]}])
+    optimizer.param_groups[1].update(change)
+    with pytest.raises((TypeError, ValueError), match=f"AdamW: expected {message}"):
+        steps(optimizer, first, second)
+    assert torch.equal(first, torch.ones(4))
+
+
+@pytest.mark.parametrize(
+    "how", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"]
+)
+def test_a_copy_loads_and_grows(how: Any) -> None:
+    first, second = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(5))
+    optimizer = optim.AdamW([first])
+    steps(optimizer, first)
+    state = copy.deepcopy(optimizer.state_dict())
+    copied = how(optimizer)
+    copied.load_state_dict(state)
+    copied.add_param_group({"params": [second]})
+    assert copied.state[second] == {}
+    steps(copied, copied.param_groups[0]["params"][0], second)
+    assert copied.state[second]["step"] == 3
+    assert copied.state[copied.param_groups[0]["params"][0]]["step"] == 6
+
+
+def test_what_else_is_in_the_state_stays() -> None:
+    weight = nn.Parameter(torch.randn(8, 4, 3, 3))
+    optimizer = optim.AdamW([weight])
+    steps(optimizer, weight)
+    optimizer.state[weight]["mine"] = 7
+    weight.data = weight.data.to(memory_format=torch.channels_last)
+    steps(optimizer, weight)
+    assert optimizer.state[weight]["mine"] == 7
+
+
 def test_a_moment_more_beside_another_layout() -> None:
     weight = nn.Parameter(torch.randn(8, 4, 3, 3))
     optimizer = optim.AdamW([weight])
@@ -151,7 +197,18 @@ def test_a_parameter_without_moments_of_its_shape() -> None:
     assert torch.equal(second, torch.ones(5))
 
 
-@pytest.mark.parametrize("change", ["shape", "lr", "momentum"])
+WRONG = {
+    "shape": (RuntimeError, "SGD: expected state for a parameter"),
+    "expanded": (RuntimeError, "SGD: expected parameters with memory of its own for each element"),
+    "lr": (TypeError, "SGD: expected lr to be a number, got str"),
+    "momentum": (TypeError, "SGD: expected momentum to be a number, got str"),
+    "dampening": (TypeError, "SGD: expected dampening to be a number, got str"),
+    "maximize": (TypeError, "SGD: expected maximize to be a bool, got str"),
+    "nesterov": (TypeError, "SGD: expected nesterov to be a bool, got str"),
+}
+
+
+@pytest.mark.parametrize("change", WRONG)
 def test_a_step_that_cannot_be_taken_writes_nothing(change: str) -> None:
     first, second = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(5))
     optimizer = optim.SGD([{"params": [first]}, {"params": [second]}], lr=0.1, momentum=0.9)
@@ -159,11 +216,11 @@ def test_a_step_that_cannot_be_taken_writes_nothing(change: str) -> None:
     before = first.detach().clone(), optimizer.state[first]["momentum_buffer"].clone()
     if change == "shape":
         second.data = torch.ones(6)
+    elif change == "expanded":
+        second.data = torch.ones(1).expand(5)
     else:
         optimizer.param_groups[1][change] = "a"
-    error = (TypeError, f"SGD: expected {change} to be a number, got str")
-    if change == "shape":
-        error = (RuntimeError, "SGD: expected state for a parameter")
+    error = WRONG[change]
     first.grad, second.grad = torch.ones(4), torch.ones_like(second)
     with pytest.raises(error[0], match=error[1]):
         optimizer.step()

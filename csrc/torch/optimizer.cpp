@@ -2,6 +2,7 @@
 #include "../cpu/optimizer.h"
 
 #include <ATen/ATen.h>
+#include <ATen/MemoryOverlap.h>
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 
@@ -33,6 +34,9 @@ void check_one(const StepLists& lists, size_t i) {
   TORCH_CHECK_TYPE(p.layout() == at::kStrided && is_float(dtype), op,
                    ": expected dense parameters of float32, float64, float16 or bfloat16, got ", describe(p), " ",
                    p.layout());
+  TORCH_CHECK(at::has_internal_overlap(p) != at::MemOverlap::Yes, op,
+              ": expected parameters with memory of its own for each element, got strides ", p.strides(), " of ",
+              describe(p));
   TORCH_CHECK(p.device() == lists.params[0].device(), op, ": expected parameters on one device, got ",
               lists.params[0].device(), " and ", p.device());
   TORCH_CHECK(g.layout() == at::kStrided, op, ": expected dense gradients, got a ", g.layout(), " one of ",

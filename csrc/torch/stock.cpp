@@ -33,7 +33,8 @@ at::Tensor stock_activation_backward(const ActivationSpec& spec, const Tensor& g
                                      bool from_output) {
   const ActParams p = from_output ? spec.params_of_output(saved.scalar_type()) : spec.params;
   TORCH_CHECK(!(from_output && spec.has_branch()), spec.name,
-              ": expected save='input' for a derivative of the gradient, got save='output', whose input is gone");
+              ": expected save='input' for a derivative of the gradient, got save='output', whose input is gone; in a "
+              "swapped model memkit.swap(model, lean='call') keeps what it takes");
   switch (spec.act) {
     case Act::identity: return grad;
     case Act::relu: return at::threshold_backward(grad, saved, 0);

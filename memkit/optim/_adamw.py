@@ -69,6 +69,10 @@ class AdamW(FusedOptimizer):
         }
         super().__init__(params, defaults, pool)
 
+    def _check_numbers(self, group: dict[str, Any]) -> None:
+        super()._check_numbers(group)
+        _pair(group["betas"])
+
     def _check(self, group: dict[str, Any]) -> None:
         super()._check(group)
         if not all(0 <= beta < 1 for beta in _pair(group["betas"])):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -72,6 +73,7 @@ class FusedOptimizer(Optimizer):
 
     _numbers_named: tuple[str, ...] = ("lr", "weight_decay")
     """Of a group, at least 0."""
+    _flags_named: tuple[str, ...] = ("maximize",)
 
     def _check_numbers(self, group: dict[str, Any]) -> None:
         """Without waiting for a GPU: in each step, and while a graph is recorded."""
@@ -82,6 +84,14 @@ class FusedOptimizer(Optimizer):
                 raise TypeError(f"{self._name}: expected {key} to be a number, got {got}")
             if isinstance(value, Tensor) and value.numel() != 1:
                 raise ValueError(f"{self._name}: expected {key} of one element, got {list(value.shape)}")
+            if isinstance(value, Tensor) and (value.is_meta or value.is_complex()):
+                raise TypeError(
+                    f"{self._name}: expected {key} with a real value, got {value.dtype} on {value.device}"
+                )
+        for key in self._flags_named:
+            if not hasattr(type(group[key]), "__bool__"):
+                got = type(group[key]).__name__
+                raise TypeError(f"{self._name}: expected {key} to be a bool, got {got}")
 
     def _check(self, group: dict[str, Any]) -> None:
         self._check_numbers(group)
@@ -233,7 +243,10 @@ class FusedOptimizer(Optimizer):
                 if not is_dtensor(p) and not all(
                     _C.lies_as(entry[name], p) for name in known if entry[name].shape == p.shape
                 ):
-                    moved[p], entry, known = entry, {}, []  # the parameter's strides are others now
+                    # The parameter's strides are others now. What else a program keeps there stays.
+                    own = {"step", *(name for each in moments for name in (each.name, each.scale))}
+                    moved[p], known = entry, []
+                    entry = {name: x for name, x in entry.items() if name not in own}
                 if len(known) < len(moments) or "step" not in entry:
                     wanted[p] = (entry, moments, group["state_dtype"], group["block_size"])
         make_state(wanted, self._pool, self._name)
@@ -336,7 +349,7 @@ class FusedOptimizer(Optimizer):
             make_state(wanted, self._pool, self._name)
             for p, (entry, moments, _, block) in wanted.items():
                 fill(p, entry, loaded[p], moments, block, self._name)
-        kept = type(self.state)(dict) if not new else state["state"].__class__()
+        kept: dict[Tensor, Any] = defaultdict(dict)  # as in torch
         kept.update((p, entry) for p, (entry, *_) in wanted.items())
         super().__setstate__({**state, "state": kept})
         self._made, self._where, self._made_of, self._options = [], {}, [], None  # they hold the state before

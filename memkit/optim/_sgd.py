@@ -26,6 +26,7 @@ class SGD(FusedOptimizer):
     _name = "SGD"
     _all_moments = (BUFFER,)
     _numbers_named = ("lr", "weight_decay", "momentum")
+    _flags_named = ("maximize", "nesterov")
     _fused = None  # what suits the parameters: PyTorch has no fused SGD for DTensors
 
     def __init__(
@@ -56,11 +57,14 @@ class SGD(FusedOptimizer):
         }
         super().__init__(params, defaults, pool)
 
-    def _check(self, group: dict[str, Any]) -> None:
-        super()._check(group)
+    def _check_numbers(self, group: dict[str, Any]) -> None:
+        super()._check_numbers(group)
         if not isinstance(group["dampening"], Real):
             got = type(group["dampening"]).__name__
             raise TypeError(f"SGD: expected dampening to be a number, got {got}")
+
+    def _check(self, group: dict[str, Any]) -> None:
+        super()._check(group)
         if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
             got = f"{group['momentum']} and {group['dampening']}"
             raise ValueError(f"SGD: expected with nesterov a momentum above 0 and no dampening, got {got}")
