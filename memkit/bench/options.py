@@ -111,18 +111,13 @@ def checked(options: Options) -> Options:
         raise OptionError(
             f"bench: dtype bfloat16 needs a GPU that has it, got {torch.cuda.get_device_name()}"
         )
-    _check_folder("out must be a folder", options.out)
-    _check_folder("json must lie in a folder", options.results_file.parent)
     if options.results_file.is_dir():
         raise OptionError(f"bench: json must be a file, got the folder {options.results_file}")
     _check_ablation(options)
     _check_pool(options, device)
     _check_packages(options)
-    for folder in (options.out, options.results_file.parent):
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:  # a file system may refuse what permissions allow
-            raise OptionError(f"bench: out must be a folder, got {folder}: {error.strerror}") from None
+    _make_folder("out must be a folder", options.out)
+    _make_folder("json must lie in a folder", options.results_file.parent)
     return replace(options, device=device, dtype=dtype)
 
 
@@ -187,13 +182,17 @@ def _device(name: str) -> str:
     return name
 
 
-def _check_folder(expected: str, folder: Path) -> None:
-    """That it can be made and written to: a run of minutes must not end without a place for its results."""
+def _make_folder(expected: str, folder: Path) -> None:
+    """One that can be written to: a run of minutes must not end without a place for its results."""
     found = next(each for each in (folder, *folder.parents) if each.exists())
     if not found.is_dir():
         raise OptionError(f"bench: {expected}, got the file {found}")
     if not os.access(found, os.W_OK | os.X_OK):
         raise OptionError(f"bench: {expected} that can be written to, got {found}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:  # a file system may refuse what permissions allow
+        raise OptionError(f"bench: {expected}, got {folder}: {error.strerror}") from None
 
 
 def _check_ablation(options: Options) -> None:
