@@ -121,14 +121,14 @@ class Plan:
             seed: the same gives the same plan, unless time ran out elsewhere.
             signature: what to find the plan by, as JSON knows it.
 
-        Raises ValueError for a negative size, a lifetime that ends before it starts, and for sizes that do not add
-        up within 63 bits.
+        Raises TypeError for a buffer that is not three ints, ValueError for a negative size, a lifetime that ends
+        before it starts, and for sizes that do not add up within 63 bits.
 
         Example:
             >>> Plan.solve([(100, 0, 2), (50, 1, 4), (100, 2, 3)]).offsets
             (0, 128, 0)
         """
-        rows = tuple(Buffer(*(operator.index(number) for number in row)) for row in buffers)
+        rows = _rows("Plan.solve", buffers)
         alignment, seed = operator.index(alignment), operator.index(seed)
         _check_buffers("Plan.solve", rows, alignment)
         if not (math.isfinite(budget) and budget >= 0):
@@ -343,6 +343,20 @@ def _integers(name: str, values: Any) -> tuple[int, ...]:
     return tuple(values)
 
 
+def _rows(op: str, buffers: Iterable[tuple[int, int, int]]) -> tuple[Buffer, ...]:
+    rows: list[Buffer] = []
+    for row in buffers:
+        try:
+            size, lower, upper = map(operator.index, row)
+        except (TypeError, ValueError):
+            text = (
+                f"{op}: expected buffer {len(rows)} to be three ints (size, lower, upper), got {row!r:.100}"
+            )
+            raise TypeError(text) from None
+        rows.append(Buffer(size, lower, upper))
+    return tuple(rows)
+
+
 def _check_buffers(op: str, buffers: tuple[Buffer, ...], alignment: int) -> None:
     if not (0 < alignment <= 2**40 and alignment & (alignment - 1) == 0):
         raise ValueError(f"{op}: expected a power of two as alignment, got {alignment}")
@@ -422,9 +436,13 @@ def _read(path: str | os.PathLike[str], kind: str, make: Callable[[dict[str, Any
         return make(content)
     except UnicodeDecodeError:
         raise ValueError(f"{op}: {path}: expected a text file, got other bytes") from None
+    except RecursionError:
+        raise ValueError(
+            f"{op}: {path}: expected a JSON object of {kind}, got one nested too deeply"
+        ) from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{op}: {path}: expected a JSON object, got text that is none ({error})") from None
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError) as error:
         missing = isinstance(error, KeyError)
         text = f"expected the field {error}, got none" if missing else str(error).removeprefix("Plan: ")
         raise ValueError(f"{op}: {path}: {text}") from None

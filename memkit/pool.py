@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -199,6 +199,11 @@ class Pool(_C.PoolBase):
                 self._id, size, stride, dtype=dtype, tag=tag or ""
             )
             return made.requires_grad_() if requires_grad else made
+        for name, numbers in (("size", size), ("stride", stride)):
+            if not isinstance(numbers, Iterable):
+                raise TypeError(
+                    f"Pool.empty_strided: expected {name} to be a tuple of ints, got {type(numbers).__name__}"
+                )
         return self._empty_strided(
             tuple(size), tuple(stride), dtype=dtype, requires_grad=requires_grad, tag=tag
         )
@@ -213,6 +218,7 @@ class Pool(_C.PoolBase):
         tag: str | None = None,
     ) -> Tensor:
         """As `torch.empty_like`: dense, in the order of the input's memory. On the pool's device."""
+        _check_tensor(input, "empty_like")
         dtype = dtype or input.dtype
         if memory_format is not torch.preserve_format or input.is_contiguous():
             order = torch.contiguous_format if memory_format is torch.preserve_format else memory_format
@@ -224,6 +230,7 @@ class Pool(_C.PoolBase):
 
     def new_like(self, input: Tensor, *, tag: str | None = None) -> Tensor:
         """A tensor of the input's shape, dtype and very strides, gaps and overlaps included."""
+        _check_tensor(input, "new_like")
         return self.empty_strided(input.shape, input.stride(), dtype=input.dtype, tag=tag)
 
     # -- where allocations go
@@ -351,10 +358,13 @@ class Pool(_C.PoolBase):
         allocated from the pool, or under the tag. Freeing is allowed, and so is `close()`.
 
         Raises:
+            TypeError: a tag that is no string.
             ValueError: a tag that nothing in this pool ever had.
             RuntimeError: the pool is closed, sleeps already, its contents do not fit the file, or a graph is being
                 captured; it stays as it was.
         """
+        if tag is not None and not isinstance(tag, str):
+            raise TypeError(f"Pool.sleep: expected tag to be a str or None, got {type(tag).__name__}")
         if tag == "":
             raise ValueError("Pool.sleep: expected a tag or None, got an empty one")
         with tempfile.TemporaryFile() if file is None else Path(file).open("w+b") as out:
@@ -380,6 +390,11 @@ class Pool(_C.PoolBase):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("Pool: expected to stay in its process, got pickled or copied; its tensors can be")
+
+
+def _check_tensor(input: Any, name: str) -> None:
+    if not isinstance(input, Tensor):
+        raise TypeError(f"Pool.{name}: expected input to be a Tensor, got {type(input).__name__}")
 
 
 class _Method:

@@ -141,21 +141,49 @@ def test_numbers_that_are_none(change: dict[str, Any], message: str) -> None:
     assert torch.equal(first, torch.ones(4))
 
 
-@pytest.mark.parametrize(
-    "how", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"]
-)
-def test_a_copy_loads_and_grows(how: Any) -> None:
+COPIES = {
+    "copy": copy.deepcopy,
+    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_a_copy_loads_and_grows(how: str) -> None:
     first, second = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(5))
     optimizer = optim.AdamW([first])
     steps(optimizer, first)
     state = copy.deepcopy(optimizer.state_dict())
-    copied = how(optimizer)
+    copied = COPIES[how](optimizer)
     copied.load_state_dict(state)
     copied.add_param_group({"params": [second]})
     assert copied.state[second] == {}
     steps(copied, copied.param_groups[0]["params"][0], second)
     assert copied.state[second]["step"] == 3
     assert copied.state[copied.param_groups[0]["params"][0]]["step"] == 6
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_a_copy_before_the_first_step_with_another_option(how: str) -> None:
+    """What an option asks for more, or no more, goes along."""
+    weight = nn.Parameter(torch.ones(4))
+    for optimizer, option, value in (
+        (optim.AdamW([weight]), "amsgrad", True),
+        (optim.AdamW([weight], amsgrad=True), "amsgrad", False),
+        (optim.SGD([weight], momentum=0.9), "momentum", 0.0),
+    ):
+        steps(optimizer, weight)
+        optimizer.param_groups[0][option] = value
+        copied = COPIES[how](optimizer)
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        (other,) = copied.param_groups[0]["params"]
+        assert copied.state[other].keys() == optimizer.state[weight].keys()
+        for change in (value, 0.9 if option == "momentum" else not value):
+            optimizer.param_groups[0][option] = copied.param_groups[0][option] = change
+            steps(optimizer, weight)
+            steps(copied, other)
+            assert torch.equal(weight, other)
+            state = optimizer.state[weight]
+            assert all(torch.equal(value, state[key]) for key, value in copied.state[other].items())
 
 
 def test_what_else_is_in_the_state_stays() -> None:

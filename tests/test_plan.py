@@ -403,8 +403,11 @@ def test_what_cannot_be_solved(buffers, options, message):
 def test_other_types_are_refused():
     with pytest.raises(TypeError, match=r"^record: expected a callable, got int"):
         memkit.plan.record(3)
-    with pytest.raises(TypeError):
-        Plan.solve([(1.5, 0, 1)])
+    for wrong in ((1.5, 0, 1), (1, 0), "100", 3):
+        with pytest.raises(
+            TypeError, match=r"^Plan\.solve: expected buffer 1 to be three ints .*, got ['(3]"
+        ):
+            Plan.solve([(1, 0, 1), wrong])
     with pytest.raises(TypeError, match="signature that JSON can hold"):
         Plan.solve([(1, 0, 1)], signature=object())
     with pytest.raises(TypeError, match=r"whole numbers as offsets, got 0\.0"):

@@ -116,6 +116,15 @@ MORE = {
 }
 
 
+def test_nested_too_deeply(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text("[" * 100_000)
+    with pytest.raises(
+        ValueError, match=r"^Plan\.load: .*expected a JSON object .*, got one nested too deeply"
+    ):
+        Plan.load(path)
+
+
 @pytest.mark.parametrize(
     ("key", "value", "message"), [(k, *v) for k, v in CHANGES.items()] + list(MORE.values()), ids=str
 )

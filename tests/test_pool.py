@@ -130,6 +130,8 @@ BAD_CALLS = {
     "int overflows": (lambda p: p.empty(1 << 70), ValueError, r"expected sizes below 2\^63"),
     "text": (lambda p: p.empty("4"), TypeError, "expected sizes as ints or one tuple of ints, got str"),
     "float": (lambda p: p.empty(4.0), TypeError, "got float"),
+    "bool": (lambda p: p.empty(True), TypeError, "expected sizes as ints or one tuple of ints, got bool"),
+    "bool in a tuple": (lambda p: p.zeros((2, False)), TypeError, "got bool"),
     "in a tuple": (lambda p: p.empty((1, None)), TypeError, "got NoneType"),
     "tuple and int": (lambda p: p.empty((1, 2), 3), TypeError, "got tuple"),
     "twice": (lambda p: p.empty(1, size=(2,)), TypeError, "sizes once"),
@@ -148,6 +150,17 @@ BAD_CALLS = {
         "expected a floating-point or complex dtype",
     ),
     "strides": (lambda p: p.empty_strided((2, 2), (1,)), ValueError, "expected a stride for each size"),
+    "no strides": (lambda p: p.empty_strided(2, 1), TypeError, "size to be a tuple of ints, got int"),
+    "like an array": (
+        lambda p: p.empty_like(numpy.zeros(3)),
+        TypeError,
+        "^Pool.empty_like: expected input to be a Tensor, got ndarray",
+    ),
+    "as an array": (
+        lambda p: p.new_like(numpy.zeros(3)),
+        TypeError,
+        "^Pool.new_like: expected input to be a Tensor, got ndarray",
+    ),
     "negative stride": (lambda p: p.empty_strided((2,), (-1,)), ValueError, "strides of at least 0"),
 }
 

@@ -190,6 +190,8 @@ def test_sleep_of_a_tag():
     assert (cache == 4).all()
     with pytest.raises(ValueError, match="expected a tag or None"):
         pool.sleep("")
+    with pytest.raises(TypeError, match=r"^Pool\.sleep: expected tag to be a str or None, got int"):
+        pool.sleep(3)
 
 
 @pytest.mark.parametrize("known", [(), ("weights", "cache")])

@@ -70,8 +70,8 @@ bool watched() {
 // -- arguments
 
 std::int64_t integer(PyObject* object, const char* name) {
-  if (!PyLong_Check(object)) {
-    PyObject* index = PyNumber_Index(object);
+  if (!PyLong_Check(object) || PyBool_Check(object)) {  // a bool is an int that nobody meant, for torch, too
+    PyObject* index = PyBool_Check(object) ? nullptr : PyNumber_Index(object);
     if (!index) PyErr_Clear();
     TORCH_CHECK_TYPE(index, name, ": expected sizes as ints or one tuple of ints, got ", Py_TYPE(object)->tp_name);
     const py::object keep = py::reinterpret_steal<py::object>(index);

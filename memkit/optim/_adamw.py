@@ -13,7 +13,7 @@ from ._state import Moment
 
 FIRST = Moment("exp_avg", torch.int8)
 SECOND = Moment("exp_avg_sq", torch.uint8)
-LARGEST = Moment("max_exp_avg_sq", None)
+LARGEST = Moment("max_exp_avg_sq", None, late=True)
 
 
 class AdamW(FusedOptimizer):

@@ -341,17 +341,21 @@ class FusedOptimizer(Optimizer):
                     name: x.value if isinstance(x, Kept) else x
                     for name, x in state["state"].get(p, {}).items()
                 }
-                if moments and any(values.get(each.name) is not None for each in moments):
-                    check_loaded(p, values, moments, dtype == "8bit", self._name)
-                    wanted[p] = ({}, moments, group["state_dtype"], group["block_size"])
+                # Also those that the options of now do not need: they may change back.
+                had = [each for each in self._all_moments if values.get(each.name) is not None]
+                if had:
+                    required = [each for each in moments if not each.late]
+                    has = tuple(each for each in self._all_moments if each in had or each in required)
+                    check_loaded(p, values, has, dtype == "8bit", self._name)
+                    wanted[p] = ({}, has, group["state_dtype"], group["block_size"])
                     loaded[p] = values
         with torch.no_grad():
             make_state(wanted, self._pool, self._name)
-            for p, (entry, moments, _, block) in wanted.items():
-                fill(p, entry, loaded[p], moments, block, self._name)
-        kept: dict[Tensor, Any] = defaultdict(dict)  # as in torch
-        kept.update((p, entry) for p, (entry, *_) in wanted.items())
-        super().__setstate__({**state, "state": kept})
+            for p, (entry, has, _, block) in wanted.items():
+                fill(p, entry, loaded[p], has, block, self._name)
+        entries: dict[Tensor, Any] = defaultdict(dict)  # as in torch
+        entries.update((p, entry) for p, (entry, *_) in wanted.items())
+        super().__setstate__({**state, "state": entries})
         self._made, self._where, self._made_of, self._options = [], {}, [], None  # they hold the state before
 
     def _all_params(self) -> Iterable[Tensor]:

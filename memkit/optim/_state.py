@@ -76,6 +76,8 @@ class Moment:
 
     name: str
     code: torch.dtype | None
+    late: bool = False
+    """A state may lack it, whose option came after its last step: it starts from 0."""
 
     @property
     def scale(self) -> str:
