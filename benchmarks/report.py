@@ -355,8 +355,8 @@ def core_table(results: Results) -> str:
         parts.append(
             f"The allocator alone, in C++, no memory touched; torch.empty of 4 KiB and its drop take "
             f"{stock:.0f} ns from Python. Among live blocks each pair drops a random one and makes one of another size: "
-            "where there are many, most of the time goes into fetching what is known of it from memory. The last row "
-            "makes one and drops it again, on top of a million."
+            "where there are many, most of the time goes into fetching what is known of it from memory (not of where the "
+            "benchmark has it: that is fetched before). The last row makes one and drops it again, on top of a million."
         )
         columns = ["plan of", "buffers", "most alive at once", "the plan is above it by", "solved in"]
         parts += [

@@ -3,6 +3,8 @@
 import copy
 import functools
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -281,6 +283,39 @@ def test_tracers():
         exported = torch.export.export(model, (x,), strict=strict)
         torch.testing.assert_close(exported.module()(x), stock)
         assert "memkit" not in str(exported.graph)
+
+
+@pytest.mark.parametrize("lean", [False, True, "call"])
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_jit_traces_are_stock_operators(lean, grad, tmp_path):
+    """For those who load them without memkit, and for what exports them."""
+    model = nn.Sequential(
+        *(
+            nn.Conv2d(3, 8, 3),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.Conv2d(8, 8, 3),
+            nn.GroupNorm(2, 8),
+            nn.SiLU(),
+        ),
+        *(nn.MaxPool2d(2), nn.Flatten(), nn.LayerNorm(8), nn.Linear(8, 4 * D), nn.GELU(), nn.Dropout(0.1)),
+        *(nn.Linear(4 * D, D), nn.BatchNorm1d(D), nn.Tanh()),
+    )
+    x = torch.randn(4, 3, 6, 6)
+    swap(model, sample=x, lean=lean)
+    model.eval()
+    expected = model(x)
+    with torch.set_grad_enabled(grad):
+        traced = torch.jit.trace(model, x)  # which traces a second time, to compare
+    assert "memkit" not in str(traced.inlined_graph)
+    torch.testing.assert_close(traced(x), expected)
+    traced.save(tmp_path / "traced.pt")
+    load = "import sys, torch; print(torch.jit.load(sys.argv[1])(torch.ones(4, 3, 6, 6)).shape, 'memkit' in sys.modules)"
+    got = subprocess.run(
+        [sys.executable, "-c", load, str(tmp_path / "traced.pt")], capture_output=True, text=True, check=True
+    )
+    assert got.stdout.split("])")[1].strip() == "False"
 
 
 @pytest.mark.parametrize("lean", [False, True, "call"])

@@ -1,8 +1,11 @@
 """The runs on a sample leave a model, its inputs and the process as they were."""
 
+import collections
+import contextlib
 import copy
 import dataclasses
 import gc
+import operator
 import random
 from contextlib import nullcontext
 
@@ -100,6 +103,63 @@ def test_the_sample_run_leaves_no_trace(train):
     assert model.net[4].weight._post_accumulate_grad_hooks
     assert x.grad is None
     assert x.equal(x_before)
+
+
+class Tally:
+    def __init__(self):
+        self.calls = 0
+        self.log = []
+
+
+class Remembers(nn.Module):
+    """In containers and objects, in each other."""
+
+    def __init__(self, refuses=False):
+        super().__init__()
+        self.net, self.refuses = mlp(nn.GELU(), dtype=torch.float32), refuses
+        self.queue = collections.deque(maxlen=4)
+        self.nested = {"steps": [0], "kept": ({"ema": torch.zeros(D)},)}
+        self.tally = Tally()
+        self.bank = [torch.zeros(6, D)]
+        self.aside = [nn.BatchNorm1d(D)]  # not registered
+        self.around = {"me": self, "tally": self.tally}  # a circle
+
+    def forward(self, x):
+        y = self.net(x)
+        mean = y.detach().mean(0)
+        self.queue.append(mean)
+        self.nested["steps"][0] += 1
+        self.nested["kept"][0]["ema"].mul_(0.9).add_(mean)
+        self.nested["last"] = mean
+        self.tally.calls += 1
+        self.tally.log.append(mean)
+        self.bank[0][self.tally.calls % 6].copy_(mean)  # a part of it
+        self.aside[0](y)
+        if self.refuses:
+            raise ValueError("not this one")
+        return y
+
+    def state(self):
+        norm, kept = self.aside[0], self.nested["kept"][0]["ema"]
+        values = [kept, self.bank[0], norm.running_mean, norm.running_var, norm.num_batches_tracked]
+        names = [*self.nested, *map(len, (self.queue, self.tally.log))]
+        return [x.tolist() for x in values], [*names, self.nested["steps"][0], self.tally.calls]
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_containers_and_objects_are_as_they_were(refuses):
+    model, x = Remembers(refuses), torch.randn(4, D)
+    with contextlib.suppress(ValueError):
+        for _ in range(2):
+            model(x)
+    with pytest.raises(ValueError, match="not this one") if refuses else nullcontext():
+        model(x)
+    before, held = model.state(), (model.queue, model.bank[0], model.tally)
+    with pytest.raises(ValueError, match="not this one") if refuses else nullcontext():
+        assert len(swap(model, sample=x)) == 1
+    assert model.state() == before
+    assert all(map(operator.is_, held, (model.queue, model.bank[0], model.tally)))
+    assert model.queue.maxlen == 4
 
 
 def _average_in_place(key, query):

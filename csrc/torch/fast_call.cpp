@@ -1,6 +1,7 @@
 #include "fast_call.h"
 
 #include <c10/util/SmallVector.h>
+#include <torch/csrc/jit/frontend/tracer.h>
 
 #include "activation_ops.h"
 #include "checks.h"
@@ -21,7 +22,8 @@ PyObject* activation_entry(PyObject*, PyObject* const* args, Py_ssize_t count) {
   std::string_view save = text(args[6], op);
   const bool biased = args[2] != Py_None;
   if (stands_for_tensor(args[1], op, "input") || (biased && stands_for_tensor(args[2], op, "bias")) ||
-      !THPVariable_CheckExact(args[1]) || (biased && !THPVariable_CheckExact(args[2])) || mode_listens()) {
+      !THPVariable_CheckExact(args[1]) || (biased && !THPVariable_CheckExact(args[2])) || mode_listens() ||
+      torch::jit::tracer::isTracing()) {
     Py_RETURN_NONE;
   }
   const Tensor& input = THPVariable_Unpack(args[1]);

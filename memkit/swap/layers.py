@@ -106,13 +106,15 @@ class Norm(Layer):
 
 
 def serves(input: Tensor, sharded: bool = False) -> bool:
-    """Whether memkit may have a kernel for it, and nothing but tensors is to be seen, or DTensors if `sharded`."""
+    """Whether memkit may have a kernel for it, and nothing but tensors is to be seen, or DTensors if `sharded`. What is
+    exported or traced is PyTorch's operators, for those who have no memkit."""
     return (
         (type(input) is Tensor or type(input) is nn.Parameter or (sharded and is_dtensor(input)))
         and input.dtype in FLOATS
         and input.device.type in ("cpu", "cuda")
         and input.layout == torch.strided
         and not is_exporting()
+        and not is_tracing()
     )
 
 
@@ -301,7 +303,6 @@ class Linear(Layer, memkit_nn.Linear):
             and type(weight) is nn.Parameter
             and weight.requires_grad
             and weight.dtype == input.dtype
-            and not is_tracing()
             and not is_dtensor(input)
             and not has_hooks(self)
             and not torch.is_autocast_enabled(input.device.type)
@@ -395,7 +396,6 @@ def takes(conv: Any, input: Tensor) -> bool:
         and input.dim() == 4
         and input.requires_grad
         and torch.is_grad_enabled()
-        and not is_tracing()  # it runs again under no_grad, to compare
     )
 
 

@@ -14,8 +14,9 @@ from ..functional import Save
 from .layers import FUSED, Choice, keeps_output
 from .sites import LEAN, AnySite, Decision, Decisions, LayerSite, Site
 from .structure import ALREADY, REBUILT, check, takes_bit
-from .trial import Trial, untouched
+from .trial import Trial
 from .types import FLOATS, INEXACT, KEEPS_OUTPUT, NEEDS_BIT, TWO_SLOPES, Proof
+from .untouched import untouched
 from .watch import Call, Watch, watched
 
 

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import gc
 import math
-import operator
-import random
-import re
-import sys
-from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -22,6 +18,7 @@ from .._lean import lean
 from ..memory import measure
 from .library.attend import stock_dropout
 from .library.heads import but_logits, with_logits
+from .untouched import memory_of, untouched
 
 # Of each output and gradient, so many elements are compared, and the norm.
 PROBES = 4096
@@ -84,6 +81,8 @@ class Trial:
         """Whether a language model's logits do not count among its outputs."""
         self.written: set[nn.Parameter] = set()
         """The parameters that a run writes to."""
+        self.memory: dict[int, torch.UntypedStorage] = {}
+        """What else it writes to that was there before."""
 
     def run(
         self,
@@ -101,7 +100,12 @@ class Trial:
         its embeddings give.
         """
         as_stock = nullcontext() if drops else stock_dropout(), with_logits() if logits else nullcontext()
-        with untouched(self.model, self.written), explained(phase), as_stock[0], as_stock[1]:
+        with (
+            untouched(self.model, self.written, self.memory.values()),
+            explained(phase),
+            as_stock[0],
+            as_stock[1],
+        ):
             for module in in_evaluation:
                 self.places.get(module, module).training = False
             inputs = self.fresh()
@@ -128,7 +132,7 @@ class Trial:
             return copies[id(leaf)]
 
         trial = Trial(self.model, tree_map(widen, self.sample))
-        trial.in_lean = self.in_lean
+        trial.in_lean, trial.memory = self.in_lean, self.memory
         if any(tensor.dtype in narrow for tensor in (*self.model.parameters(), *self.model.buffers())):
             copy: Any = own_copy(self.model)
             if copy is None:
@@ -232,27 +236,13 @@ def own_copy(module: nn.Module) -> nn.Module | None:
     except Exception:
         return None
     theirs = {id(part) for part in module.modules()}
-    memory = {_memory(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    memory = {memory_of(tensor) for tensor in (*module.parameters(), *module.buffers())}
     if any(id(part) in theirs for part in copy.modules()):
         return None
     shared = any(
-        _memory(tensor) in memory for tensor in (*copy.parameters(), *copy.buffers()) if tensor.numel()
+        memory_of(tensor) in memory for tensor in (*copy.parameters(), *copy.buffers()) if tensor.numel()
     )
     return None if shared else copy
-
-
-def _memory(tensor: Tensor) -> Any:
-    try:
-        return tensor.untyped_storage()._cdata
-    except (RuntimeError, NotImplementedError):  # a tensor without one
-        return id(tensor)
-
-
-def _place(tensor: Tensor) -> Any:
-    try:
-        return _memory(tensor), tensor.shape, tensor.stride(), tensor.storage_offset()
-    except (RuntimeError, NotImplementedError):
-        return _memory(tensor)
 
 
 @contextmanager
@@ -274,117 +264,6 @@ def exact_convolutions(device: torch.device) -> Iterator[None]:
         if not follows:
             cudnn.conv.fp32_precision = of_convolutions
         cudnn.fp32_precision = before
-
-
-@contextmanager
-def untouched(model: nn.Module, written: Set[Tensor] = frozenset()) -> Iterator[None]:
-    """Puts back what a run changes: random generators, gradients, buffers, modules' attributes. No layer is skipped.
-
-    ``written``: the parameters whose values a run changes.
-    """
-    with ExitStack() as stack:
-        _keep_random_state(stack)
-        for parameter in model.parameters():
-            _keep_parameter(stack, parameter, parameter in written)
-        for module in model.modules():
-            _keep_attributes(stack, module)
-        _keep_every_layer(stack, model)
-        yield
-
-
-def _keep_random_state(stack: ExitStack) -> None:
-    cuda: Any = torch.cuda
-    devices = list(range(cuda.device_count())) if cuda.is_initialized() else []
-    stack.enter_context(torch.random.fork_rng(devices))
-    stack.callback(random.setstate, random.getstate())
-    if "numpy" in sys.modules:
-        import numpy as np
-
-        stack.callback(np.random.set_state, np.random.get_state())
-
-
-def _keep_parameter(stack: ExitStack, parameter: nn.Parameter, with_values: bool) -> None:
-    gradient, trained = parameter.grad, parameter.requires_grad
-    data = parameter.data
-    values = data.clone() if with_values else None
-    # Hooks that step an optimizer as soon as a gradient is there must not run.
-    hooks = parameter._post_accumulate_grad_hooks
-    suspended = dict(hooks or {})
-    attributes = dict(vars(parameter))  # gradients of each sample, say
-
-    def restore() -> None:
-        vars(parameter).clear()
-        vars(parameter).update(attributes)
-        if _place(parameter) != _place(data):  # another may stand for it
-            parameter.data = data
-        if values is not None:
-            data.copy_(values)
-        parameter.requires_grad_(trained)
-        parameter.grad = gradient
-        if suspended:
-            hooks.update(suspended)
-
-    if suspended:
-        hooks.clear()
-    parameter.grad = None
-    stack.callback(restore)
-
-
-def _keep_attributes(stack: ExitStack, module: nn.Module) -> None:
-    attributes = vars(module)
-    before = dict(attributes)
-    containers: list[tuple[Any, Any]] = [
-        (held, kind(held))  # a class derived from it may not be copied like it
-        for held in before.values()
-        for kind in (dict, list, set)
-        if isinstance(held, kind)
-    ]
-    own = [*module._buffers.values(), *before.values()]
-    tensors = [(held, held.detach().clone()) for held in own if isinstance(held, Tensor)]
-
-    def restore() -> None:
-        with torch.no_grad():
-            for tensor, copy in tensors:
-                if tensor.shape != copy.shape:  # its first run gave it another
-                    tensor.resize_(copy.shape)
-                tensor.copy_(copy)
-        for container, members in containers:
-            if not _holds(container, members):  # else it may be one that lets nobody change it
-                container.clear()
-                (container.extend if isinstance(container, list) else container.update)(members)
-        attributes.clear()
-        attributes.update(before)
-
-    stack.callback(restore)
-
-
-def _keep_every_layer(stack: ExitStack, model: nn.Module) -> None:
-    """LayerDrop (Fan et al. 2019) skips other layers in each run: some would not be seen, and two runs would not compare."""
-    holders = [*model.modules(), *{id(c): c for c in map(_config, model.modules()) if c is not None}.values()]
-    for holder in holders:
-        for name, value in list(vars(holder).items()):
-            if _LAYER_DROP.search(name) and isinstance(value, float) and value > 0:
-                vars(holder)[name] = 0.0  # past what may refuse or check it
-                stack.callback(operator.setitem, vars(holder), name, value)
-
-
-_LAYER_DROP = re.compile("layer_?drop(_|$)")
-
-
-def _config(module: nn.Module) -> Any:
-    """A model's own settings, which its forward reads."""
-    config = vars(module).get("config")
-    return config if hasattr(config, "__dict__") else None
-
-
-def _holds(container: Any, members: Any) -> bool:
-    if isinstance(container, dict):
-        return _holds(list(container), list(members)) and _holds(
-            list(container.values()), list(members.values())
-        )
-    if isinstance(container, set):
-        return {id(member) for member in container} == {id(member) for member in members}
-    return len(container) == len(members) and all(map(operator.is_, container, members))
 
 
 def _slant(root: Tensor) -> Tensor:

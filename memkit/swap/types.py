@@ -31,6 +31,7 @@ from .. import _C
 from .. import nn as memkit_nn
 from .._hooks import shows_result
 from .._lean import is_lean
+from .._modes import is_tracing
 from .._older import is_exporting
 from .._sharding import is_dtensor
 from ..functional._activation import TWO_SLOPES as TWO_SLOPES
@@ -182,10 +183,10 @@ class Swapped(Changed):
             ):
                 inplace = False
             out = _C.activation(self._op, input, None, -1, self._params, inplace, save)
-            if out is None:  # a tensor subclass, or a torch function mode
+            if out is None:  # a tensor subclass, a torch function mode, or a trace
                 if is_dtensor(input):
                     inplace = False  # else the result would be copied into it
-                elif type(input) is not Tensor:
+                elif type(input) is not Tensor or is_tracing():
                     return self._stock_forward(input)
                 out = _dispatched(self._op, input, self._params, inplace, save, None, -1)
         except (RuntimeError, TypeError, ValueError) as error:

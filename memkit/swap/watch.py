@@ -14,7 +14,7 @@ import functools
 import gc
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from sys import _getframe, getrefcount
 from types import MethodType
@@ -22,14 +22,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..functional._norm import output_dtype
 from ..memory._saved import SavedStorages, storages
 from .recipes import RECIPES
 from .sites import AnySite, LayerSite, Site
-from .trial import Trial, explained, tensors, untouched
+from .trial import Trial, explained, tensors
 from .types import ALONE, Place, caller, place
+from .untouched import keep_memory, untouched
+
+LIFT = torch.ops.aten.lift_fresh.default
+"""What torch.tensor() has made appears with it."""
 
 
 @dataclass(eq=False)
@@ -88,6 +93,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.outputs: dict[int, list[Call]] = {}
         self.current: Call | None = None
         self.backups: dict[nn.Parameter, Tensor] = {}
+        self.made: dict[
+            int, StorageWeakRef
+        ] = {}  # in this run; of each the place is kept, so that no other gets its key
+        self.memory: dict[int, torch.UntypedStorage] = {}  # what was there before and is written to
+        self.before = ExitStack()  # puts that back
 
     def keys(self, tensor: Tensor) -> list[int]:
         found = list(storages(tensor))
@@ -168,10 +178,26 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Backward reads the inputs for the activations themselves. Where it records gradients, it recomputes a forward.
         node = None if torch.is_grad_enabled() else torch._C._current_autograd_node()
         changed = {s._cdata for t in tensors(_written(func, args, kwargs)) for s in storages(t)}
+        given = set()
         for tensor in tensors((args, kwargs)):
             for storage in storages(tensor):
+                given.add(storage._cdata)
                 self.look(storage._cdata, str(func), storage._cdata in changed, node)
-        return func(*args, **kwargs)
+                if storage._cdata in changed:
+                    self.keep(storage)
+        out = func(*args, **kwargs)
+        for tensor in tensors(out):
+            for storage in storages(tensor):
+                if storage._cdata not in given or func is LIFT:
+                    self.made[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        return out
+
+    def keep(self, storage: torch.UntypedStorage) -> None:
+        """What is written to, unless it was made for this run; parameters and buffers are put back as such."""
+        key = storage._cdata
+        if key not in self.made and key not in self.known and key not in self.memory:
+            self.memory[key] = storage
+            keep_memory(self.before, storage)
 
     def look(self, key: int, op: str, changes: bool, node: Any) -> None:
         for call in self.inputs.get(key, ()):
@@ -216,6 +242,8 @@ def watched(trial: Trial, sites: Sequence[AnySite], norms: Sequence[nn.Module], 
             _look_for_holders(watch, outputs)
         finally:
             trial.written.update(watch.backups)
+            trial.memory.update(watch.memory)
+            watch.before.close()
             watch.restore_parameters()
             for site in sites:
                 del vars(site.module)[site.method]

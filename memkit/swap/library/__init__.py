@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from ..layers import Choice, Norm, is_linear
-from ..trial import exact_convolutions, own_copy, untouched
+from ..trial import exact_convolutions, own_copy
 from ..types import HALVES
+from ..untouched import untouched
 from .activations import CLASSES, activation_of, activation_twin, library_activation
 from .again import drops, made_again, may_be_idle, needs_lean
 from .attention import attention_twin, is_attention, why_not_rotary
