@@ -72,8 +72,8 @@ def swap(
         sample: what to call the model with: one tensor, a tuple of arguments or a mapping of keyword arguments.
             The model runs on it three times, five with dropouts, forward and backward, in its present mode and under
             the present autocast; user hooks are called. Random state, gradients, buffers and the modules' attributes, with
-            what these hold, are put back afterwards. LayerDrop is set aside for these runs (attributes of the modules or of their ``config`` named
-            "layerdrop"). The proof holds for the control flow that the sample takes. Under `torch.no_grad()` it runs
+            what these hold, are put back afterwards. LayerDrop is set aside for these runs (attributes of the modules or
+            of their ``config`` named "layerdrop"). The proof holds for the control flow that the sample takes. Under `torch.no_grad()` it runs
             forward only, and the report says that no gradients were compared. A model that raises once it is swapped, or
             gives other values or gradients, or keeps more, is tried with parts of `ops`: what does not do so stays changed.
             Without a sample, activations are changed only where the structure proves it (in an `nn.Sequential` before a
