@@ -72,10 +72,11 @@ def swap(
         sample: what to call the model with: one tensor, a tuple of arguments or a mapping of keyword arguments.
             The model runs on it three times, five with dropouts, forward and backward, in its present mode and under
             the present autocast; user hooks are called. Random state, gradients, buffers and the modules' attributes, with
-            what these hold, are put back afterwards. LayerDrop is set aside for these runs (attributes of the modules or
-            of their ``config`` named "layerdrop"). The proof holds for the control flow that the sample takes. Under `torch.no_grad()` it runs
-            forward only, and the report says that no gradients were compared. A model that raises once it is swapped, or
-            gives other values or gradients, or keeps more, is tried with parts of `ops`: what does not do so stays changed.
+            what these hold, are put back afterwards. LayerDrop is set aside for these runs (attributes of the modules
+            or of their ``config`` named "layerdrop"). The proof holds for the control flow that the sample takes.
+            Under `torch.no_grad()` it runs forward only, and the report says that no gradients were compared. A model
+            that raises once it is swapped, or gives other values or gradients, or keeps more, is tried with parts of
+            `ops`: what does not do so stays changed.
             Without a sample, activations are changed only where the structure proves it (in an `nn.Sequential` before a
             layer that keeps its input, in torch.nn's transformer layers), and norms keep their input.
         ops: which, by their names in `memkit.functional`: of activations, of norms ("layer_norm", "rms_norm",
