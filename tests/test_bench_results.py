@@ -299,9 +299,9 @@ def test_pool_benchmark_on_a_gpu(scripts: tuple[ModuleType, ModuleType], tmp_pat
     assert 0 < step["live_bytes"] <= step["reserved_bytes"]["stock"]
     assert all(0 < found["live"] <= found["reserved"] for found in result["lengths"].values())
     results = scripts[0].load(tmp_path)
-    assert "after empty_cache()" in scripts[0].pool_table(results)
-    assert "steps of varying length" in scripts[0].pool_table(results)
-    assert "run on" in scripts[0].support_table(results)
+    assert "after empty_cache()" in scripts[0].TABLES["pool"](results)
+    assert "steps of varying length" in scripts[0].TABLES["pool"](results)
+    assert "run on" in scripts[0].TABLES["support"](results)
 
 
 def test_pool_benchmark_without_a_compiler(
@@ -316,7 +316,7 @@ def test_pool_benchmark_without_a_compiler(
     with pytest.raises(
         scripts[0].ReportError, match="expected pool results with every part, got none of core"
     ):
-        scripts[0].core_table({(result["kind"], "cpu"): result})
+        scripts[0].TABLES["pool-core"]({(result["kind"], "cpu"): result})
 
 
 def test_readme_tables(
@@ -384,7 +384,7 @@ def test_matrix_table(job: tuple[Path, dict[str, Any]], scripts: tuple[ModuleTyp
         "two": {"plain": {"state": "fails", "reason": "far"}, "PP": error},
     }
     result = job[1] | {"kind": bench_matrix.KIND, "cells": cells}
-    lines = scripts[0].matrix_table({(bench_matrix.KIND, "cpu"): result}).splitlines()
+    lines = scripts[0].TABLES["matrix"]({(bench_matrix.KIND, "cpu"): result}).splitlines()
     assert lines[0] == "|  | plain | TP | PP |"
     assert lines[2:4] == ["| one | ✓ | – (1) | stock ✗ (2) |", "| two | ✗ (3) |  | stock ✗ (2) |"]
     assert lines[5:8] == ["1. not applicable: `no pair`", "2. stock fails too: `E: a | b`", "3. fails: `far`"]
@@ -396,7 +396,7 @@ def test_gpu_results_change_the_support_table(
 ) -> None:
     gpu = copy.deepcopy(job[1])
     gpu["hardware"] |= {"device": "cuda", "gpu": "A GPU"}
-    assert "run on A GPU" in scripts[0].support_table({(gpu["kind"], "cuda"): gpu})
+    assert "run on A GPU" in scripts[0].TABLES["support"]({(gpu["kind"], "cuda"): gpu})
 
 
 @pytest.mark.parametrize(

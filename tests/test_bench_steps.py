@@ -106,9 +106,9 @@ def test_options(script: ModuleType, argv: str) -> None:
 
 def test_table(scripts: tuple[ModuleType, ModuleType], script: ModuleType, result: dict[str, Any]) -> None:
     report = scripts[0]
-    assert report.steps_table({}) == "Not yet run on a GPU."
+    assert report.TABLES["steps"]({}) == "Not yet run on a GPU."
     gpu = result | {"hardware": result["hardware"] | {"device": "cuda", "gpu": "A GPU"}}
-    table = report.steps_table({(script.KIND, "cuda"): gpu})
+    table = report.TABLES["steps"]({(script.KIND, "cuda"): gpu})
     assert "| largest batch in 2.4 MiB |" in table
     assert "| gpt | memkit | 2 |" in table
     assert "A GPU" in table
