@@ -347,13 +347,14 @@ def _rows(op: str, buffers: Iterable[tuple[int, int, int]]) -> tuple[Buffer, ...
     rows: list[Buffer] = []
     for row in buffers:
         try:
-            size, lower, upper = map(operator.index, row)
-        except (TypeError, ValueError):
-            text = (
+            numbers = [operator.index(number) for number in row]
+        except TypeError:
+            numbers = []
+        if len(numbers) != 3:
+            raise TypeError(
                 f"{op}: expected buffer {len(rows)} to be three ints (size, lower, upper), got {row!r:.100}"
             )
-            raise TypeError(text) from None
-        rows.append(Buffer(size, lower, upper))
+        rows.append(Buffer(*numbers))
     return tuple(rows)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -199,13 +199,8 @@ class Pool(_C.PoolBase):
                 self._id, size, stride, dtype=dtype, tag=tag or ""
             )
             return made.requires_grad_() if requires_grad else made
-        for name, numbers in (("size", size), ("stride", stride)):
-            if not isinstance(numbers, Iterable):
-                raise TypeError(
-                    f"Pool.empty_strided: expected {name} to be a tuple of ints, got {type(numbers).__name__}"
-                )
         return self._empty_strided(
-            tuple(size), tuple(stride), dtype=dtype, requires_grad=requires_grad, tag=tag
+            _tuple("size", size), _tuple("stride", stride), dtype=dtype, requires_grad=requires_grad, tag=tag
         )
 
     def empty_like(
@@ -390,6 +385,14 @@ class Pool(_C.PoolBase):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("Pool: expected to stay in its process, got pickled or copied; its tensors can be")
+
+
+def _tuple(name: str, numbers: Any) -> tuple[Any, ...]:
+    try:
+        return tuple(numbers)
+    except TypeError:
+        got = type(numbers).__name__
+        raise TypeError(f"Pool.empty_strided: expected {name} to be a tuple of ints, got {got}") from None
 
 
 def _check_tensor(input: Any, name: str) -> None:

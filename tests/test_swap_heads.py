@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 import memkit
 from memkit import swap, unswap
@@ -126,11 +127,22 @@ def test_logits_are_never_whole() -> None:
 class Coded(torch.Tensor):
     """Of which nobody but PyTorch's operators knows how to compute."""
 
+    coded: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, coded: torch.Tensor) -> Any:
+        made: Any = torch.Tensor._make_wrapper_subclass(cls, coded.shape, dtype=coded.dtype)
+        made.coded = coded
+        return made
+
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "memkit" in str(func):
             raise NotImplementedError(f"{func} of coded weights")
-        return super().__torch_function__(func, types, args, kwargs or {})
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].coded)
+        args, kwargs = tree_map_only(cls, lambda x: x.coded, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def test_a_head_whose_weight_was_coded_since() -> None:
@@ -138,11 +150,20 @@ def test_a_head_whose_weight_was_coded_since() -> None:
     ours = copy.deepcopy(stock)
     swap(ours, sample=batch(), ops=OPS)
     for part in (ours, stock):
-        coded = part.lm_head.weight.detach().as_subclass(Coded)
+        coded = Coded(part.lm_head.weight.detach())
         part.lm_head.weight = torch.nn.Parameter(coded, requires_grad=False)
     for a, b in zip(gradients(ours), gradients(stock), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
     assert ours(**batch()).logits is not None
+
+
+def test_a_head_whose_weight_is_given_for_the_call() -> None:
+    ours = model()
+    swap(ours, sample=batch(), ops=OPS)
+    weights = {name: p.detach().requires_grad_() for name, p in ours.named_parameters()}
+    out = torch.func.functional_call(ours, weights, kwargs=batch())
+    assert out.logits is None
+    torch.testing.assert_close(out.loss, ours(**batch()).loss)
 
 
 def test_calls_that_return_logits() -> None:

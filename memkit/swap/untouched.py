@@ -6,28 +6,34 @@ import operator
 import random
 import re
 import sys
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Set
+from argparse import Namespace
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator, Set
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-OBJECTS = 10_000
-"""So many are looked into at most, beside modules and what these hold themselves."""
+LOOKED_AT = 10_000
+"""So many members of containers and attributes of objects, beside modules' own attributes, are looked at."""
 MEMBERS = 1_000
-"""Containers of more are put back, but what they hold is not looked into."""
+"""Containers of more, in others, are left alone."""
 
 
 @contextmanager
 def untouched(
-    model: nn.Module, written: Set[Tensor] = frozenset(), memory: Iterable[torch.UntypedStorage] = ()
+    model: nn.Module,
+    written: Set[Tensor] = frozenset(),
+    memory: Iterable[torch.UntypedStorage] = (),
+    *,
+    deep: bool = True,
 ) -> Iterator[None]:
-    """Puts back what a run changes: random generators, gradients, buffers, modules' attributes and what these hold. No layer
-    is skipped.
+    """Puts back what a run changes: random generators, gradients, buffers, modules' attributes. No layer is skipped.
 
-    ``written``: the parameters whose values a run changes; ``memory``: what else it writes to.
+    ``written``: the parameters whose values a run changes; ``memory``: what else it writes to; ``deep``: also what is in the
+    attributes, see `Held`.
     """
     with ExitStack() as stack:
         _keep_random_state(stack)
@@ -35,7 +41,14 @@ def untouched(
             _keep_parameter(stack, parameter, parameter in written)
         for storage in memory:
             keep_memory(stack, storage)
-        _keep_state(stack, model)
+        for module in model.modules():
+            _keep_attributes(stack, module)
+        if deep:
+            held = Held(model)
+            for container in held.containers:
+                _keep_members(stack, container)
+            for tensor in held.tensors:
+                _keep_gradient(stack, tensor)
         _keep_every_layer(stack, model)
         yield
 
@@ -103,44 +116,82 @@ def keep_memory(stack: ExitStack, storage: torch.UntypedStorage) -> None:
     stack.callback(restore)
 
 
-def _keep_state(stack: ExitStack, model: nn.Module) -> None:
-    """Of modules, and of containers and objects that they hold, at whatever depth."""
-    held: deque[Any] = deque(model.modules())
-    seen = set(map(id, held))
-    left = OBJECTS + 32 * len(held)  # a module has a dozen containers of its own
-    while held and left:
-        each = held.popleft()
-        left -= 1
-        if isinstance(each, nn.Module):
-            _keep_tensors(stack, [*each._buffers.values(), *vars(each).values()])
-        members: Collection[Any] = each if isinstance(each, (*_CONTAINERS, tuple)) else vars(each)
-        _keep_members(stack, members)
-        if len(members) > MEMBERS:
-            continue
-        for member in members.values() if isinstance(members, dict) else members:
-            if id(member) not in seen and _has_state(member):
-                seen.add(id(member))
-                held.append(member)
+class Held:
+    """What attributes of modules hold, at whatever depth: tensors, containers, attributes of objects.
+
+    Containers are those of the built-in types themselves; objects those of neither PyTorch nor the standard library, whose
+    state is not a model's. What happened in a module that is not registered stays: it may have become another.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.tensors: list[Tensor] = []
+        self.containers: list[Any] = []
+        modules = list(model.modules())
+        held = deque(
+            value for module in modules for name, value in list(vars(module).items()) if name not in _OWN
+        )
+        seen = {*map(id, modules), *map(id, model.parameters())}
+        left = LOOKED_AT
+        while held and left > 0:
+            each = held.popleft()
+            if id(each) in seen:
+                continue
+            seen.add(id(each))
+            if issubclass(type(each), Tensor):
+                self.tensors.append(each)
+                continue
+            members = self._members(each)
+            if len(members) <= MEMBERS:
+                left -= 1 + len(members)
+                held += members
+
+    def _members(self, held: Any) -> list[Any]:
+        kind = type(held)
+        if kind is tuple:
+            return list(held)
+        if issubclass(kind, nn.Module):
+            own = vars(held)
+            return [*own.get("_parameters", {}).values(), *own.get("_buffers", {}).values(), *_inner(own)]
+        container = held if kind in _CONTAINERS else _attributes(held)
+        if container is None:
+            return []
+        if len(container) <= MEMBERS:
+            self.containers.append(container)
+        return list(container.values() if isinstance(container, dict) else container)
 
 
-_CONTAINERS = (dict, list, set, deque)
+_OWN = frozenset(vars(nn.Module()))
+_CONTAINERS = {dict, OrderedDict, defaultdict, list, set, deque}
+_NAMESPACES = {SimpleNamespace, Namespace}
 _STATELESS = {"torch", "memkit", *sys.stdlib_module_names}
-"""Packages whose objects have a life of their own: what they did in a run stays done."""
 
 
-def _has_state(held: Any) -> bool:
-    if isinstance(held, (nn.Module, tuple, *_CONTAINERS)):
-        return True
-    package = str(type(held).__module__).partition(".")[0]
-    return (
-        package not in _STATELESS
-        and not isinstance(held, (type, Tensor))
-        and type(getattr(held, "__dict__", None)) is dict
-    )
+def _inner(own: dict[str, Any]) -> list[Any]:
+    return [value for name, value in list(own.items()) if name not in _OWN]
 
 
-def _keep_tensors(stack: ExitStack, held: list[Any]) -> None:
-    tensors = [(each, each.detach().clone()) for each in held if isinstance(each, Tensor)]
+def _attributes(held: Any) -> dict[str, Any] | None:
+    kind = type(held)
+    if str(kind.__module__).partition(".")[0] in _STATELESS and kind not in _NAMESPACES:
+        return None
+    try:
+        found = object.__getattribute__(held, "__dict__")
+    except Exception:  # a class may say anything there
+        return None
+    return found if type(found) is dict and not issubclass(kind, (dict, list, set, type)) else None
+
+
+def _keep_attributes(stack: ExitStack, module: nn.Module) -> None:
+    attributes = vars(module)
+    before = dict(attributes)
+    containers: list[tuple[Any, Any]] = [
+        (held, kind(held))  # a class derived from it may not be copied like it
+        for held in before.values()
+        for kind in (dict, list, set)
+        if isinstance(held, kind)
+    ]
+    own = [*module._buffers.values(), *before.values()]
+    tensors = [(held, held.detach().clone()) for held in own if isinstance(held, Tensor)]
 
     def restore() -> None:
         with torch.no_grad():
@@ -148,23 +199,34 @@ def _keep_tensors(stack: ExitStack, held: list[Any]) -> None:
                 if tensor.shape != copy.shape:  # its first run gave it another
                     tensor.resize_(copy.shape)
                 tensor.copy_(copy)
+        for container, members in containers:
+            if not _holds(container, members):  # else it may be one that lets nobody change it
+                container.clear()
+                (container.extend if isinstance(container, list) else container.update)(members)
+        attributes.clear()
+        attributes.update(before)
 
-    if tensors:
-        stack.callback(restore)
+    stack.callback(restore)
 
 
 def _keep_members(stack: ExitStack, container: Any) -> None:
-    kinds = [kind for kind in _CONTAINERS if isinstance(container, kind)]
-    if not kinds:  # a tuple
-        return
-    members = kinds[0](container)  # a class derived from it may not be copied like it
+    """Of a container of a built-in type."""
+    members = (dict if isinstance(container, dict) else list)(container)
 
     def restore() -> None:
-        if not _holds(container, members):  # else it may be one that lets nobody change it
+        now = container if isinstance(container, dict) else list(container)
+        if not _holds(now, members):
             container.clear()
             (container.extend if isinstance(container, (list, deque)) else container.update)(members)
 
     stack.callback(restore)
+
+
+def _keep_gradient(stack: ExitStack, tensor: Tensor) -> None:
+    """Of a tensor that no module has registered."""
+    if tensor.requires_grad and tensor.is_leaf:
+        gradient, tensor.grad = tensor.grad, None
+        stack.callback(setattr, tensor, "grad", gradient)
 
 
 def _keep_every_layer(stack: ExitStack, model: nn.Module) -> None:

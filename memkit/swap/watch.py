@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..functional._norm import output_dtype
@@ -31,10 +30,7 @@ from .recipes import RECIPES
 from .sites import AnySite, LayerSite, Site
 from .trial import Trial, explained, tensors
 from .types import ALONE, Place, caller, place
-from .untouched import keep_memory, untouched
-
-LIFT = torch.ops.aten.lift_fresh.default
-"""What torch.tensor() has made appears with it."""
+from .untouched import Held, keep_memory, untouched
 
 
 @dataclass(eq=False)
@@ -93,16 +89,23 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.outputs: dict[int, list[Call]] = {}
         self.current: Call | None = None
         self.backups: dict[nn.Parameter, Tensor] = {}
-        self.made: dict[
-            int, StorageWeakRef
-        ] = {}  # in this run; of each the place is kept, so that no other gets its key
-        self.memory: dict[int, torch.UntypedStorage] = {}  # what was there before and is written to
-        self.before = ExitStack()  # puts that back
+        self.held = {key for tensor in Held(model).tensors for key in self.keys_of_any(tensor)} - {
+            *self.known
+        }
+        self.memory: dict[int, torch.UntypedStorage] = {}  # what of that is written to
+        self.before = ExitStack()  # puts it back
 
     def keys(self, tensor: Tensor) -> list[int]:
         found = list(storages(tensor))
         self.alive.update((storage._cdata, storage) for storage in found)
         return [storage._cdata for storage in found]
+
+    def keys_of_any(self, tensor: Tensor) -> list[int]:
+        """None of a tensor whose class does not let its memory be seen."""
+        try:
+            return self.keys(tensor)
+        except (RuntimeError, NotImplementedError):
+            return []
 
     def begin(self, site: AnySite, input: Tensor, references: int, caller: Place) -> Call:
         self.current = call = Call(site, references, caller, input.dtype, input.device.type)
@@ -178,26 +181,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Backward reads the inputs for the activations themselves. Where it records gradients, it recomputes a forward.
         node = None if torch.is_grad_enabled() else torch._C._current_autograd_node()
         changed = {s._cdata for t in tensors(_written(func, args, kwargs)) for s in storages(t)}
-        given = set()
         for tensor in tensors((args, kwargs)):
             for storage in storages(tensor):
-                given.add(storage._cdata)
                 self.look(storage._cdata, str(func), storage._cdata in changed, node)
-                if storage._cdata in changed:
-                    self.keep(storage)
-        out = func(*args, **kwargs)
-        for tensor in tensors(out):
-            for storage in storages(tensor):
-                if storage._cdata not in given or func is LIFT:
-                    self.made[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        return out
-
-    def keep(self, storage: torch.UntypedStorage) -> None:
-        """What is written to, unless it was made for this run; parameters and buffers are put back as such."""
-        key = storage._cdata
-        if key not in self.made and key not in self.known and key not in self.memory:
-            self.memory[key] = storage
-            keep_memory(self.before, storage)
+        return func(*args, **kwargs)
 
     def look(self, key: int, op: str, changes: bool, node: Any) -> None:
         for call in self.inputs.get(key, ()):
@@ -205,6 +192,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 call.read = call.read or f"its input is read again by {op}"
         if not changes:
             return
+        if key in self.held and key not in self.memory:
+            self.memory[key] = self.alive[key]
+            keep_memory(self.before, self.alive[key])
         for call in self.outputs.get(key, ()):
             call.written = call.written or f"its output is changed in place by {op}"
         for parameter in self.parameters.get(key, ()):
@@ -311,10 +301,18 @@ def _is_sum(node: Any) -> bool:
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The arguments that an operator writes to, as its schema says."""
     schema = getattr(func, "_schema", None)
-    if schema is None or not schema.is_mutable:
+    if schema is None:
+        return []
+    if func in _BATCH_NORMS and args[5]:
+        return list(args[3:5])
+    if not schema.is_mutable:
         return []
     given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
     return [given.get(argument.name) for argument in schema.arguments if argument.is_write]
+
+
+_BATCH_NORMS = {torch.ops.aten.native_batch_norm.default, torch.ops.aten.cudnn_batch_norm.default}
+"""Their schemas do not say that they write to running statistics."""
 
 
 def _look_for_holders(watch: Watch, outputs: list[Any]) -> None:

@@ -380,7 +380,7 @@ def _both(
     stock = type(module)
     twin = twin_of(match.kind, stock)
     changed: Any = module
-    with untouched(module), torch.enable_grad():
+    with untouched(module, deep=False), torch.enable_grad():
         try:
             for at, part in enumerate(module.modules()):
                 mode = training and not _is_dropout(part)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from ..._modes import in_forward_mode, in_transform, is_tracing
+from ..._sharding import is_dtensor
 from ..layers import is_linear, serves
 from ..types import caller
 from .losses import INSTEAD, Logits, holds
@@ -52,7 +53,7 @@ class Head(Twin, kind="head"):
         asked: _Asked | None = getattr(_now, "asked", None)
         if asked is None or asked.head is not self or not serves(input) or input.dtype == torch.float64:
             return self._stock_forward(input)
-        if type(self._parameters.get("weight")) is not nn.Parameter:  # quantized since
+        if _is_coded(self._parameters.get("weight")):  # since the model was swapped
             return self._stock_forward(input)
         if caller(_getframe(2)) is not asked.code:  # past what names the argument as stock does
             return self._stock_forward(input)
@@ -73,6 +74,12 @@ class WithoutLogits(Twin, kind="without logits"):
             return _without(forward(self, *args, **kwargs))
         finally:
             _now.asked = outer
+
+
+def _is_coded(weight: Tensor | None) -> bool:
+    """Quantized, say: of a class with operators of its own, which ours is not among."""
+    own = weight is not None and type(weight).__torch_dispatch__ is not nn.Parameter.__torch_dispatch__
+    return own and not is_dtensor(weight)
 
 
 def head_of(model: Any) -> nn.Module | None:
