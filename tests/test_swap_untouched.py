@@ -9,6 +9,7 @@ import operator
 import random
 from contextlib import nullcontext
 
+import numpy
 import pytest
 import torch
 from swap_cases import (
@@ -24,6 +25,7 @@ from swap_cases import (
 from torch import nn
 
 from memkit import swap
+from memkit.memory import measure
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -160,6 +162,63 @@ def test_containers_and_objects_are_as_they_were(refuses):
     assert model.state() == before
     assert all(map(operator.is_, held, (model.queue, model.bank[0], model.tally)))
     assert model.queue.maxlen == 4
+
+
+class Guarded(dict):
+    """That lets its items be changed, but not taken away."""
+
+    def clear(self):
+        raise RuntimeError("not to be cleared")
+
+
+class HoldsAside(nn.Module):
+    """What no module has registered."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = mlp(nn.GELU(), dtype=torch.float32)
+        self.lazy = [nn.LazyLinear(D)]
+        self.prompts = [nn.Parameter(torch.ones(D))]
+        self.guarded = [Guarded(kept=1)]
+        self.long = {"items": list(range(5000))}
+        self.teacher = [nn.BatchNorm1d(D).eval()]
+
+    def forward(self, x):
+        self.guarded[0]["kept"] += 1
+        self.long["items"].append(0)
+        with torch.no_grad():
+            seen = self.teacher[0](x)
+        return self.net(self.lazy[0](x) + seen + self.prompts[0])
+
+
+def test_what_is_held_aside_stays_usable():
+    with torch.inference_mode():
+        frozen = nn.BatchNorm1d(D).eval()
+    model = HoldsAside()
+    model.teacher = [frozen.requires_grad_(False)]
+    x = torch.randn(4, D)
+    assert len(swap(model, sample=x)) == 1
+    assert model.prompts[0].grad is None
+    assert model.guarded[0]["kept"] > 1  # of no built-in type: left alone
+    assert len(model.long["items"]) > 5000
+    assert model(x).isfinite().all()
+
+
+def test_tensors_that_a_run_only_reads_or_makes_are_not_copied():
+    array = numpy.ones((1 << 20,), dtype=numpy.float32)
+
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net, self.bank = mlp(nn.GELU(), dtype=torch.float32), [torch.ones(1 << 22)]
+
+        def forward(self, x):
+            for _ in range(4):
+                torch.from_numpy(array.copy()).add_(1)
+            return self.net(x) + self.bank[0].sum()
+
+    model = Reads()
+    assert measure(lambda: swap(model, sample=torch.randn(4, D))).peak < 4 << 20
 
 
 def _average_in_place(key, query):

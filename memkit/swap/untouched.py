@@ -141,22 +141,20 @@ class Held:
                 self.tensors.append(each)
                 continue
             members = self._members(each)
-            if len(members) <= MEMBERS:
-                left -= 1 + len(members)
-                held += members
+            left -= 1 + len(members)
+            held += members
 
     def _members(self, held: Any) -> list[Any]:
         kind = type(held)
         if kind is tuple:
-            return list(held)
+            return list(held[:MEMBERS])
         if issubclass(kind, nn.Module):
             own = vars(held)
             return [*own.get("_parameters", {}).values(), *own.get("_buffers", {}).values(), *_inner(own)]
         container = held if kind in _CONTAINERS else _attributes(held)
-        if container is None:
+        if container is None or len(container) > MEMBERS:
             return []
-        if len(container) <= MEMBERS:
-            self.containers.append(container)
+        self.containers.append(container)
         return list(container.values() if isinstance(container, dict) else container)
 
 
