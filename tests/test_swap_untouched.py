@@ -25,7 +25,7 @@ from swap_cases import (
 from torch import nn
 
 from memkit import swap
-from memkit.memory import measure
+from memkit.swap import untouched, watch
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -204,21 +204,32 @@ def test_what_is_held_aside_stays_usable():
     assert model(x).isfinite().all()
 
 
-def test_tensors_that_a_run_only_reads_or_makes_are_not_copied():
-    array = numpy.ones((1 << 20,), dtype=numpy.float32)
+@pytest.mark.parametrize("writes", [False, True])
+def test_tensors_that_a_run_only_reads_or_makes_are_not_copied(writes, monkeypatch):
+    array = numpy.ones(4, dtype=numpy.float32)
 
     class Reads(nn.Module):
         def __init__(self):
             super().__init__()
-            self.net, self.bank = mlp(nn.GELU(), dtype=torch.float32), [torch.ones(1 << 22)]
+            self.net, self.bank = mlp(nn.GELU(), dtype=torch.float32), {"of": [torch.ones(7)]}
 
         def forward(self, x):
-            for _ in range(4):
-                torch.from_numpy(array.copy()).add_(1)
-            return self.net(x) + self.bank[0].sum()
+            torch.from_numpy(array.copy()).add_(1)
+            torch.tensor([1.0, 2.0]).add_(1)
+            if writes:
+                self.bank["of"][0].add_(1)
+            return self.net(x) + self.bank["of"][0].sum()
 
+    copied = set()
+    keep = untouched.keep_memory
+    for module in (untouched, watch):
+        monkeypatch.setattr(
+            module, "keep_memory", lambda stack, storage: (copied.add(storage.nbytes()), keep(stack, storage))
+        )
     model = Reads()
-    assert measure(lambda: swap(model, sample=torch.randn(4, D))).peak < 4 << 20
+    swap(model, sample=torch.randn(4, D))
+    assert copied == ({7 * 4} if writes else set())
+    assert model.bank["of"][0].eq(1).all()
 
 
 def _average_in_place(key, query):
