@@ -127,9 +127,7 @@ class Held:
         self.tensors: list[Tensor] = []
         self.containers: list[Any] = []
         modules = list(model.modules())
-        held = deque(
-            value for module in modules for name, value in list(vars(module).items()) if name not in _OWN
-        )
+        held = deque(value for module in modules for value in _inner(vars(module)))
         seen = {*map(id, modules), *map(id, model.parameters())}
         left = LOOKED_AT
         while held and left > 0:
@@ -165,6 +163,7 @@ _STATELESS = {"torch", "memkit", *sys.stdlib_module_names}
 
 
 def _inner(own: dict[str, Any]) -> list[Any]:
+    """Of a module's attributes those that are not every module's."""
     return [value for name, value in list(own.items()) if name not in _OWN]
 
 
@@ -182,12 +181,6 @@ def _attributes(held: Any) -> dict[str, Any] | None:
 def _keep_attributes(stack: ExitStack, module: nn.Module) -> None:
     attributes = vars(module)
     before = dict(attributes)
-    containers: list[tuple[Any, Any]] = [
-        (held, kind(held))  # a class derived from it may not be copied like it
-        for held in before.values()
-        for kind in (dict, list, set)
-        if isinstance(held, kind)
-    ]
     own = [*module._buffers.values(), *before.values()]
     tensors = [(held, held.detach().clone()) for held in own if isinstance(held, Tensor)]
 
@@ -197,23 +190,22 @@ def _keep_attributes(stack: ExitStack, module: nn.Module) -> None:
                 if tensor.shape != copy.shape:  # its first run gave it another
                     tensor.resize_(copy.shape)
                 tensor.copy_(copy)
-        for container, members in containers:
-            if not _holds(container, members):  # else it may be one that lets nobody change it
-                container.clear()
-                (container.extend if isinstance(container, list) else container.update)(members)
         attributes.clear()
         attributes.update(before)
 
     stack.callback(restore)
+    for held in before.values():
+        if isinstance(held, (dict, list, set)):
+            _keep_members(stack, held)
 
 
 def _keep_members(stack: ExitStack, container: Any) -> None:
-    """Of a container of a built-in type."""
-    members = (dict if isinstance(container, dict) else list)(container)
+    # A class derived from a built-in one may not be copied like it.
+    kind: Any = next(kind for kind in (dict, list, set, deque) if isinstance(container, kind))
+    members = kind(container)
 
     def restore() -> None:
-        now = container if isinstance(container, dict) else list(container)
-        if not _holds(now, members):
+        if not _holds(container, members):  # else it may be one that lets nobody change it
             container.clear()
             (container.extend if isinstance(container, (list, deque)) else container.update)(members)
 
