@@ -247,3 +247,16 @@ def test_resident_memory_stays_flat(pool, operations):
     before = resident()
     churn(operations)
     assert resident() - before < 2 * MIB
+
+
+def test_threads_that_end_leave_nothing(pool):
+    def drop_all(_):
+        made = [pool.empty(8) for _ in range(64)]
+        del made
+
+    in_threads(drop_all, 2)
+    before = resident()
+    for _ in range(600):
+        in_threads(drop_all, 1)
+    assert resident() - before < 2 * MIB
+    assert pool.stats().live_blocks == 0

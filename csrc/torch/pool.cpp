@@ -12,6 +12,8 @@
 #include <iterator>
 #include <utility>
 
+#include "recycled.h"
+
 namespace memkit {
 
 using arena::Block;
@@ -69,7 +71,7 @@ std::int64_t next_id() {
 }
 
 // What pool.use() lends to torch's CPU allocator.
-struct LentBlock : CpuBlock {
+struct LentBlock : CpuBlock, Recycled<LentBlock> {
   Block* block;
 
   explicit LentBlock(Block* block) : CpuBlock{block->data(), &give_back}, block(block) {}
@@ -78,6 +80,13 @@ struct LentBlock : CpuBlock {
     arena::free(self->block);
     delete self;
   }
+};
+
+struct PoolStorage final : c10::StorageImpl, Recycled<PoolStorage> {
+  using c10::StorageImpl::StorageImpl;
+};
+struct PoolTensor final : c10::TensorImpl, Recycled<PoolTensor> {
+  using c10::TensorImpl::TensorImpl;
 };
 
 std::size_t contiguous_bytes(at::IntArrayRef size, std::size_t itemsize) {
@@ -236,9 +245,9 @@ Block* Pool::spare(std::size_t nbytes) {
 
 at::Tensor Pool::wrap(std::size_t nbytes, Dtype dtype, Tag tag) {
   TORCH_CHECK_VALUE(!at::isQIntType(dtype), "Pool: expected a dtype that is not quantized, got ", dtype);
-  auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), nbytes, data(nbytes, tag),
-                                                       allocator_, /*resizable=*/true);
-  return at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys_, at::scalarTypeToTypeMeta(dtype));
+  c10::intrusive_ptr<c10::StorageImpl> storage = c10::make_intrusive<PoolStorage>(
+      c10::StorageImpl::use_byte_size_t(), nbytes, data(nbytes, tag), allocator_, /*resizable=*/true);
+  return at::detail::make_tensor<PoolTensor>(std::move(storage), keys_, at::scalarTypeToTypeMeta(dtype));
 }
 
 at::Tensor Pool::empty(at::IntArrayRef size, Dtype dtype, std::optional<at::MemoryFormat> format, Tag tag) {
