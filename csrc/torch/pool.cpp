@@ -87,6 +87,11 @@ struct PoolStorage final : c10::StorageImpl, Recycled<PoolStorage> {
 };
 struct PoolTensor final : c10::TensorImpl, Recycled<PoolTensor> {
   using c10::TensorImpl::TensorImpl;
+  // From no elements in one dimension, which it is made of: all else holds of any number.
+  void set_length(std::int64_t n) {
+    sizes_and_strides_.size_at_unchecked(0) = n;
+    numel_ = n;
+  }
 };
 
 std::size_t contiguous_bytes(at::IntArrayRef size, std::size_t itemsize) {
@@ -254,7 +259,10 @@ at::Tensor Pool::empty(at::IntArrayRef size, Dtype dtype, std::optional<at::Memo
   const bool ordered = format && *format != at::MemoryFormat::Contiguous;
   if (ordered) check_format(size, *format);
   at::Tensor tensor = wrap(contiguous_bytes(size, at::elementSize(dtype)), dtype, tag);
-  if (size.size() != 1 || size[0] != 0) tensor.unsafeGetTensorImpl()->generic_set_sizes_contiguous(size);
+  if (size.size() == 1)
+    static_cast<PoolTensor*>(tensor.unsafeGetTensorImpl())->set_length(size[0]);
+  else
+    tensor.unsafeGetTensorImpl()->generic_set_sizes_contiguous(size);
   if (ordered) tensor.unsafeGetTensorImpl()->empty_tensor_restride(*format);
   return tensor;
 }
