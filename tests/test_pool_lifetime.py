@@ -1,6 +1,7 @@
 """A pool's memory: who keeps a block, copies, resizing, the end of the pool, threads, forks."""
 
 import copy
+import ctypes
 import gc
 import io
 import pickle
@@ -251,7 +252,7 @@ def test_resident_memory_stays_flat(pool, operations):
 
 def test_threads_that_end_leave_nothing(pool):
     def drop_all(_):
-        made = [pool.empty(8) for _ in range(64)]
+        made = [pool.empty(8) for _ in range(100)]
         del made
 
     in_threads(drop_all, 2)
@@ -260,3 +261,16 @@ def test_threads_that_end_leave_nothing(pool):
         in_threads(drop_all, 1)
     assert resident() - before < 2 * MIB
     assert pool.stats().live_blocks == 0
+
+
+def test_many_tensors_at_once_leave_nothing():
+    def many(make):
+        made = [make(8) for _ in range(100_000)]
+        del made
+        ctypes.CDLL(None).malloc_trim(0)
+        return resident()
+
+    with Pool(16 * MIB) as pool:
+        with pool.use():
+            before = many(torch.empty)  # the pool knows of so many blocks from now on
+        assert many(pool.empty) - before < 4 * MIB

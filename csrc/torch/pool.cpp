@@ -71,7 +71,7 @@ std::int64_t next_id() {
 }
 
 // What pool.use() lends to torch's CPU allocator.
-struct LentBlock : CpuBlock, Recycled<LentBlock> {
+struct LentBlock final : CpuBlock, Recycled<LentBlock> {
   Block* block;
 
   explicit LentBlock(Block* block) : CpuBlock{block->data(), &give_back}, block(block) {}
