@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch._functorch.config as functorch
 from dropout_cases import SEED, seeded
 from torch import Tensor, nn
 
@@ -62,6 +63,40 @@ def test_compile(dynamic: bool) -> None:
     torch.testing.assert_close(got, wanted)
     grads = [torch.autograd.grad(each.square().sum(), weight)[0] for each in (got, wanted)]
     torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("budget", [0.5, 0.1])
+def test_a_compiler_that_keeps_less_keeps_the_seeds(budget: float) -> None:
+    """Backward against differences; dropout_linear and dropout draw theirs in Python and in C++."""
+    inner, outer = (torch.randn(32, 32, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    x, weight = torch.randn(16, 32, dtype=torch.float64), torch.linspace(-1, 1, 32, dtype=torch.float64)
+
+    def network(x: Tensor) -> Tensor:
+        h = M.dropout_linear(x @ inner, outer, p=0.5, act="gelu")
+        return (M.dropout(h, 0.5).square() * weight).sum()
+
+    with functorch.patch(activation_memory_budget=budget):
+        compiled = torch.compile(network, fullgraph=True, backend="aot_eager_decomp_partition")
+        gradients = torch.autograd.grad(seeded(lambda: compiled(x)), (inner, outer))
+    for parameter, gradient in zip((inner, outer), gradients, strict=True):
+        with torch.no_grad():
+            step = torch.randn_like(parameter) * 1e-6
+            parameter.add_(step)
+            after = seeded(lambda: compiled(x))
+            parameter.sub_(2 * step)
+            before = seeded(lambda: compiled(x))
+            parameter.add_(step)
+        torch.testing.assert_close((gradient * step).sum(), (after - before) / 2, rtol=1e-5, atol=0)
+
+
+def test_compiled_transforms() -> None:
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def slopes(x: Tensor) -> Tensor:
+        return torch.vmap(torch.func.grad(lambda t: M.dropout(t, 0.5).sum()), randomness="same")(x)
+
+    found = slopes(torch.ones(6, 50))
+    assert (found == found[0]).all()
+    assert set(found.unique().tolist()) == {0.0, 2.0}
 
 
 def test_opcheck() -> None:

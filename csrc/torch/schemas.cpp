@@ -107,6 +107,8 @@ TORCH_LIBRARY(memkit, m) {
   m.def("_activation_backward_(Tensor(a!) grad, " MEMKIT_BACKWARD ") -> Tensor(a!)", tags);
   // What dropout multiplies a contiguous tensor of this size with.
   m.def("_dropout_mask(SymInt[] size, Tensor seed, float[] drop, *, ScalarType dtype) -> Tensor");
+  // A copy of a seed, which a compiler must keep for backward: drawn again it were another one.
+  m.def("_kept(Tensor seed) -> Tensor");
 #undef MEMKIT_INPUT
 #undef MEMKIT_DROP
 #undef MEMKIT_BACKWARD

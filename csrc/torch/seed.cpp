@@ -2,6 +2,9 @@
 
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/library.h>
 
 #include <limits>
 #include <mutex>
@@ -44,6 +47,14 @@ std::optional<Tensor> drawn_here(const Tensor& input, const std::optional<at::Ge
 }
 #endif
 
+// Of what a mode sees, which may trace it.
+Tensor kept(const Tensor& seed) {
+  if (!c10::impl::tls_local_dispatch_key_set().included_.has(c10::DispatchKey::Python)) return seed;
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("memkit::_kept", "").typed<Tensor(const Tensor&)>();
+  return op.call(seed);
+}
+
 }  // namespace
 
 Tensor draw_seed(const Tensor& input, const std::optional<at::Generator>& generator) {
@@ -59,7 +70,11 @@ Tensor draw_seed(const Tensor& input, const std::optional<at::Generator>& genera
   const auto device = fits ? input.device() : owner;
   const Tensor seed =
       at::randint(Limits::min(), Limits::max(), {}, generator, input.options().dtype(at::kLong).device(device));
-  return device == input.device() ? seed : seed.to(input.device(), /*non_blocking=*/true);
+  return kept(device == input.device() ? seed : seed.to(input.device(), /*non_blocking=*/true));
+}
+
+TORCH_LIBRARY_IMPL(memkit, CompositeExplicitAutograd, m) {
+  m.impl("_kept", [](const Tensor& seed) { return seed.clone(); });
 }
 
 }  // namespace memkit

@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 from torch.compiler import is_dynamo_compiling
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, get_proxy_slot, proxy_call
+from torch.utils.checkpoint import CheckpointPolicy
 
 from .. import _C
 from .._sharding import call
@@ -73,7 +75,23 @@ def draw_seed(op: str, input: Tensor, generator: Generator | None) -> Tensor:
     if drawn is not None:
         return drawn
     seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device, generator=generator)
-    return seed.to(input.device, non_blocking=True)
+    kept: Tensor = torch.ops.memkit._kept(seed.to(input.device, non_blocking=True))
+    return kept
+
+
+def _trace_kept(mode: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """PyTorch's partitioner, told to keep less (activation_memory_budget), draws random numbers again in backward."""
+    seed: Any = proxy_call(mode, func, mode.pre_dispatch, args, kwargs)
+    get_proxy_slot(seed, mode.tracer).proxy.node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    return seed
+
+
+def _batch_kept(info: Any, in_dims: tuple[int | None], seed: Tensor) -> tuple[Tensor, int | None]:
+    return torch.ops.memkit._kept(seed), in_dims[0]
+
+
+torch.library.register_torch_dispatch("memkit::_kept", ProxyTorchDispatchMode, _trace_kept)
+torch.library.register_vmap("memkit::_kept", _batch_kept)
 
 
 def _dispatched(op: str, input: Tensor, inplace: Inplace, *args: Any, **kwargs: Any) -> Tensor:
