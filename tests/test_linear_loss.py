@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config as functorch
 import torch.nn.functional as F
 from loss_cases import VARIANTS, arguments, assert_as_good, gradients, in_double, target_of
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import memkit.functional as M
 import memkit.nn
@@ -464,3 +466,51 @@ def test_transforms() -> None:
         close(*per_row)
         tangents = [torch.func.jvp(lambda x, f=f: f(x, target), (x,), (x,))[1] for f in (function, want)]
         close(*tangents)
+
+
+@pytest.mark.parametrize("budget", [0.5, 0.1])
+def test_a_compiler_that_keeps_less_keeps_the_gradients(budget: float) -> None:
+    """They are made in forward, at the cost of three matrix products."""
+    torch.manual_seed(0)
+    embedding, inner, head = (
+        torch.randn(*shape, requires_grad=True) for shape in ((50, 64), (64, 64), (50, 64))
+    )
+    tokens, target = torch.randint(50, (256,)), torch.randint(50, (256,))
+
+    def network(tokens: Tensor) -> Tensor:
+        x = embedding[tokens]
+        for _ in range(3):
+            x = F.layer_norm(F.gelu(x @ inner), (64,))
+        return M.linear_cross_entropy(x, head, target)
+
+    with functorch.patch(activation_memory_budget=budget):
+        compiled = torch.compile(network, fullgraph=True, backend="aot_eager_decomp_partition")
+        loss = compiled(tokens)
+    parameters = embedding, inner, head
+    with torch.profiler.profile() as profile:
+        gradients = torch.autograd.grad(loss, parameters)
+    calls = {event.key for event in profile.key_averages()}
+    assert "aten::mm" in calls
+    assert "memkit::_linear_cross_entropy_forward" not in calls
+    torch.testing.assert_close(gradients, torch.autograd.grad(network(tokens), parameters))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("wanted", [(True, True), (False, True), (False, False)], ids=str)
+def test_flops_are_counted(reduction: str, wanted: tuple[bool, bool]) -> None:
+    """As many as the matrix products take: of the logits, which reduction="none" makes twice, and of each gradient."""
+    counters = [FlopCounterMode(display=False), FlopCounterMode(display=False)]
+    for op in [op for op in counters[0].flop_registry if "memkit" in str(op)]:
+        del counters[0].flop_registry[op]  # one made before the first call
+    for counter in counters:
+        shapes = (2, 16, 32), (50, 32)
+        input, weight = (torch.randn(s, requires_grad=w) for s, w in zip(shapes, wanted, strict=True))
+        with counter:
+            loss = M.linear_cross_entropy(input, weight, torch.randint(50, (2, 16)), reduction=reduction)
+            if any(wanted):
+                loss.sum().backward()
+        again = reduction == "none" and any(wanted)
+        assert counter.get_total_flops() == 2 * 32 * 32 * 50 * (1 + again + sum(wanted))
+    with torch.inference_mode(), counters[0]:
+        M.linear_cross_entropy(torch.randn(3, 32), torch.randn(50, 32), torch.randint(50, (3,)))
+    assert counters[0].get_total_flops() == 2 * 3 * 32 * 50

@@ -114,6 +114,117 @@ def test_accumulation() -> None:
     assert same(a, b)
 
 
+class Branches(nn.Module):
+    """Whose batches reach parameters of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def backward(self, side: str, checkpointed: bool = False) -> None:
+        x = torch.ones(2, 4, requires_grad=True)
+        branch = getattr(self, side)
+        y = checkpoint(branch, x, use_reentrant=True) if checkpointed else branch(x)
+        (100 * self.stem(y)).square().sum().backward()
+
+
+@pytest.mark.parametrize("options", [{}, {"max_norm": 0.3}, {"clip_value": 0.1}], ids=str)
+@pytest.mark.parametrize("by_step", [False, True])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_sums_that_the_last_batch_does_not_reach(
+    options: dict[str, float], by_step: bool, checkpointed: bool
+) -> None:
+    """They are clipped, used once and gone at the end of backward, or in step() after batches that all accumulate."""
+    a, b = pair(Branches)
+    plain, early = optim.AdamW(a.parameters()), optim.AdamW(b.parameters())
+    handle = step_in_backward(early, **options)
+    for _ in range(3):
+        sides = ["left", "left", "right"]
+        for side in sides:
+            a.backward(side, checkpointed)
+        for p in a.parameters():
+            if "clip_value" in options:
+                nn.utils.clip_grad_value_([p], options["clip_value"])
+            if "max_norm" in options:
+                nn.utils.clip_grad_norm_([p], options["max_norm"])
+        plain.step()
+        plain.zero_grad()
+        with handle.accumulate():
+            b.backward(sides[0], checkpointed)
+            b.backward(sides[1], checkpointed)
+            if by_step:
+                b.backward(sides[2], checkpointed)
+        if not by_step:
+            b.backward(sides[2], checkpointed)
+        else:
+            assert all(p.grad is not None for p in b.parameters())
+            early.step()
+        assert all(p.grad is None for p in b.parameters())
+        assert same(a, b)
+
+
+@pytest.mark.parametrize("reached", ["stem", "left"])
+def test_sums_wait_for_the_end_of_the_outer_backward(reached: str) -> None:
+    """A checkpoint's backward that is one inside of another ends before all have arrived: each is stepped once."""
+    model = Branches()
+    optimizer = optim.AdamW(model.parameters())
+    handle = step_in_backward(optimizer)
+    x = torch.ones(2, 4, requires_grad=True)
+    with handle.accumulate():
+        for each in (model.stem, model.left, model.right):
+            each(x).sum().backward()
+    inner = checkpoint(model.right, getattr(model, reached)(x), use_reentrant=True)
+    inner.sum().backward()
+    assert [optimizer.state[p]["step"].item() for p in model.parameters()] == [1] * 6
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_sums_after_an_error() -> None:
+    """They are used by the next backward."""
+
+    def fail(grad: Tensor) -> None:
+        raise ValueError("trap")
+
+    a, b = pair(Branches)
+    plain, early = optim.SGD(a.parameters(), lr=0.1), optim.SGD(b.parameters(), lr=0.1)
+    handle = step_in_backward(early)
+    a.backward("left")
+    plain.step()
+    with handle.accumulate():
+        b.backward("left")
+    trapped = torch.ones(1, 4, requires_grad=True)
+    trapped.register_hook(fail)
+    with pytest.raises(ValueError, match="trap"):
+        (b.right(trapped).sum() * 0).backward()
+    assert b.left.weight.grad is not None
+    (b.right(torch.ones(1, 4)).sum() * 0).backward()
+    assert same(a, b)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_norm": 0.3}], ids=str)
+def test_parameters_that_thaw(options: dict[str, float]) -> None:
+    """What is frozen at first is stepped once it has gradients, and stays frozen until then."""
+    model = Branches()
+    model.left.requires_grad_(False)
+    optimizer = optim.AdamW(model.parameters())
+    handle = step_in_backward(optimizer, **options)
+    assert not model.left.weight.requires_grad
+    before = model.left.weight.clone()
+    model.backward("left")
+    assert torch.equal(model.left.weight, before)
+    assert model.left.weight.grad is None
+    assert not optimizer.state[model.left.weight]
+    model.left.requires_grad_(True)
+    for step in (1, 2):
+        model.backward("left")
+        assert model.left.weight.grad is None
+        assert optimizer.state[model.left.weight]["step"] == step
+    handle.remove()
+    model.backward("left")
+    assert model.left.weight.grad is not None
+
+
 def test_after_an_error() -> None:
     """What had arrived is used, nothing stays behind, the next backward is whole."""
 

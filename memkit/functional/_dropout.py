@@ -24,12 +24,11 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 from torch.compiler import is_dynamo_compiling
-from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, get_proxy_slot, proxy_call
-from torch.utils.checkpoint import CheckpointPolicy
 
 from .. import _C
 from .._sharding import call
 from ._activation import Inplace, Save, _parameters, check_inplace, save_of
+from ._partition import keep_results
 from ._shared import describe
 
 __all__ = [
@@ -79,18 +78,11 @@ def draw_seed(op: str, input: Tensor, generator: Generator | None) -> Tensor:
     return kept
 
 
-def _trace_kept(mode: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """PyTorch's partitioner, told to keep less (activation_memory_budget), draws random numbers again in backward."""
-    seed: Any = proxy_call(mode, func, mode.pre_dispatch, args, kwargs)
-    get_proxy_slot(seed, mode.tracer).proxy.node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-    return seed
-
-
 def _batch_kept(info: Any, in_dims: tuple[int | None], seed: Tensor) -> tuple[Tensor, int | None]:
     return torch.ops.memkit._kept(seed), in_dims[0]
 
 
-torch.library.register_torch_dispatch("memkit::_kept", ProxyTorchDispatchMode, _trace_kept)
+keep_results("_kept")  # or the random numbers are drawn again in backward, others
 torch.library.register_vmap("memkit::_kept", _batch_kept)
 
 

@@ -29,7 +29,9 @@ from torch.compiler import is_dynamo_compiling
 
 from .. import _C
 from .._sharding import call
+from . import _flops
 from ._activation import Inplace, check_inplace
+from ._partition import keep_results
 from ._shared import describe
 
 __all__ = ["cross_entropy", "linear_cross_entropy"]
@@ -136,6 +138,8 @@ def linear_cross_entropy(
                 f"linear_cross_entropy: expected {name} to be a Tensor, got {type(given).__name__}"
             )
     ignored = -100 if ignore_index is None else ignore_index
+    if not is_dynamo_compiling():
+        _flops.tell()
     if linear_weight.dim() > 2:
         return _many_dimensions(
             input,
@@ -198,6 +202,9 @@ def _many_dimensions(
     )
 
 
+keep_results(
+    "_linear_cross_entropy_forward"
+)  # the gradients, of the last in forward and the first in backward
 describe(
     (cross_entropy, linear_cross_entropy),
     """

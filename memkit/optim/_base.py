@@ -142,8 +142,10 @@ class FusedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._in_backward is not None:
-            self._in_backward.settle()
+        handle = self._in_backward
+        if handle is not None:
+            handle.settle()
+            handle.clip_all()
         ready = [part for part in self._parts() if part.lists.collect()]
         for part in ready:
             self._check_numbers(part.group)
@@ -151,6 +153,8 @@ class FusedOptimizer(Optimizer):
                 part.lists.check(part.group["block_size"])
         for part in ready:
             self._advance(part)
+        if handle is not None:
+            handle.free_all()
         return loss
 
     def _step_one(self, param: Tensor) -> None:

@@ -53,28 +53,45 @@ class StepInBackward:
         self._optimizer = optimizer
         self._max_norm, self._clip_value = max_norm, clip_value
         self._deferred = 0
+        self._sums: set[Tensor] = set()
+        """Parameters whose gradients accumulate() has added up."""
+        self._ends = -1
+        """The last backward that steps them at its end, if it has not before."""
         self._arrivals = _C.Arrivals(WAITING_BYTES)
         self._handles: list[Any] = []
         self.watch(optimizer._all_params())
         optimizer._in_backward = self
 
     def watch(self, params: Iterable[Tensor]) -> None:
-        watched = [param for param in params if param.requires_grad]
+        """Also those that are frozen: they may thaw."""
+        watched = list(params)
         for param in watched:
             if any(map(_steps, (param._post_accumulate_grad_hooks or {}).values())):
                 raise RuntimeError(
                     "step_in_backward: expected parameters that no other optimizer steps in backward, got one of "
                     f"{list(param.shape)}: remove() that optimizer's handle first"
                 )
-        clips = self._clip_value is not None or self._max_norm is not None
         for param in watched:
-            hook = _Hook(self._clip_and_take if clips else self._take)
-            hook.handle = param.register_post_accumulate_grad_hook(hook)
+            hook = _Hook(self._clip_and_take if self._clips else self._take)
+            frozen = not param.requires_grad
+            param.requires_grad_()  # what is frozen takes no hook
+            try:
+                hook.handle = param.register_post_accumulate_grad_hook(hook)
+            finally:
+                if frozen:
+                    param.requires_grad_(False)
             self._handles.append(hook.handle)
+
+    @property
+    def _clips(self) -> bool:
+        return self._clip_value is not None or self._max_norm is not None
 
     def _take(self, param: Tensor) -> None:
         if self._deferred:
+            self._sums.add(param)
             return
+        if self._sums:
+            self._step_sums_at_end()
         then = self._arrivals.take(param)
         if then:
             try:
@@ -96,19 +113,42 @@ class StepInBackward:
 
     def _clip_and_take(self, param: Tensor) -> None:
         if self._deferred or param.grad is None:  # a hook before this one may have used and freed it
+            self._take(param)
             return
         _C.check_arrived(param)
         try:
-            if is_dtensor(param):
-                with torch.no_grad():
-                    gradient(self._optimizer._name, param)  # whole sums are clipped
-            if self._clip_value is not None:
-                torch.nn.utils.clip_grad_value_([param], self._clip_value)
-            if self._max_norm is not None:
-                torch.nn.utils.clip_grad_norm_([param], self._max_norm)
+            self._clip(param)
             self._take(param)
         finally:
             param.grad = None
+
+    def _clip(self, param: Tensor) -> None:
+        """Its gradient, by itself."""
+        if self._clips and is_dtensor(param):
+            with torch.no_grad():
+                gradient(self._optimizer._name, param)  # whole sums are clipped
+        if self._clip_value is not None:
+            torch.nn.utils.clip_grad_value_([param], self._clip_value)
+        if self._max_norm is not None:
+            torch.nn.utils.clip_grad_norm_([param], self._max_norm)
+
+    def _step_sums_at_end(self) -> None:
+        """Those that do not arrive in this backward: it reaches other parameters than the ones before."""
+        task = torch._C._current_graph_task_id()
+        if task not in (-1, self._ends):
+            self._ends = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._step_sums)
+
+    def _step_sums(self) -> None:
+        if torch._C._current_autograd_node() is not None:
+            return  # a backward inside of a node of another one, where they may arrive yet
+        sums, self._sums = self._sums, set()
+        for param in [p for p in self._optimizer._all_params() if p in sums and p.grad is not None]:
+            try:
+                self._clip(param)
+                self._optimizer._step_one(param)
+            finally:
+                param.grad = None
 
     def _settle(self, device: torch.device) -> None:
         self._optimizer._step_arrived(self._arrivals.end(device))
@@ -118,9 +158,23 @@ class StepInBackward:
         for device in self._arrivals.devices():
             self._settle(device)
 
+    def clip_all(self) -> None:
+        """What step() is about to use."""
+        if self._clips:
+            for param in self._optimizer._all_params():
+                if param.grad is not None:
+                    self._clip(param)
+
+    def free_all(self) -> None:
+        """What step() has used."""
+        self._sums.clear()
+        for param in self._optimizer._all_params():
+            param.grad = None
+
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """`with handle.accumulate():` backward adds gradients up and keeps them; the next one outside uses the sums."""
+        """`with handle.accumulate():` backward adds gradients up and keeps them; the next one outside uses the sums, and
+        steps also the parameters that it does not reach itself. `optimizer.step()` uses them, too."""
         self._deferred += 1
         try:
             yield
@@ -148,8 +202,9 @@ def step_in_backward(
 
     Gradients then take the memory of the largest one, not of all. On a GPU, where a step for many costs what one for a
     single parameter does, they wait for each other up to 32 MiB more, and to the end of backward at most.
-    `optimizer.step()` may stay in the loop: it finds no gradients and does nothing (but steps what was accumulated), and
-    schedulers see their step. Step hooks are not called.
+    `optimizer.step()` may stay in the loop: it finds no gradients and does nothing (but clips, steps and frees what
+    `accumulate()` has left), and schedulers see their step. Step hooks are not called. Parameters that are frozen now are
+    stepped once they thaw.
 
     Args:
         optimizer: of `memkit.optim`. Several may step in backward, each parameters of its own.
