@@ -51,7 +51,13 @@ class PoolScope(_Within):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        scopes, held = self._core.leave_scope(self._numbers.pop()) if self._numbers else (0, [])
+        scopes: int = 0
+        held: list[tuple[str, int, str, int]] = []
+        for number in self._numbers[::-1]:  # of several threads, perhaps
+            scopes, held = self._core.leave_scope(number)
+            if scopes:
+                self._numbers.remove(number)
+                break
         if kind not in (None, GeneratorExit):
             return
         if scopes == 0:
@@ -125,8 +131,6 @@ class PoolReplay(_Within):
         return f"{text}: {self.mismatch})" if self.mismatch else f"{text})"
 
     def __enter__(self) -> PoolReplay:
-        for other in self._known.values():
-            other.settle()  # memory of other plans' steps
         if self.plan is not None and self._replay is not None:
             self._known.setdefault(
                 self.plan, self._replay
@@ -157,10 +161,15 @@ class PoolTag(_Within):
         if not isinstance(name, str) or not name:
             raise ValueError(f"Pool.tag: expected a name, got {name!r}")
         self._name = name
+        self._numbers: list[int] = []
 
     def __enter__(self) -> Pool:
-        self._core.push_tag(self._name)
+        self._numbers.append(self._core.push_tag(self._name))
         return self._pool
 
-    def __exit__(self, *error: object) -> None:
-        self._core.pop_tag()
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        number = next((n for n in self._numbers[::-1] if self._core.pop_tag(n)), None)
+        if number is not None:
+            self._numbers.remove(number)
+        elif kind in (None, GeneratorExit):
+            raise RuntimeError("Pool.tag: expected a tag that this thread is in, got one that has ended")

@@ -398,6 +398,8 @@ def _tuple(name: str, numbers: Any) -> tuple[Any, ...]:
 def _check_tensor(input: Any, name: str) -> None:
     if not isinstance(input, Tensor):
         raise TypeError(f"Pool.{name}: expected input to be a Tensor, got {type(input).__name__}")
+    if input.layout is not torch.strided:
+        raise ValueError(f"Pool.{name}: expected a strided tensor, got one of {input.layout}")
 
 
 class _Method:

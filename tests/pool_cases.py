@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 import traceback
@@ -71,6 +72,7 @@ def in_a_child(work: Callable[[], object]) -> None:
     if child == 0:
         code = 1
         try:
+            signal.alarm(60)  # a child that hangs
             work()
             code = 0
         except BaseException:

@@ -156,6 +156,11 @@ BAD_CALLS = {
         TypeError,
         "^Pool.empty_like: expected input to be a Tensor, got ndarray",
     ),
+    "like sparse ones": (
+        lambda p: p.empty_like(torch.eye(3).to_sparse()),
+        ValueError,
+        "^Pool.empty_like: expected a strided tensor, got one of torch.sparse_coo",
+    ),
     "as an array": (
         lambda p: p.new_like(numpy.zeros(3)),
         TypeError,

@@ -189,6 +189,30 @@ def test_fork(pool):
     assert pool.stats().live_blocks == 1
 
 
+@pytest.mark.parametrize("busy", ["make", "debug"])
+def test_fork_while_other_threads_work(busy):
+    """No child inherits a mutex that a thread of the parent's had locked."""
+    stop, debugged = threading.Event(), Pool("1MiB", debug=True)
+    one = torch.ones(64)
+
+    def work(_):
+        with debugged.use():
+            while not stop.is_set():
+                if busy == "make":
+                    Pool("4KiB")
+                else:
+                    torch.add(one, 1)
+
+    thread = threading.Thread(target=in_threads, args=(work, 3))
+    thread.start()
+    try:
+        for _ in range(40):
+            in_a_child(lambda: Pool("4KiB", debug=True).ones(3))
+    finally:
+        stop.set()
+        thread.join()
+
+
 def test_fork_inside_a_scope(pool):
     held = []
 
@@ -236,6 +260,21 @@ def test_other_threads_go_on_while_the_pool_grows():
         del made
     margin = (end - start) / 4  # a thread may have waited for its turn at either end
     assert any(start + margin < at < end - margin for at in ticks)
+
+
+def test_threads_that_grow_at_once():
+    """None is refused what is there, and the pool grows by what they lack."""
+    for limit in ("100MiB", None, "32MiB") * 5:
+        with Pool("2MiB", max=limit) as pool:
+            ready, held = threading.Barrier(8), []
+
+            def work(_, pool=pool, ready=ready, held=held):
+                ready.wait()
+                held.append(pool.empty(3 * MIB, dtype=torch.uint8))
+
+            in_threads(work, 8)
+            assert pool.stats().reserved <= 32 * MIB
+            held.clear()
 
 
 @pytest.mark.parametrize("operations", [200_000, pytest.param(10_000_000, marks=pytest.mark.slow)])

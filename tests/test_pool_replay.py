@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from pool_cases import after_a_thread, in_threads
+from pool_cases import after_a_thread, in_threads, inside
 from torch import Tensor, nn
 
 import memkit
@@ -96,6 +96,39 @@ def test_memory_goes_back_when_nothing_of_a_step_is_alive(pool: memkit.Pool) -> 
     with pool.replay(pool.record(lambda: None)):
         pass
     assert pool.stats().allocated < before
+
+
+def test_who_lacks_memory_gets_what_an_idle_plan_holds(pool: memkit.Pool) -> None:
+    """Of the pool's 32 MiB: another tensor, one of torch's, a scope's, another plan's, and the system."""
+
+    def step() -> float:
+        return torch.ones(6 << 20).sum().item()
+
+    def larger() -> float:
+        return torch.ones(7 << 20).sum().item()
+
+    plan, other = pool.record(step), pool.record(larger)
+    for lacks in (
+        lambda: pool.empty(7 << 20),
+        lambda: torch.empty(7 << 20),
+        lambda: pool.empty(7 << 20, tag="scoped"),
+    ):
+        with pool.replay(plan) as replay:
+            step()
+        assert pool.stats().active >= 24 << 20
+        with pool.use(), pool.scope():
+            made = lacks()
+            assert inside(pool, made)
+            with pytest.raises(memkit.PoolExhausted):
+                pool.empty(2 << 20)
+            del made
+    with pool.replay(plan):
+        step()
+    with pool.replay(other) as replay:
+        larger()
+    assert replay.fell_back == 0
+    pool.close()
+    assert pool.stats().reserved == 0
 
 
 def test_what_outlives_a_step_is_not_overwritten_by_the_next(pool: memkit.Pool) -> None:
@@ -237,6 +270,12 @@ def test_refusals(pool: memkit.Pool) -> None:
         pass
     with pytest.raises(RuntimeError, match=r"^Pool\.record: expected an open pool, got one that was closed$"):
         pool.record(list)
+
+
+def test_a_plan_that_is_not_aligned_as_the_pool_is_refused(pool: memkit.Pool) -> None:
+    plan = Plan.solve([(100, 0, 2)], alignment=1)
+    with pytest.raises(ValueError, match="expected a plan aligned to multiples of 64 bytes, got one to 1"):
+        pool.replay(plan)
 
 
 def test_solve_by_hand_and_replay(pool: memkit.Pool) -> None:

@@ -7,6 +7,7 @@ import os
 import pickle
 import runpy
 import sys
+import threading
 
 import numpy
 import pytest
@@ -54,6 +55,30 @@ def test_tags_are_the_threads(pool):
     with pool.tag("mine"):
         in_threads(lambda _: made.append(pool.empty(1)), 1)
     assert [tag for tag, _, _ in pool.holders()] == [""]
+
+
+def test_tags_left_in_any_order(pool):
+    outer, inner = pool.tag("outer"), pool.tag("inner")
+    with outer, pytest.raises(RuntimeError, match="expected a tag that this thread is in, got one"):
+        in_threads(lambda _: outer.__exit__(None), 1)
+    outer.__enter__()
+    inner.__enter__()
+    outer.__exit__(None)
+    held = [pool.empty(1)]
+    inner.__exit__(None)
+    held.append(pool.empty(2))
+    assert [tag for tag, _, _ in pool.holders()] == ["", "inner"]
+
+    def use_the_same(_):
+        with outer:
+            ready.wait()
+            held.append(pool.empty(1))
+            ready.wait()
+
+    ready = threading.Barrier(2)
+    in_threads(use_the_same, 2)
+    assert pool.holders()[0] == ("", 8, 1)
+    assert ("outer", 8, 2) in pool.holders()
 
 
 def test_snapshot(tmp_path, monkeypatch):
@@ -349,6 +374,25 @@ def test_sleep_of_a_tag_reaches_into_replays():
     assert not made[2000:-2000].any()
     pool.wake()
     assert (made == 3).all()
+
+
+def test_sleep_of_the_tag_of_plans_leaves_what_is_in_them():
+    pool = Pool("64MiB")
+
+    def step(value):
+        return torch.full((1_000_000,), value)
+
+    plan = pool.record(step, 3.0)
+    with pool.replay(plan):
+        old = step(3.0)
+    assert [tag for tag, _, _ in pool.holders()] == ["plan"]
+    pool.sleep("plan")
+    del old
+    with pool.replay(plan) as replay:
+        new = step(4.0)
+    assert replay.served == 1
+    pool.wake()
+    assert (new == 4).all()
 
 
 def test_sleep_in_debug_mode_keeps_to_its_own_memory():

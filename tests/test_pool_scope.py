@@ -1,6 +1,7 @@
 """pool.scope(): bump allocation that ends with its `with`, or says which tensor did not."""
 
 import gc
+import threading
 
 import pytest
 import torch
@@ -23,6 +24,27 @@ def test_tensors_lie_one_behind_the_other(pool):
     assert pool.stats().live_blocks == 0
     with pool.scope():
         assert pool.empty(4).data_ptr() == first
+
+
+def test_one_object_in_two_threads(pool):
+    scope, both, first_left = pool.scope(), threading.Barrier(2), threading.Event()
+
+    def work(number):
+        if number == 1:
+            first_in.wait()
+        with scope:
+            first_in.set()
+            both.wait()
+            pool.empty(16)
+            if number == 1:
+                first_left.wait(10)
+        first_left.set()
+
+    first_in = threading.Event()
+    in_threads(work, 2)
+    assert pool.stats().allocated == 0
+    with pytest.raises(RuntimeError, match="expected a scope that this thread is in"):
+        scope.__exit__(None, None, None)
 
 
 def test_a_living_tensor_is_named(pool):

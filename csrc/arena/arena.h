@@ -6,6 +6,7 @@
 // and replays (replay.h) take a block of the arena and hand it out in pieces.
 #pragma once
 
+#include <condition_variable>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -185,6 +186,8 @@ class Arena final : public Owner {
              const std::function<void(const BlockView&)>& block) const;
   // The live blocks of scopes and replays, which lie in blocks of the arena; likewise.
   void visit_guests(const std::function<void(const BlockView&)>& block) const;
+  // The data of the blocks that replays lie in.
+  std::vector<const void*> homes() const;
 
   const Options& options() const { return options_; }
   // Made before a fork(), seen in the child.
@@ -212,6 +215,7 @@ class Arena final : public Owner {
 
   // growth.cpp
   struct Need;
+  class Growing;
   Block* grow(Lock& lock, Lane* lane, std::size_t size, std::size_t alignment, std::vector<LaneId>* waits,
               Refusal* refusal);
   Block* extend(Lock& lock, const Need& need, Refusal* refusal);
@@ -278,11 +282,13 @@ class Arena final : public Owner {
   std::unordered_map<Ticket, Block*> deferred_;
   std::unordered_map<std::string, TagId> tag_numbers_;
   std::vector<Guest*> guests_;
-  std::size_t misses_ = 0;   // allocations that took a new chunk
-  std::size_t busy_ = 0;     // calls outside the lock, and holders
-  std::size_t moving_ = 0;   // bytes on their way from or to upstream
-  std::size_t held_ = 0;     // calls that want the chunks to stay
-  std::size_t sending_ = 0;  // calls that send some there
+  std::size_t misses_ = 0;             // allocations that took a new chunk
+  std::size_t busy_ = 0;               // calls outside the lock, and holders
+  std::size_t moving_ = 0;             // bytes on their way from or to upstream
+  std::size_t held_ = 0;               // calls that want the chunks to stay
+  std::size_t sending_ = 0;            // calls that send some there
+  bool growing_ = false;               // a call has asked for more
+  std::condition_variable_any moved_;  // one of these two has ended
   const Options options_;
   const std::shared_ptr<Upstream> upstream_;
 };

@@ -14,15 +14,59 @@ struct Arena::Need {
   std::size_t bytes;  // of fresh memory that holds it wherever that starts
 };
 
+// Growth, one call at a time, while no memory goes upstream: two that grow at once would take a chunk each, or take for
+// refused what the other has asked for and may leave. Who finds a block need not wait.
+class Arena::Growing {
+ public:
+  Growing(Arena& arena, Lock& lock) : arena_(arena) {
+    waited = !quiet();
+    wait(lock, [this] { return quiet(); });
+    arena.growing_ = true;
+  }
+  ~Growing() {
+    arena_.growing_ = false;
+    arena_.moved_.notify_all();
+  }
+  // Others may have begun since to send memory upstream.
+  void settle(Lock& lock) {
+    wait(lock, [this] { return !arena_.sending_; });
+  }
+
+  bool waited;
+
+ private:
+  bool quiet() const { return !arena_.growing_ && !arena_.sending_; }
+  template <class Until>
+  void wait(Lock& lock, const Until& until) {
+    while (!until()) {
+      ++arena_.busy_;
+      lock.unlock();
+      arena_.upstream_->wait([&] {
+        Lock own(arena_.lock_);
+        arena_.moved_.wait(own, until);
+      });
+      lock.lock();
+      --arena_.busy_;
+    }
+  }
+
+  Arena& arena_;
+};
+
 // A block of new memory, or what others freed while the lock was open, or nullptr.
 Block* Arena::grow(Lock& lock, Lane* lane, std::size_t size, std::size_t alignment, std::vector<LaneId>* waits,
                    Refusal* refusal) {
   const Need need{lane, size, alignment, waits, size + (alignment - options_.alignment)};
   refusal->limit = options_.grow ? Refusal::max : Refusal::fixed;
   if (!options_.grow) return borrow(lane, size, alignment, waits);
+  Growing growing(*this, lock);
+  if (closed_) return nullptr;
+  if (growing.waited)
+    if (Block* block = search(lane, size, alignment, waits)) return block;
   for (bool trimmed : {false, true}) {
     if (trimmed && need.bytes > options_.max) break;
     if (trimmed && !send_back(lock, detach_pages())) break;
+    growing.settle(lock);
     if (Block* block = extend(lock, need, refusal)) return block;
     if (Block* block = add_chunk(lock, need, refusal)) return block;
     if (closed_) return nullptr;
@@ -65,7 +109,7 @@ Block* Arena::extend(Lock& lock, const Need& need, Refusal* refusal) {
   const std::size_t page = upstream_->page();
   settle_recent();
   Chunk* const chunk = heap_.chunks().empty() ? nullptr : heap_.chunks().back().get();
-  if (!page || !chunk || chunk->moving || sending_ || closed_) return nullptr;
+  if (!page || !chunk || sending_ || closed_) return nullptr;
   const std::size_t tail = heap_.tail(*chunk, need.lane->serving());
   const std::size_t left = growth_left();
   const std::size_t lacking = need.bytes > tail ? need.bytes - tail : 1;
@@ -182,6 +226,7 @@ std::size_t Arena::send_back(Lock& lock, Chunk* detached) noexcept {
   moving_ -= bytes;
   --sending_;
   --busy_;
+  moved_.notify_all();
   return bytes;
 }
 

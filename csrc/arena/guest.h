@@ -24,7 +24,9 @@ class Guest : public Owner {
     leave(lock);
   }
 
-  // Its live blocks. Under the arena's lock.
+  // The block of the arena that it lies in, where that is one with a name. Under the arena's lock.
+  virtual const Block* home() const { return nullptr; }
+  // Its live blocks. Likewise.
   void visit(const std::function<void(const BlockView&)>& block) const {
     const std::lock_guard<SpinLock> guard(lock_);
     for (const auto& [nodes, count] : pieces_)

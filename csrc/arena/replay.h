@@ -59,6 +59,7 @@ class Replay final : public Guest {
   Block* serve(const Request& request);
   Freed take_back(Block* block) noexcept override;
 
+  const Block* home() const override { return base_; }
   void rewind();  // before each step
   std::size_t position() const;
   std::size_t live() const;

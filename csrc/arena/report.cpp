@@ -165,6 +165,15 @@ void Arena::visit_guests(const std::function<void(const BlockView&)>& block) con
   for (const Guest* guest : guests_) guest->visit(block);
 }
 
+std::vector<const void*> Arena::homes() const {
+  std::vector<const void*> found;
+  if (inherited()) return found;
+  Lock lock(lock_);
+  for (const Guest* guest : guests_)
+    if (const Block* home = guest->home()) found.push_back(home->data());
+  return found;
+}
+
 std::string Arena::check() const {
   if (inherited()) return "";
   Lock lock(lock_);

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 
 #include "block.h"
 
@@ -23,6 +24,8 @@ class Upstream {
   virtual bool extend(void* end, std::size_t bytes) { return end && !bytes; }
   // What may be asked for without harm, where the system would rather end processes than refuse.
   virtual std::size_t available() { return SIZE_MAX; }
+  // Calls what waits until another thread's call above has ended, which may need what this thread holds.
+  virtual void wait(const std::function<void()>& until) { until(); }
 };
 
 // For canaries and poison. A CUDA pool implements it with memset and copies in the order of the lane.

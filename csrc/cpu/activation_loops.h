@@ -72,10 +72,16 @@ struct Loops {
                                         T* out, int64_t n) {
     if constexpr (has_two_slopes<Op>) {
       const Op op(params);
-      int32_t sides[kBlock];
-      Lanes::spread(bits, sides, n);
+      alignas(64) int32_t sides[kTile];
+      int64_t first = 0;
+      for (; first + kTile <= n; first += kTile) {
+        Lanes::spread_tile(bits + first / 8, sides);
+        MEMKIT_LOOP
+        for (int64_t i = 0; i < kTile; ++i) out[first + i] = gradient_where(op, grad[first + i], sides[i] < 0);
+      }
+      Lanes::spread(bits + first / 8, sides, n - first);
       MEMKIT_LOOP
-      for (int64_t i = 0; i < n; ++i) out[i] = gradient_where(op, grad[i], sides[i] < 0);
+      for (int64_t i = first; i < n; ++i) out[i] = gradient_where(op, grad[i], sides[i - first] < 0);
     }
   }
 };

@@ -113,6 +113,9 @@ struct BaseLanes {
     for (int64_t i = 0; i < n; i += 8)
       for (int k = 0; k < 8; ++k) sides[i + k] = -int32_t(bits[i / 8] >> k & 1);
   }
+  MEMKIT_FN static void spread_tile(const uint8_t* bits, int32_t* sides) {
+    for (int64_t i = 0; i < kTile; ++i) sides[i] = -int32_t(bits[i / 8] >> i % 8 & 1);
+  }
 };
 
 #if MEMKIT_X86
@@ -188,6 +191,20 @@ struct V3Lanes {
     for (int64_t i = 0; i < n; i += 8) {
       const __m256i own = _mm256_and_si256(_mm256_set1_epi32(bits[i / 8]), place);
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(sides + i), _mm256_cmpeq_epi32(own, place));
+    }
+  }
+  // The same of a tile, whose sides may then stay in registers.
+  MEMKIT_TARGET_V3 static void spread_tile(const uint8_t* bits, int32_t* sides) {
+    for (int64_t i = 0; i < kTile; i += 4 * kLanes) {
+      int32_t word;
+      std::memcpy(&word, bits + i / 8, sizeof word);
+      const __m256i words = _mm256_set1_epi32(word);
+      __m256i place = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+      for (int64_t k = i; k < i + 4 * kLanes; k += kLanes) {
+        const __m256i own = _mm256_cmpeq_epi32(_mm256_and_si256(words, place), place);
+        _mm256_store_si256(reinterpret_cast<__m256i*>(sides + k), own);
+        place = _mm256_slli_epi32(place, kLanes);
+      }
     }
   }
   template <class S, class T>
@@ -283,6 +300,13 @@ struct V4Lanes {
   MEMKIT_OUTLINE MEMKIT_TARGET_V4 static void spread(const uint8_t* bits, int32_t* sides, int64_t n) {
     for (int64_t i = 0; i < n; i += 8)
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(sides + i), _mm256_movm_epi32(bits[i / 8]));
+  }
+  MEMKIT_TARGET_V4 static void spread_tile(const uint8_t* bits, int32_t* sides) {
+    for (int64_t i = 0; i < kTile; i += kLanes) {
+      uint16_t word;
+      std::memcpy(&word, bits + i / 8, sizeof word);
+      _mm512_store_si512(sides + i, _mm512_movm_epi32(word));
+    }
   }
   template <class S, class T>
   MEMKIT_OUTLINE MEMKIT_TARGET_V4 static void widen(const S* x, T* y, int64_t n) {

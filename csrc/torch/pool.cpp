@@ -12,6 +12,7 @@
 #include <iterator>
 #include <utility>
 
+#include "forked.h"
 #include "recycled.h"
 
 namespace memkit {
@@ -54,15 +55,12 @@ class PoolAllocator final : public c10::Allocator {
   std::weak_ptr<Pool> pool_;
 };
 
-// By id. Leaked on purpose: threads may look after static objects have died.
+// By id.
 struct Registry {
   std::mutex mutex;
   std::vector<std::weak_ptr<Pool>> pools;
 };
-Registry& registry() {
-  static Registry& instance = *new Registry;
-  return instance;
-}
+Registry& registry() { return shared_by_threads<Registry>(); }
 
 std::int64_t next_id() {
   const std::lock_guard<std::mutex> guard(registry().mutex);
@@ -187,6 +185,8 @@ Block* Pool::take(std::size_t nbytes, Tag tag, For whom, std::unique_ptr<arena::
       return block;
     }
   arena::Allocation got = layer ? layer->allocate(request) : allocate(request);
+  if (!got && got.failure->reason == arena::Failure::exhausted && settle_replays())
+    got = layer && !layer->torch_only ? layer->allocate(request) : allocate(request);
   if (!got && failure && got.failure->reason == arena::Failure::exhausted) {
     *failure = std::move(got.failure);
     return nullptr;
@@ -282,6 +282,7 @@ at::Tensor Pool::empty_strided(at::IntArrayRef size, at::IntArrayRef stride, Dty
 std::size_t Pool::trim() { return arena_->trim(); }
 
 void Pool::close() {
+  settle_replays();
   arena_->close();
   if (arena_->inherited()) return;
   device_->reclaim(*arena_);

@@ -24,6 +24,7 @@
 namespace memkit {
 
 class Pool;
+class PoolReplay;
 struct PoolViolations;
 
 // What stands before the arena for one thread, which owns it until it is left, or until the thread ends.
@@ -46,6 +47,7 @@ std::unique_ptr<PoolLayer> take_layer(PoolLayer* layer);  // one of this thread'
 struct PoolTag {
   std::int64_t pool;  // its id: the pool may be gone
   arena::TagId tag;
+  std::uint64_t number;
   PoolTag* outer;
 };
 
@@ -92,8 +94,13 @@ class Pool final : public CpuSource, public std::enable_shared_from_this<Pool> {
   std::size_t enter_scope();
   Left leave_scope(std::size_t number);
 
-  void push_tag(std::string_view name);
-  void pop_tag();
+  // Tags of the calling thread, likewise; false: it is in none of that number.
+  std::uint64_t push_tag(std::string_view name);
+  bool pop_tag(std::uint64_t number);
+
+  void add(PoolReplay* replay);
+  void remove(PoolReplay* replay);
+  bool settle_replays();  // gives back what idle ones hold; whether any did
 
   // Writes the contents of live blocks to the file and gives their memory back; the rest of the memory too, unless a tag
   // is named, whose blocks sleep alone. Returns the bytes given back. Until wake() nothing of what sleeps can be
@@ -141,6 +148,8 @@ class Pool final : public CpuSource, public std::enable_shared_from_this<Pool> {
   int file_ = -1;
   Tag asleep_tag_;
   std::vector<Sleeper> sleepers_;
+  std::mutex replays_mutex_;
+  std::vector<PoolReplay*> replays_;
 };
 
 // pool_python.cpp

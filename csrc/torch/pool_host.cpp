@@ -98,6 +98,10 @@ class HostUpstream final : public arena::Upstream {
     if (whole.room) munmap(reinterpret_cast<void*>(whole.start), whole.room);
   }
   std::size_t available() override { return arena::available_memory(); }
+  void wait(const std::function<void()>& until) override {
+    const WithoutGil no_gil;
+    until();
+  }
 
  private:
   static constexpr int kReserved = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
@@ -162,6 +166,7 @@ class PinnedUpstream final : public arena::Upstream {
     pages_.release(memory, bytes);
   }
   std::size_t available() override { return pages_.available(); }
+  void wait(const std::function<void()>& until) override { pages_.wait(until); }
 
  private:
   HostUpstream pages_{/*room=*/false};

@@ -1,7 +1,7 @@
 // What a thread puts before a pool's arena: scopes and tags.
 #include <algorithm>
 
-#include "pool.h"
+#include "pool_replay.h"
 
 namespace memkit {
 namespace {
@@ -146,14 +146,38 @@ Pool::Left Pool::leave_scope(std::size_t number) {
   return left;
 }
 
-void Pool::push_tag(std::string_view name) {
+std::uint64_t Pool::push_tag(std::string_view name) {
+  static std::atomic<std::uint64_t> numbers{0};
   watch_thread();
-  pool_thread.tags = new PoolTag{id_, arena_->tag(name), pool_thread.tags};
+  pool_thread.tags = new PoolTag{id_, arena_->tag(name), numbers.fetch_add(1), pool_thread.tags};
+  return pool_thread.tags->number;
 }
 
-void Pool::pop_tag() {
-  for (PoolTag** link = &pool_thread.tags; *link; link = &(*link)->outer)
-    if ((*link)->pool == id_) return drop_tag(link);
+bool Pool::pop_tag(std::uint64_t number) {
+  PoolTag** link = &pool_thread.tags;
+  while (*link && (*link)->number != number) link = &(*link)->outer;
+  if (!*link) return false;
+  drop_tag(link);
+  return true;
+}
+
+void Pool::add(PoolReplay* replay) {
+  const std::lock_guard<std::mutex> guard(replays_mutex_);
+  replays_.push_back(replay);
+}
+
+void Pool::remove(PoolReplay* replay) {
+  if (arena_->inherited()) return;  // so may be a mutex that is locked for good
+  const std::lock_guard<std::mutex> guard(replays_mutex_);
+  replays_.erase(std::remove(replays_.begin(), replays_.end(), replay), replays_.end());
+}
+
+bool Pool::settle_replays() {
+  if (arena_->inherited()) return false;
+  const std::lock_guard<std::mutex> guard(replays_mutex_);
+  bool any = false;
+  for (PoolReplay* replay : replays_) any |= replay->settle();
+  return any;
 }
 
 }  // namespace memkit

@@ -5,6 +5,7 @@
 
 #include <unordered_map>
 
+#include "forked.h"
 #include "pool_replay.h"
 #include "pool_use.h"
 
@@ -52,10 +53,7 @@ struct Stacks {
   std::unordered_map<std::string, arena::StackId> numbers;
   std::vector<const std::string*> texts{nullptr};
 };
-Stacks& stacks() {
-  static Stacks& instance = *new Stacks;
-  return instance;
-}
+Stacks& stacks() { return shared_by_threads<Stacks>(); }
 
 }  // namespace
 
@@ -219,7 +217,7 @@ void bind_pool(py::module_& m) {
            })
       .def("enter_scope", &Pool::enter_scope)
       .def("leave_scope", &leave_scope)
-      .def("push_tag", [](Pool& pool, const std::string& name) { pool.push_tag(name); })
+      .def("push_tag", [](Pool& pool, const std::string& name) { return pool.push_tag(name); })
       .def("pop_tag", &Pool::pop_tag)
       .def("sleep", &Pool::sleep, py::call_guard<py::gil_scoped_release>())
       .def("wake", &Pool::wake, py::call_guard<py::gil_scoped_release>())
@@ -242,7 +240,6 @@ void bind_pool(py::module_& m) {
       }))
       .def("enter", &PoolReplay::enter)
       .def("leave", &PoolReplay::leave)
-      .def("settle", &PoolReplay::settle)
       .def("step", [](const PoolReplay& replay) {
         const PoolReplay::Step& step = replay.step();
         return py::make_tuple(step.planned, step.served, step.fell_back, step.mismatch);

@@ -36,14 +36,22 @@ PoolReplay::PoolReplay(std::shared_ptr<Pool> pool, std::vector<arena::Plan::Slot
   std::string why;
   plan_ = arena::Plan::make(std::move(slots), total, alignment, &why);
   TORCH_CHECK_VALUE(plan_, "Pool.replay: expected a sound plan, got ", why);
+  const std::size_t least = pool_->device().alignment();
+  TORCH_CHECK_VALUE(alignment % least == 0, "Pool.replay: expected a plan aligned to multiples of ", least,
+                    " bytes, got one to ", alignment);
+  pool_->add(this);
 }
 
-PoolReplay::~PoolReplay() = default;
+PoolReplay::~PoolReplay() { pool_->remove(this); }
 
 void PoolReplay::enter() {
   pool_->check_open("Pool.replay");
-  TORCH_CHECK(!under_way_->exchange(true),
-              "Pool.replay: expected one step of a plan at a time, got a second before the first had ended");
+  {
+    const std::lock_guard<std::mutex> guard(mutex_);
+    TORCH_CHECK(!under_way_->exchange(true),
+                "Pool.replay: expected one step of a plan at a time, got a second before the first had ended");
+  }
+  pool_->settle_replays();  // memory of other plans' steps
   if (!replay_) {
     arena::Allocation base;
     replay_ = Replay::create(pool_->arena(), plan_, pool_->device().lane(), pool_->arena().tag("plan"), &base);
@@ -69,8 +77,11 @@ std::optional<bool> PoolReplay::leave() {
   return last && innermost;
 }
 
-void PoolReplay::settle() {
-  if (replay_ && !*under_way_ && replay_->live() == 0) replay_.reset();
+bool PoolReplay::settle() {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  if (!replay_ || *under_way_ || replay_->live()) return false;
+  replay_.reset();
+  return true;
 }
 
 void PoolReplay::count() {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -11,8 +12,8 @@
 
 namespace memkit {
 
-// A plan and a pool, for any number of steps one after the other. Between steps it holds memory only while something
-// that a step made is alive, or until settle().
+// A plan and a pool, for any number of steps one after the other. Between steps it holds memory while something that a
+// step made is alive, or until someone lacks it.
 class PoolReplay final : public PoolUse {
  public:
   // Raises where the plan is not sound.
@@ -23,7 +24,7 @@ class PoolReplay final : public PoolUse {
   // Raises when a step is under way already, one at a time, and where the pool has no room for the plan.
   void enter() override;
   std::optional<bool> leave() override;
-  void settle();  // gives the memory back, if no step is under way and nothing in it is alive
+  bool settle();  // gives the memory back, if no step is under way and nothing in it is alive; whether it did
 
   struct Step {  // the last one, or so far
     std::size_t planned = 0, served = 0, fell_back = 0;
@@ -38,6 +39,7 @@ class PoolReplay final : public PoolUse {
 
   const std::shared_ptr<Pool> pool_;
   std::shared_ptr<const arena::Plan> plan_;
+  std::mutex mutex_;  // of a step that begins, and settle()
   std::shared_ptr<arena::Replay> replay_;
   const std::shared_ptr<UnderWay> under_way_ = std::make_shared<UnderWay>(false);  // until the layer dies
   Layer* layer_ = nullptr;  // of the step under way, its thread's

@@ -61,9 +61,14 @@ std::size_t Pool::sleep(const std::string& name, int file) {
     const bool guarded = debug && block.state == arena::State::live;
     return {data, guarded ? block.requested : static_cast<std::size_t>(end - data), block.tag};
   };
+  // What is in the block of a replay has tags of its own.
+  const std::vector<const void*> homes = arena_->homes();
+  const auto named = [&](const BlockView& block) {
+    return block.tag == *tag && std::find(homes.begin(), homes.end(), block.data) == homes.end();
+  };
   arena_->visit([](const ChunkView&) {},
                 [&](const BlockView& block) {
-                  if (block.state == arena::State::live && (!tag || block.tag == *tag))
+                  if (block.state == arena::State::live && (!tag || named(block)))
                     sleepers.push_back(sleeper(block));
                   else if (!tag && block.state == arena::State::free)
                     idle.push_back(sleeper(block));

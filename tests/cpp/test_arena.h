@@ -3,6 +3,7 @@
 
 #include <sys/mman.h>
 
+#include <chrono>
 #include <cstdint>
 #include <cstdlib>
 #include <functional>
@@ -11,6 +12,7 @@
 #include <mutex>
 #include <random>
 #include <set>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -29,6 +31,10 @@ using namespace memkit::arena;
 
 constexpr std::size_t kKiB = 1024, kMiB = 1024 * kKiB;
 
+inline void take_time(bool slow) {
+  if (slow) std::this_thread::sleep_for(std::chrono::microseconds(200));
+}
+
 // Addresses that nobody may touch, or memory; says so when what it gave does not come back as it was given.
 class TestUpstream final : public Upstream {
  public:
@@ -41,6 +47,7 @@ class TestUpstream final : public Upstream {
   void* allocate(std::size_t bytes) override {
     CHECK(bytes <= available_, "asked for more than is available");
     if (called) called();
+    take_time(slow);
     const std::lock_guard<std::mutex> guard(mutex_);
     if (bytes > limit_ - held_) return nullptr;
     void* memory =
@@ -53,6 +60,7 @@ class TestUpstream final : public Upstream {
 
   void release(void* memory, std::size_t bytes) override {
     if (called) called();
+    take_time(slow);
     const std::lock_guard<std::mutex> guard(mutex_);
     const auto at = given_.find(memory);
     CHECK(at != given_.end() && at->second == bytes, "returned what was not given");
@@ -65,6 +73,7 @@ class TestUpstream final : public Upstream {
   std::size_t held() const { return held_; }
 
   std::function<void()> called;
+  bool slow = false;
 
  private:
   bool real_;
@@ -125,10 +134,11 @@ class PagedUpstream final : public Upstream {
   }
 
   std::function<void()> called;  // once, by the next call
-  bool refuses = false;
+  bool refuses = false, slow = false;
 
  private:
   void tell() {
+    take_time(slow);
     if (const auto now = std::exchange(called, nullptr)) now();
   }
   bool map(std::uintptr_t start, std::size_t bytes) {

@@ -88,6 +88,34 @@ void test_end(int rounds) {
   }
 }
 
+// Threads that grow at once, while others trim, find the room that there is, and take no more than one after the other do.
+template <class From>
+void test_growth(int rounds) {
+  constexpr std::size_t size = 3 * kMiB, capacity = 2 * kMiB;
+  for (int round = 0; round < rounds; ++round) {
+    auto upstream = std::make_shared<From>(true);
+    upstream->slow = true;
+    Options options;
+    options.capacity = capacity;
+    options.max = round % 2 ? 100 * kMiB : SIZE_MAX;
+    // One chunk more, or what was lacking, a sixteenth, and what pages round up.
+    const std::size_t most = upstream->page() ? kThreads * size + capacity + 6 * kMiB : capacity + options.growth;
+    ArenaPtr arena = Arena::create(options, upstream);
+    std::array<Block*, kThreads> blocks{};
+    run([&](int thread) {
+      if (thread == 7 && round % 4 < 2)
+        for (int i = 0; i < 8; ++i) arena->trim();
+      Allocation got = arena->allocate({size, LaneId(thread % 3)});
+      CHECK(got, "%s", got.failure->text().c_str());
+      if (got) fill(blocks[std::size_t(thread)] = got.block, unsigned(thread));
+    });
+    const std::size_t reserved = arena->stats().reserved;
+    CHECK(reserved <= most, "%zu", reserved);
+    for (Block* block : blocks) drop(block);
+    CHECK_SOUND(*arena);
+  }
+}
+
 void test_guests(int operations) {
   Options options;
   options.growth = kMiB;
@@ -128,6 +156,8 @@ int main(int argc, char**) {
   const int more = argc > 1 ? 10 : 1;
   test_arena<TestUpstream>(false, 20000 * more);
   test_arena<TestUpstream>(true, 10000 * more);
+  test_growth<TestUpstream>(20 * more);
+  test_growth<PagedUpstream>(20 * more);
   test_arena<PagedUpstream>(false, 20000 * more);
   test_arena<PagedUpstream>(true, 10000 * more);
   test_end(100 * more);
