@@ -58,7 +58,7 @@ struct Engine {
   void forward(int64_t first, int64_t n) const {
     if (!args.bias.data && !args.drop.on && !args.residual) {
       if constexpr (direct) {
-        if (args.bits) loops.mark(args.params, x(first), bits(first), n);
+        if (args.bits) return loops.marked(args.params, x(first), out(first), bits(first), n);
         return loops.value(args.params, x(first), out(first), n);
       }
       if (tiles) return tiles->value(args.params, x(first), out(first), bits(first), n);

@@ -51,17 +51,38 @@ struct Loops {
                  [&](const T* values, T threshold) MEMKIT_INLINE { Lanes::pack(values, threshold, bits, n); });
   }
 
+  // The bits, and the values.
+  MEMKIT_FN static void marked(const ActParams& params, const T* x, T* y, uint8_t* bits, int64_t n) {
+    int64_t first = 0;
+    if constexpr (has_two_slopes<Op> && std::is_same_v<T, float>) {  // in one go
+      const Op op(params);
+      alignas(64) int32_t sides[kTile];
+      for (; first + kTile <= n; first += kTile) {
+        // Bits and values written in turns, lines of values come from the second-level cache one by one, in twice the time.
+        for (int64_t i = 0; i < kTile; i += 64 / sizeof(T)) prefetch_to_write(y + first + kTile + i);
+        MEMKIT_LOOP
+        for (int64_t i = 0; i < kTile; ++i) {
+          const T v = x[first + i];
+          sides[i] = -int32_t(op.active(v));
+          y[first + i] = op.value(v);
+        }
+        const uint64_t word = Lanes::gather_tile(sides);
+        std::memcpy(bits + first / 8, &word, sizeof word);
+      }
+    }
+    mark(params, x + first, bits + first / 8, n - first);
+    value(params, x + first, y + first, n - first);
+  }
+
   MEMKIT_FN static void slope_from_output(const ActParams& params, const T* y, const uint8_t* bits, const T* grad,
                                           T* out, int64_t n) {
     [[maybe_unused]] const Op op(params);
     if constexpr (OnCurve<Lanes, Op, T>::exists) {
       OnCurve<Lanes, Op, T>::template gradient<ahead>(y, bits, grad, out, n);
     } else if constexpr (Op::branch) {
-      int32_t sides[kBlock];
-      Lanes::spread(bits, sides, n);
-      for_elements<ahead>(
-          n, [&](int64_t i) MEMKIT_INLINE { out[i] = gradient_at_output(op, grad[i], y[i], sides[i] < 0); }, y, grad,
-          out);
+      for_sides<ahead>(
+          bits, n, [&](int64_t i, bool right) MEMKIT_INLINE { out[i] = gradient_at_output(op, grad[i], y[i], right); },
+          y, grad, out);
     } else {
       for_elements<ahead>(
           n, [&](int64_t i) MEMKIT_INLINE { out[i] = gradient_at_output(op, grad[i], y[i]); }, y, grad, out);
@@ -72,17 +93,26 @@ struct Loops {
                                         T* out, int64_t n) {
     if constexpr (has_two_slopes<Op>) {
       const Op op(params);
-      alignas(64) int32_t sides[kTile];
-      int64_t first = 0;
-      for (; first + kTile <= n; first += kTile) {
-        Lanes::spread_tile(bits + first / 8, sides);
-        MEMKIT_LOOP
-        for (int64_t i = 0; i < kTile; ++i) out[first + i] = gradient_where(op, grad[first + i], sides[i] < 0);
-      }
-      Lanes::spread(bits + first / 8, sides, n - first);
-      MEMKIT_LOOP
-      for (int64_t i = first; i < n; ++i) out[i] = gradient_where(op, grad[i], sides[i - first] < 0);
+      for_sides<false>(bits, n,
+                       [&](int64_t i, bool active) MEMKIT_INLINE { out[i] = gradient_where(op, grad[i], active); });
     }
+  }
+
+ private:
+  // f(i, whether bit i is set), and else as for_elements.
+  template <bool pays, class F, class... Arrays>
+  MEMKIT_FN static void for_sides(const uint8_t* bits, int64_t n, const F& f, const Arrays*... arrays) {
+    alignas(64) int32_t sides[kTile];
+    int64_t first = 0;
+    for (; first + kTile <= n; first += kTile) {
+      if constexpr (pays) (prefetch_tile(arrays + first), ...);
+      Lanes::spread_tile(bits + first / 8, sides);
+      MEMKIT_LOOP
+      for (int64_t i = 0; i < kTile; ++i) f(first + i, sides[i] < 0);
+    }
+    Lanes::spread(bits + first / 8, sides, n - first);
+    MEMKIT_LOOP
+    for (int64_t i = first; i < n; ++i) f(i, sides[i - first] < 0);
   }
 };
 
@@ -189,6 +219,7 @@ struct Table {
   void (*value)(const ActParams&, const T*, T*, int64_t);
   void (*slope)(const ActParams&, const T*, const T*, T*, int64_t);
   void (*mark)(const ActParams&, const T*, uint8_t*, int64_t);
+  void (*marked)(const ActParams&, const T*, T*, uint8_t*, int64_t);
   void (*slope_from_output)(const ActParams&, const T*, const uint8_t*, const T*, T*, int64_t);
   void (*slope_from_bits)(const ActParams&, const uint8_t*, const T*, T*, int64_t);
 };
@@ -238,6 +269,9 @@ MEMKIT_FN void with_words(const Drop& drop, int64_t first, const T* x, T* y, int
     TARGET static void value(const ActParams& p, const T* x, T* y, int64_t n) { L::value(p, x, y, n); }                \
     TARGET static void slope(const ActParams& p, const T* x, const T* g, T* o, int64_t n) { L::slope(p, x, g, o, n); } \
     TARGET static void mark(const ActParams& p, const T* x, uint8_t* b, int64_t n) { L::mark(p, x, b, n); }            \
+    TARGET static void marked(const ActParams& p, const T* x, T* y, uint8_t* b, int64_t n) {                           \
+      L::marked(p, x, y, b, n);                                                                                        \
+    }                                                                                                                  \
     TARGET static void slope_from_output(const ActParams& p, const T* y, const uint8_t* b, const T* g, T* o,           \
                                          int64_t n) {                                                                  \
       L::slope_from_output(p, y, b, g, o, n);                                                                          \
@@ -245,7 +279,7 @@ MEMKIT_FN void with_words(const Drop& drop, int64_t first, const T* x, T* y, int
     TARGET static void slope_from_bits(const ActParams& p, const uint8_t* b, const T* g, T* o, int64_t n) {            \
       L::slope_from_bits(p, b, g, o, n);                                                                               \
     }                                                                                                                  \
-    static constexpr Table<T> table{value, slope, mark, slope_from_output, slope_from_bits};                           \
+    static constexpr Table<T> table{value, slope, mark, marked, slope_from_output, slope_from_bits};                   \
   };                                                                                                                   \
   template <class S, class T>                                                                                          \
   struct NAME##Blocks {                                                                                                \

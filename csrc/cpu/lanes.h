@@ -116,6 +116,12 @@ struct BaseLanes {
   MEMKIT_FN static void spread_tile(const uint8_t* bits, int32_t* sides) {
     for (int64_t i = 0; i < kTile; ++i) sides[i] = -int32_t(bits[i / 8] >> i % 8 & 1);
   }
+  // Back from there: bit k is the sign of sides[k].
+  MEMKIT_FN static uint64_t gather_tile(const int32_t* sides) {
+    uint64_t word = 0;
+    for (int64_t i = 0; i < kTile; ++i) word |= uint64_t(sides[i] < 0) << i;
+    return word;
+  }
 };
 
 #if MEMKIT_X86
@@ -206,6 +212,19 @@ struct V3Lanes {
         place = _mm256_slli_epi32(place, kLanes);
       }
     }
+  }
+  MEMKIT_TARGET_V3 static uint64_t gather_tile(const int32_t* sides) {
+    uint64_t word = 0;
+    for (int64_t i = 0; i < kTile; i += 4 * kLanes) {
+      const auto at = [&](int64_t k) MEMKIT_INLINE MEMKIT_TARGET_V3 {
+        return _mm256_load_si256(reinterpret_cast<const __m256i*>(sides + i + k * kLanes));
+      };
+      // In each half of a vector four bytes of each.
+      const __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(at(0), at(1)), _mm256_packs_epi32(at(2), at(3)));
+      const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+      word |= uint64_t(uint32_t(_mm256_movemask_epi8(_mm256_permutevar8x32_epi32(bytes, order)))) << i;
+    }
+    return word;
   }
   template <class S, class T>
   MEMKIT_OUTLINE MEMKIT_TARGET_V3 static void widen(const S* x, T* y, int64_t n) {
@@ -307,6 +326,12 @@ struct V4Lanes {
       std::memcpy(&word, bits + i / 8, sizeof word);
       _mm512_store_si512(sides + i, _mm512_movm_epi32(word));
     }
+  }
+  MEMKIT_TARGET_V4 static uint64_t gather_tile(const int32_t* sides) {
+    uint64_t word = 0;
+    for (int64_t i = 0; i < kTile; i += kLanes)
+      word |= uint64_t(_mm512_movepi32_mask(_mm512_load_si512(sides + i))) << i;
+    return word;
   }
   template <class S, class T>
   MEMKIT_OUTLINE MEMKIT_TARGET_V4 static void widen(const S* x, T* y, int64_t n) {
