@@ -180,6 +180,45 @@ def test_sums_wait_for_the_end_of_the_outer_backward(reached: str) -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+def test_sums_where_all_that_arrives_does_so_in_an_inner_backward() -> None:
+    model = Branches()
+    optimizer = optim.AdamW(model.parameters())
+    handle = step_in_backward(optimizer)
+    for step in (1, 2):
+        x = torch.ones(2, 4, requires_grad=True)
+        with handle.accumulate():
+            for each in (model.left, model.right):
+                checkpoint(each, x, use_reentrant=True).sum().backward()
+        checkpoint(model.right, x, use_reentrant=True).sum().backward()
+        assert [optimizer.state[p]["step"].item() for p in (model.left.weight, model.right.weight)] == [
+            step
+        ] * 2
+        assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_sum_that_cannot_be_used_leaves_the_others() -> None:
+    bag, a, b = nn.EmbeddingBag(4, 4, sparse=True), nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    optimizer = optim.SGD([*bag.parameters(), *a.parameters(), *b.parameters()], lr=0.1)
+    handle = step_in_backward(optimizer)
+    before = a.weight.detach().clone()
+    with handle.accumulate():
+        a(bag(torch.tensor([[0, 1]]))).sum().backward()
+    with pytest.raises((RuntimeError, TypeError), match="expected dense gradients"):
+        b(torch.ones(1, 4)).sum().backward()
+    b(torch.ones(1, 4)).sum().backward()
+    assert a.weight.grad is None
+    assert not torch.equal(a.weight, before)
+
+
+def test_a_parameter_taken_from_its_groups_is_named() -> None:
+    layer = nn.Linear(4, 4)
+    optimizer = optim.SGD(layer.parameters(), lr=0.1)
+    step_in_backward(optimizer)
+    del optimizer.param_groups[0]["params"][0]
+    with pytest.raises(RuntimeError, match=r"got one of \[4, 4\] that was taken from its groups"):
+        layer(torch.ones(1, 4)).sum().backward()
+
+
 def test_sums_after_an_error() -> None:
     """They are used by the next backward."""
 

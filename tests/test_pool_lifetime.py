@@ -203,11 +203,17 @@ def test_fork_while_other_threads_work(busy):
                 else:
                     torch.add(one, 1)
 
+    def in_child():
+        Pool("4KiB", debug=True).ones(3)
+        with pytest.raises(RuntimeError, match="made before a fork"):
+            debugged.replay(plan).__enter__()
+
+    plan = debugged.record(lambda: torch.ones(7))
     thread = threading.Thread(target=in_threads, args=(work, 3))
     thread.start()
     try:
         for _ in range(40):
-            in_a_child(lambda: Pool("4KiB", debug=True).ones(3))
+            in_a_child(in_child)
     finally:
         stop.set()
         thread.join()

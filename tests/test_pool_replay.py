@@ -124,6 +124,11 @@ def test_who_lacks_memory_gets_what_an_idle_plan_holds(pool: memkit.Pool) -> Non
             del made
     with pool.replay(plan):
         step()
+    made = pool.empty(1).resize_(6 << 20)
+    assert inside(pool, made)
+    del made
+    with pool.replay(plan):
+        step()
     with pool.replay(other) as replay:
         larger()
     assert replay.fell_back == 0

@@ -245,7 +245,9 @@ std::unique_ptr<arena::Failure> Pool::refusal(const std::string& text) {
 Block* Pool::spare(std::size_t nbytes) {
   if (asleep()) return nullptr;
   device_->make_room(*arena_, nbytes);
-  return allocate({nbytes, device_->lane()}).block;
+  const arena::Request request{nbytes, device_->lane()};
+  Block* const block = allocate(request).block;
+  return block || !settle_replays() ? block : allocate(request).block;
 }
 
 at::Tensor Pool::wrap(std::size_t nbytes, Dtype dtype, Tag tag) {

@@ -162,12 +162,13 @@ bool Pool::pop_tag(std::uint64_t number) {
 }
 
 void Pool::add(PoolReplay* replay) {
+  if (arena_->inherited()) return;  // so may be a mutex that is locked for good
   const std::lock_guard<std::mutex> guard(replays_mutex_);
   replays_.push_back(replay);
 }
 
 void Pool::remove(PoolReplay* replay) {
-  if (arena_->inherited()) return;  // so may be a mutex that is locked for good
+  if (arena_->inherited()) return;
   const std::lock_guard<std::mutex> guard(replays_mutex_);
   replays_.erase(std::remove(replays_.begin(), replays_.end(), replay), replays_.end());
 }

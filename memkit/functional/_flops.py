@@ -8,7 +8,6 @@ That module brings Triton with it, so that it is told once somebody else has loa
 
 from __future__ import annotations
 
-import functools
 import math
 import sys
 from collections.abc import Sequence
@@ -38,24 +37,22 @@ def _backward(
     return _forward(input, linear_weight, *args)  # the logits again
 
 
-@functools.cache
-def _formulas(register_flop_formula: Any) -> dict[Any, Any]:
-    ops = torch.ops.memkit
+def tell() -> None:
+    """Before an operator runs: also the counters that were made before this one was told. Formulas of a user's own stay."""
+    module = sys.modules.get("torch.utils.flop_counter")
+    if module is None:
+        return
+    ops, known = torch.ops.memkit, module.flop_registry
     formulas = {
         ops._linear_cross_entropy: _no_gradient,
         ops._linear_cross_entropy_forward: _forward,
         ops._linear_cross_entropy_backward: _backward,
     }
-    return {op: register_flop_formula(op)(formula) for op, formula in formulas.items()}
-
-
-def tell() -> None:
-    """Before an operator runs: also the counters that were made, with formulas of their own, before this one was told."""
-    module = sys.modules.get("torch.utils.flop_counter")
-    if module is None:
-        return
-    formulas = _formulas(module.register_flop_formula)
+    for op, formula in formulas.items():
+        if op not in known:
+            module.register_flop_formula(op)(formula)
     for mode in _get_current_dispatch_mode_stack():
         counter = getattr(mode, "counter", None)
         if isinstance(counter, module.FlopCounterMode):
-            counter.flop_registry.update(formulas)
+            for op in formulas:
+                counter.flop_registry.setdefault(op, known[op])

@@ -164,7 +164,12 @@ class FusedOptimizer(Optimizer):
         if found is None:
             self._parts()
             self._looked_in = task
-            found = self._where[param]
+            found = self._where.get(param)
+            if found is None:
+                raise RuntimeError(
+                    f"{self._name}: expected a gradient of its parameters, got one of {list(param.shape)} that was taken "
+                    "from its groups: remove() the handle of step_in_backward first"
+                )
         part, index = found
         part.lists.collect_one(index)
         self._advance(part)

@@ -140,15 +140,25 @@ class StepInBackward:
             torch.autograd.Variable._execution_engine.queue_callback(self._step_sums)
 
     def _step_sums(self) -> None:
-        if torch._C._current_autograd_node() is not None:
-            return  # a backward inside of a node of another one, where they may arrive yet
-        sums, self._sums = self._sums, set()
-        for param in [p for p in self._optimizer._all_params() if p in sums and p.grad is not None]:
+        node = torch._C._current_autograd_node()
+        if node is not None:  # a backward inside of a node of another one, where they may arrive yet
+
+            def go_on_outside(*_: object) -> None:
+                handle.remove()
+                self._step_sums_at_end()
+
+            handle = node.register_hook(go_on_outside)
+            return
+        for param in [p for p in self._optimizer._all_params() if p in self._sums]:
+            self._sums.discard(param)
+            if param.grad is None:
+                continue
             try:
                 self._clip(param)
                 self._optimizer._step_one(param)
             finally:
                 param.grad = None
+        self._sums.clear()  # of parameters that were taken from its groups
 
     def _settle(self, device: torch.device) -> None:
         self._optimizer._step_arrived(self._arrivals.end(device))
