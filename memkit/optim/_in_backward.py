@@ -140,7 +140,7 @@ class StepInBackward:
             torch.autograd.Variable._execution_engine.queue_callback(self._step_sums)
 
     def _step_sums(self) -> None:
-        node = torch._C._current_autograd_node()
+        node: Any = torch._C._current_autograd_node()
         if node is not None:  # a backward inside of a node of another one, where they may arrive yet
 
             def go_on_outside(*_: object) -> None:
