@@ -473,6 +473,9 @@ def _condensed(results: Results, head: str, label: Callable[[Result], str]) -> s
         options = result["options"]
         over = f"Sizes {', '.join(options['sizes'])}; {', '.join(options['dtypes'])}; torch.compile "
         over += "for each size." if options["static"] else "once for all sizes (dynamic=True)."
+        again = [case for case in result["cases"] if "processes" in case]
+        if again:
+            over += f" {len(again)} cases in which memkit seemed slower: the median of {again[0]['processes']} processes."
         text = f"Time as a ratio to stock eager, the geometric mean over a row's cases. {over}"
         parts += [report.markdown_table(columns, body), f"{text} {report.origin(result)}"]
     return "\n\n".join(parts)

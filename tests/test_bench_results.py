@@ -192,6 +192,30 @@ def test_rounds_in_visits(scripts: tuple[ModuleType, ModuleType]) -> None:
     assert calls[4::2] == begins  # as if there were no visits
 
 
+def test_cases_that_seem_slower_are_measured_in_more_processes(
+    scripts: tuple[ModuleType, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench_activation, asked = scripts[1], []
+
+    def case(size: str, memkit: float, **more: float) -> dict[str, Any]:
+        where = {"op": "relu", "dtype": "float32", "size": size, "mode": "forward"}
+        return where | {"ratio": {"stock": 1.0, "memkit": memkit} | more, "seconds": {"memkit": memkit}}
+
+    def again(*args: Any) -> list[dict[str, Any]]:
+        asked.append(args)
+        return [case("1Mi", 0.9 + len(asked) / 100), case("8Mi", 2.0)]
+
+    monkeypatch.setattr(bench_activation, "in_a_process", again)
+    in_place = {"memkit_inplace": 0.5, "compiled": 3.0}
+    cases = [case("16Ki", 1.01, **in_place), case("1Mi", 1.2, **in_place)]
+    bench_activation.measure_suspects_again({"cases": cases})
+    assert asked == [("relu", "float32", {"1Mi"}, {"forward"})] * 4
+    assert cases[0] == case("16Ki", 1.01, **in_place)
+    assert cases[1]["ratio"] == {"stock": 1.0, "memkit": 0.93} | in_place  # of 1.2 and 0.91 to 0.94
+    assert cases[1]["seconds"] == {"memkit": 0.93}
+    assert cases[1]["processes"] == 5
+
+
 def test_a_first_round_that_starts_what_later_ones_use(scripts: tuple[ModuleType, ModuleType]) -> None:
     pauses = iter([0.2])
 
