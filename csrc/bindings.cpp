@@ -4,6 +4,7 @@
 #include "cpu/isa.h"
 #include "torch/consumer.h"
 #include "torch/fast_call.h"
+#include "torch/known_gradients.h"
 #include "torch/lean.h"
 #include "torch/named_ops.h"
 #include "torch/norm_call.h"
@@ -27,6 +28,7 @@ PYBIND11_MODULE(_C, m) {
   memkit::bind_rotary(m);
   memkit::bind_softmax(m);
   memkit::bind_lean(m);
+  memkit::bind_known_gradients(m);
   memkit::bind_saved_tensor(m);
   memkit::bind_losses(m);
   memkit::bind_norms(m);

@@ -228,3 +228,29 @@ def test_auto_on_a_view_that_autograd_recorded(name: str) -> None:
     before = hidden.detach().clone()
     act(hidden)
     assert torch.equal(hidden, before)
+
+
+def test_what_is_gone_when_backward_begins_was_not_saved(w):
+    def branch():
+        return w.detach().requires_grad_() * 2
+
+    def step(drops: bool, steps: int = 1) -> None:
+        for _ in range(steps):
+            kept = branch().sigmoid()  # saves its result
+            if drops:
+                del kept
+            w.exp().sum().backward()
+
+    one = measure(step, False).saved
+    assert one == 2 * w.nbytes
+    assert measure(step, True).saved == w.nbytes
+    assert measure(step, True, 3).saved == 3 * w.nbytes  # what backward let go of was saved for it
+
+
+def test_hooks_around_see_what_is_gone_too(w):
+    def step() -> None:
+        w.sigmoid()
+        w.exp().sum().backward()
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach(), lambda x: x):
+        assert measure(step).saved == w.nbytes

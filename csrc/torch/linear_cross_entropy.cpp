@@ -14,6 +14,7 @@
 
 #include "autocast.h"
 #include "checks.h"
+#include "known_gradients.h"
 #include "loss.h"
 #include "operators.h"
 #include "saved_node.h"
@@ -255,6 +256,7 @@ Tensor loss_alone_meta(const Tensor& input, const Tensor& linear_weight, const O
 
 // -- autograd
 
+// Of losses one by one. Saved: what the forward was given, and stats.
 struct LinearCrossEntropyBackward : SavedNode {
   LossOptions options;
   at::ScalarType compute = at::kFloat;
@@ -262,7 +264,6 @@ struct LinearCrossEntropyBackward : SavedNode {
   Wanted wanted{};
   bool has_bias = false, has_weight = false;
 
-  // Saved: reduced, the three gradients and the total; else what the forward was given, and stats.
   std::string name() const override { return "memkit::linear_cross_entropy_backward"; }
 
  protected:
@@ -270,52 +271,18 @@ struct LinearCrossEntropyBackward : SavedNode {
     autograd::variable_list result(3);
     const Tensor& grad = grads[0];
     if (!grad.defined()) return result;
-    TORCH_CHECK_NOT_IMPLEMENTED(!at::GradMode::is_enabled(), kOp,
-                                ": expected a first derivative, got create_graph=True; for higher ones take "
-                                "cross_entropy(linear(input, linear_weight), target)");
-    if (options.reduction == at::Reduction::None) {
-      std::tie(result[0], result[1], result[2]) = recomputed(grad);
-      for (int i = 0; i < 3; ++i)
-        if (!wanted[i]) result[i].reset();
-      return result;
-    }
-    const Tensor factor = factor_of(grad);
-    std::vector<Tensor> own;
-    for (int i = 0; i < 3; ++i) {
-      if (!wanted[i]) continue;
-      result[i] = take(i);
-      // Never the node's own tensor while the graph is kept: whoever gets it may write to it.
-      if (!factor.defined())
-        result[i] = autograd::get_current_graph_task_keep_graph() ? result[i].clone() : result[i];
-      else if (is_sole_owner(result[i]))
-        own.push_back(result[i]);
-      else
-        result[i] = result[i] * factor;
-    }
-    if (!own.empty()) at::_foreach_mul_(own, factor);
-    return result;
-  }
-
- private:
-  Grads recomputed(const Tensor& grad) {
+    check_first_derivative(kOp);
     const OptionalTensor bias = has_bias ? OptionalTensor(unpack(4)) : std::nullopt;
     const OptionalTensor weight = has_weight ? OptionalTensor(unpack(5)) : std::nullopt;
-    return MEMKIT_CALL(
+    std::tie(result[0], result[1], result[2]) = MEMKIT_CALL(
         "memkit::_linear_cross_entropy_backward",
         Grads(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&, const OptionalTensor&,
               const Tensor&, int64_t, int64_t, double, double, double, at::ScalarType, int64_t, Wanted))(
         grad, unpack(0), unpack(1), bias, unpack(2), weight, unpack(3), options.reduction, options.ignore_index,
         options.smoothing, options.z, options.cap, compute, chunk, wanted);
-  }
-
-  // What the gradients of the forward are multiplied by; undefined where that is known to be 1.
-  Tensor factor_of(const Tensor& grad) {
-    const double scale = scale_of(compute);
-    if (scale != 1) {
-      return (options.reduction == at::Reduction::Mean ? grad / unpack(3) : grad.to(at::kFloat)) / scale;
-    }
-    const bool readable = is_plain(grad) && grad.is_cpu();  // without waiting for a device
-    return readable && grad.item<double>() == 1 ? Tensor() : grad;
+    for (int i = 0; i < 3; ++i)
+      if (!wanted[i]) result[i].reset();
+    return result;
   }
 };
 
@@ -351,8 +318,22 @@ Tensor recorded(const Tensor& input, const Tensor& linear_weight, const Optional
             dtype, chunk, in_forward ? wanted : Wanted{});
   }
   if (!records) return loss;
+  auto edges = autograd::collect_next_edges(input, linear_weight, linear_bias.value_or(Tensor()));
+  if (in_forward) {
+    auto node = make_node<KnownGradients>();
+    node->set_next_edges(std::move(edges));
+    node->op = kOp;
+    node->scale = scale_of(compute);
+    node->divides = node->scale != 1 && options.reduction == at::Reduction::Mean;
+    autograd::set_history(loss, node);
+    std::vector<Tensor> grads{std::move(grad_input), std::move(grad_weight), std::move(grad_bias)};
+    for (int i = 0; i < 3; ++i)
+      if (!wanted[i]) grads[i].reset();
+    node->keep(grads, node->divides ? total : Tensor());
+    return loss;
+  }
   auto node = make_node<LinearCrossEntropyBackward>();
-  node->set_next_edges(autograd::collect_next_edges(input, linear_weight, linear_bias.value_or(Tensor())));
+  node->set_next_edges(std::move(edges));
   node->options = options;
   node->compute = compute;
   node->chunk = chunk;
@@ -360,13 +341,9 @@ Tensor recorded(const Tensor& input, const Tensor& linear_weight, const Optional
   node->has_bias = linear_bias.has_value();
   node->has_weight = weight.has_value();
   autograd::set_history(loss, node);
-  if (in_forward) {
-    for (const Tensor& each : {grad_input, grad_weight, grad_bias, total}) node->save(each);
-  } else {
-    for (const Tensor& each : {input, linear_weight, target, stats}) node->save(each);
-    node->save(linear_bias);
-    node->save(weight);
-  }
+  for (const Tensor& each : {input, linear_weight, target, stats}) node->save(each);
+  node->save(linear_bias);
+  node->save(weight);
   return loss;
 }
 

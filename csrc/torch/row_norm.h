@@ -11,7 +11,13 @@
 #include "../formulas/norm.h"
 #include "optional.h"
 
+namespace torch::autograd {
+struct Node;
+}
+
 namespace memkit {
+
+struct SavedNode;
 
 struct RowNorm {
   int64_t dims;  // how many dimensions, from the last one but `behind`
@@ -97,5 +103,7 @@ std::tuple<at::Tensor, at::Tensor> add_row_norm_(const RowNorm& norm, const at::
 
 // "input" or "output" where autograd recorded the tensor as the result of one of these norms, else "".
 std::string_view row_norm_saves(const at::Tensor& x);
+// The node, if it is of a norm over rows.
+const SavedNode* row_norm_of(const torch::autograd::Node& node);
 
 }  // namespace memkit

@@ -71,6 +71,7 @@ struct RowNormBackward : SavedNode {
     }
     const Tensor x = unpack(0), rstd = unpack(1), mean = unpack(4);
     const OptionalTensor weight = optional(unpack(2)), bias = optional(unpack(3));
+    if (weight && autograd::get_current_graph_task_id() == -1) check_there(*weight);  // before any backward
     const std::array<bool, 3> wanted{task_should_compute_output(0) || (adds && task_should_compute_output(1)),
                                      weight && task_should_compute_output(parameters),
                                      bias && task_should_compute_output(parameters + 1)};
@@ -275,6 +276,8 @@ std::string_view row_norm_saves(const Tensor& x) {
   if (!node) return "";
   return node->kept == Kept::input ? "input" : "output";
 }
+
+const SavedNode* row_norm_of(const autograd::Node& node) { return dynamic_cast<const RowNormBackward*>(&node); }
 
 TORCH_LIBRARY_IMPL(memkit, Autograd, m) {
   m.impl("_row_norm", row_norm);

@@ -130,6 +130,12 @@ struct SavedNode : torch::autograd::Node {
   // The result again; called where can_rebuild, without autograd.
   virtual at::Tensor recompute() { return {}; }
 
+  // As if nothing had been saved.
+  void forget() {
+    saved_.clear();
+    recipes_ = 0;
+  }
+
   // What was saved i-th.
   at::Tensor unpack(size_t i) {
     if (i < unpacked_.size() && unpacked_[i].defined()) return unpacked_[i];

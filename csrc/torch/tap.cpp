@@ -293,6 +293,7 @@ class StorageRef {
   std::intptr_t key() const { return key_; }
   std::intptr_t address() const { return address_; }
   std::size_t nbytes() const { return nbytes_; }
+  bool is_alive() const { return weak_.use_count() > 0; }
 
  private:
   c10::weak_intrusive_ptr<c10::StorageImpl> weak_;
@@ -307,7 +308,8 @@ void bind_tap(pybind11::module_& module) {
       .def(py::init<py::handle>(), py::arg("tensor"))
       .def_property_readonly("key", &StorageRef::key)
       .def_property_readonly("address", &StorageRef::address)
-      .def_property_readonly("nbytes", &StorageRef::nbytes);
+      .def_property_readonly("nbytes", &StorageRef::nbytes)
+      .def_property_readonly("is_alive", &StorageRef::is_alive);
   py::class_<Tap>(module, "Tap", "Counts the CPU tensor storage of the process, from its creation until stop().")
       .def(py::init<std::size_t>(), py::arg("samples") = 0)
       .def("stop", &Tap::stop)

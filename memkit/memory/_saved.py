@@ -20,18 +20,19 @@ Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 class SavedStorages:
     """Adds up the storages that autograd saves while `hooks()` are active, without keeping any of them alive.
 
-    A weak reference to each keeps its address from naming another one later.
+    What is gone again when a backward begins was not saved for it. A weak reference to each keeps its address from naming another one later.
     """
 
     def __init__(self, meter: Meter, device: torch.device) -> None:
         self._meter = meter
         self._device = device
         self._seen: dict[int, tuple[_C.StorageRef, Any]] = {}
+        self._pending: list[int] = []  # seen since the last backward began
 
     def hooks(self) -> AbstractContextManager[None]:
         outer = _active_hooks()
         if outer is None:
-            return saved_tensors_hooks(self._pack, _unpack)
+            return saved_tensors_hooks(self._pack, self._unpack)
         # Only the innermost hooks are called, so those around this are called from here.
         outer_pack, outer_unpack = outer
 
@@ -39,13 +40,18 @@ class SavedStorages:
             self._note(tensor)
             return outer_pack(tensor)
 
-        return saved_tensors_hooks(pack, outer_unpack)
+        def unpack(packed: Any) -> torch.Tensor:
+            self._begin()
+            return outer_unpack(packed)
+
+        return saved_tensors_hooks(pack, unpack)
 
     def close(self) -> tuple[int, int]:
         """Bytes of the storages that are younger than the meter's start, and of all."""
         saved = sum(storage.nbytes for storage, mark in self._seen.values() if self._meter.is_new(mark))
         total = sum(storage.nbytes for storage, _ in self._seen.values())
         self._seen.clear()
+        self._pending.clear()
         return saved, total
 
     def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -60,6 +66,27 @@ class SavedStorages:
             storage = _C.StorageRef(part)
             if storage.key not in self._seen:
                 self._seen[storage.key] = storage, self._meter.mark(storage)
+                self._pending.append(storage.key)
+
+    def _begin(self) -> None:
+        if not self._pending or torch._C._current_graph_task_id() == -1:
+            return
+        for key in self._pending:
+            if not self._seen[key][0].is_alive:
+                del self._seen[key]
+        self._pending.clear()
+
+    def _unpack(self, packed: tuple[torch.Tensor, int]) -> torch.Tensor:
+        self._begin()
+        tensor, version = packed
+        # With hooks, autograd leaves this check to them.
+        if tensor._version != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; "
+                f"expected version {version} instead."
+            )
+        return tensor
 
 
 def storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
@@ -92,14 +119,3 @@ def parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 def _active_hooks() -> Hooks | None:
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
-
-def _unpack(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
-    tensor, version = packed
-    # With hooks, autograd leaves this check to them.
-    if tensor._version != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; "
-            f"expected version {version} instead."
-        )
-    return tensor

@@ -216,6 +216,9 @@ class Saves(SavedStorages):
     def _note(self, tensor: Tensor) -> None:
         self._watch.saved(tensor)
 
+    def _begin(self) -> None:
+        """What was saved has been told."""
+
 
 def watched(trial: Trial, sites: Sequence[AnySite], norms: Sequence[nn.Module], exact: bool) -> Watch:
     """Runs the stock model once, which afterwards is as it was. ``norms``: what becomes memkit's and is no site."""

@@ -17,11 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from ... import _C
+from ..._lean import may_ask_again
 from ..._modes import in_forward_mode, in_transform, is_tracing
 from ..._sharding import is_dtensor
 from ..layers import is_linear, serves
 from ..types import caller
-from .losses import INSTEAD, Logits, holds
+from .losses import INSTEAD, Logits, holds, take_loss
 from .rotary import served
 from .twin import Twin, is_plain, undecorated
 
@@ -71,9 +73,13 @@ class WithoutLogits(Twin, kind="without logits"):
         ours = isinstance(head, Head) and is_plain(head)
         _now.asked = _Asked(head, undecorated(forward).__code__, self) if head is not None and ours else None
         try:
-            return _without(forward(self, *args, **kwargs))
+            out = _without(forward(self, *args, **kwargs))
         finally:
-            _now.asked = outer
+            _now.asked, loss = outer, take_loss()
+        if loss is not None and may_ask_again():
+            # With the frames of the forward gone, the last norm's result is, where nobody asked for it.
+            _C.take_place_of_norm(loss)
+        return out
 
 
 def _is_coded(weight: Tensor | None) -> bool:

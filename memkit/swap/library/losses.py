@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from threading import local
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from ..layers import serves
 from ..types import HALVES
 
 _HOLDER = "_loss_function"
-
+_now = local()
 
 INSTEAD = 'swap: expected, with "linear_cross_entropy", nothing but the loss to use the logits in training with labels'
 
@@ -81,7 +82,7 @@ class Logits:
         if abs(times - 1) > 1e-12:
             hidden, bias = hidden * times, None if bias is None else bias * times
         with torch.autocast(kind, dtype if half else None, enabled=half):  # in which the loss is float32
-            return F.linear_cross_entropy(
+            loss = F.linear_cross_entropy(
                 hidden,
                 self._head.weight,
                 target,
@@ -90,6 +91,13 @@ class Logits:
                 reduction=reduction,
                 softcap=self._cap,
             )
+        _now.loss = loss
+        return loss
+
+
+def take_loss() -> Tensor | None:
+    """Of this thread's :class:`Logits`, the last one."""
+    return vars(_now).pop("loss", None)
 
 
 def causal_lm_loss(
