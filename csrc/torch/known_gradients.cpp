@@ -21,13 +21,14 @@ namespace {
 
 // Autograd's own whose derivative is a function of the gradient alone, or of a number beside it.
 bool only_passes_on(const autograd::Node& node) {
-  constexpr std::array<std::string_view, 8> kNames{
-      "ViewBackward0",  "UnsafeViewBackward0", "ReshapeAliasBackward0", "AliasBackward0",
-      "SliceBackward0", "ToCopyBackward0",     "MulBackward0",          "DivBackward0"};
+  constexpr std::array<std::string_view, 8> kNames{"ViewBackward0",  "UnsafeViewBackward0", "ReshapeAliasBackward0",
+                                                   "AliasBackward0", "SliceBackward0",      "ToCopyBackward0",
+                                                   "MulBackward0",   "DivBackward0"};
   const std::string name = node.name();
   const bool known = std::find(kNames.begin(), kNames.end(), name) != kNames.end();
   return known && node.num_outputs() > 0 && node.next_edge(0).is_valid() &&
-         std::none_of(node.next_edges().begin() + 1, node.next_edges().end(), [](const auto& e) { return e.is_valid(); });
+         std::none_of(node.next_edges().begin() + 1, node.next_edges().end(),
+                      [](const auto& e) { return e.is_valid(); });
 }
 
 // Whether nobody but the one edge can reach the node, or wants to be told when it runs, and it would run here and now.

@@ -20,7 +20,8 @@ Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 class SavedStorages:
     """Adds up the storages that autograd saves while `hooks()` are active, without keeping any of them alive.
 
-    What is gone again when a backward begins was not saved for it. A weak reference to each keeps its address from naming another one later.
+    What is gone again when a backward begins was not saved for it. A weak reference to each keeps its address
+    from naming another one later.
     """
 
     def __init__(self, meter: Meter, device: torch.device) -> None:
@@ -118,4 +119,3 @@ def parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def _active_hooks() -> Hooks | None:
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
-

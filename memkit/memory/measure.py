@@ -67,10 +67,10 @@ def measure(
     reset.
 
     Calls may be nested, in `fn` or in other threads: each sees all memory of the process. `saved` sees what
-    the calling thread saves, except tensors that go to hooks set inside `fn` (offloading). Of a
-    checkpointed block it sees the inputs, and nothing that is gone again when backward begins. Hooks around the call keep working, :class:`memkit.lean` too, and
-    what that drops does not count. `torch.func.grad` inside `fn` refuses saved-tensor hooks and raises: use
-    `timeline`, which sets none.
+    the calling thread saves, except tensors that go to hooks set inside `fn` (offloading), and what is gone
+    again when backward begins. Of a checkpointed block it sees the inputs. Hooks around the call keep
+    working, :class:`memkit.lean` too, and what that drops does not count. `torch.func.grad` inside `fn`
+    refuses saved-tensor hooks and raises: use `timeline`, which sets none.
 
     Example:
         >>> m = memkit.memory.measure(lambda: model(x).sum().backward())
