@@ -97,7 +97,8 @@ class Logits:
 
 def take_loss() -> Tensor | None:
     """Of this thread's :class:`Logits`, the last one."""
-    return vars(_now).pop("loss", None)
+    loss: Tensor | None = vars(_now).pop("loss", None)
+    return loss
 
 
 def causal_lm_loss(
