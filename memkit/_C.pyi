@@ -267,8 +267,8 @@ def unpack(packed: object) -> Tensor | None:
 # csrc/torch/known_gradients.cpp
 
 def take_place_of_norm(loss: Tensor) -> bool:
-    """Of a reduced `linear_cross_entropy` in lean(): runs the backward of the norm before it now, where nothing else can send
-    that a gradient any more, so that it keeps nothing. Whether it did."""
+    """Of a reduced `linear_cross_entropy` in lean(): runs the backward of the norm before it now, where nothing else can
+    send that a gradient any more, so that it keeps nothing. Whether it did."""
 
 # csrc/torch/cross_entropy.cpp
 
