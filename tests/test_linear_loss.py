@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch._functorch.config as functorch
 import torch.nn.functional as F
 from loss_cases import VARIANTS, arguments, assert_as_good, gradients, in_double, target_of
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 import memkit.functional as M
@@ -65,6 +67,70 @@ def test_as_exact_as_stock(variant: str, dtype: torch.dtype, reduction: str, chu
     want = gradients(theirs(wide_target, **wide, reduction=reduction), *(x.double() for x in inputs))
     for name, *three in zip(("loss", "input", "weight", "bias"), mine, stocks, want, strict=True):
         assert_as_good(*three, name=name)
+
+
+def of_one_class(rows: int) -> Tensor:
+    return torch.zeros(rows, dtype=torch.long)
+
+
+def often_the_first(rows: int) -> Tensor:
+    weights = 1 / torch.arange(1, 65).float()
+    return torch.multinomial(weights, rows, True, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("targets", [of_one_class, often_the_first])
+def test_large_sums_of_rows_fit_float16(
+    targets: Callable[[int], Tensor], bias: bool, reduction: str, autocast: bool
+) -> None:
+    """Their mean is of the size of the rows, their sum need not be."""
+    rows = 4096
+    made = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, 16, generator=made) * 0.2 + 1
+    x[:, 3] *= 4
+    w, b = torch.randn(64, 16, generator=made) * 0.1, torch.randn(64, generator=made) * 0.1
+    target = targets(rows)
+    found = []
+    kept = torch.float32 if autocast else torch.float16
+    for dtype, loss in ((torch.float64, theirs), (kept, ours)):
+        given = [v.half().to(dtype).requires_grad_() for v in (x, w, b)]
+        with torch.autocast("cpu", torch.float16, enabled=autocast and loss is ours):
+            value = loss(target, reduction=reduction)(*given[:2], given[2] if bias else None)
+        found.append(torch.autograd.grad(value, given if bias else given[:2]))
+    for exact, mine in zip(*found, strict=True):
+        assert mine.isfinite().all()
+        assert (mine - exact).norm() <= 5e-3 * exact.norm()
+
+
+def test_large_weights_of_classes_and_layers_fit_float16() -> None:
+    x, w, _ = tensors(torch.float64, 200, 16, 8)
+    target = target_of((200, 8))
+    for factor, class_weight in ((1.0, 3000.0), (4096.0, 1.0)):
+        weight = torch.full((8,), class_weight)
+        found = []
+        for dtype, loss in ((torch.float64, theirs), (torch.float16, ours)):
+            given = [v.half().to(dtype).requires_grad_() for v in (x / factor, w * factor)]
+            value = loss(target, weight=weight.to(dtype))(*given, None)
+            found.append(torch.autograd.grad(value, given))
+        for exact, mine in zip(*found, strict=True):
+            assert mine.isfinite().all()
+            assert (mine - exact).norm() <= 5e-3 * exact.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_without_a_row_that_counts_gradients_are_zero(dtype: torch.dtype, autocast: bool) -> None:
+    kept = torch.float32 if autocast else dtype
+    given = [v.to(kept).requires_grad_() for v in tensors(torch.float32, 20, 6, 9)]
+    target = torch.full((20,), -100)
+    with torch.autocast("cpu", dtype, enabled=autocast and dtype != torch.float32):
+        loss = M.linear_cross_entropy(given[0], given[1], target, linear_bias=given[2])
+    assert loss.isnan()
+    (loss * 1024).backward()
+    for each in given:
+        assert torch.equal(each.grad, torch.zeros_like(each))
 
 
 def test_small_gradients_survive_float16() -> None:
@@ -382,6 +448,20 @@ def test_compile_by_inductor() -> None:
 
     found = gradients(torch.compile(step, fullgraph=True), x, w, b)
     for got, expected in zip(found, gradients(step, x, w, b), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_traced_graph_runs_with_what_requires_grad(reduction: str) -> None:
+    given = tensors(torch.float32, 20, 6, 9)
+    target = target_of((20, 9))
+
+    def step(*leaves: Tensor) -> Any:
+        return torch.autograd.grad(ours(target, reduction=reduction)(*leaves).sum(), leaves)
+
+    leaves = [v.requires_grad_() for v in given]
+    graph = make_fx(step)(*leaves)
+    for got, expected in zip(graph(*leaves), step(*leaves), strict=True):
         torch.testing.assert_close(got, expected)
 
 

@@ -46,6 +46,19 @@ bool fits(const Tensor& grad, const autograd::Node& node, uint32_t number) {
          c10::SymIntArrayRef(grad.sym_sizes()) == expected.shape_as_dim_vector();
 }
 
+// In place where nobody else can see it. A factor in float16 would be rounded, and may be as small as the gradient is large.
+Tensor times(const Tensor& x, const Tensor& factor) {
+  Tensor made = is_sole_owner(x) ? x : x.clone();
+  if (x.scalar_type() != at::kHalf) return made.mul_(factor);
+  constexpr int64_t kPart = int64_t(1) << 22;
+  const Tensor flat = made.view({-1});
+  for (int64_t first = 0; first < flat.numel(); first += kPart) {
+    Tensor part = flat.narrow(0, first, std::min(kPart, flat.numel() - first));
+    part.copy_(part.to(at::kFloat).mul_(factor));
+  }
+  return made;
+}
+
 }  // namespace
 
 void check_first_derivative(std::string_view op) {
@@ -54,10 +67,11 @@ void check_first_derivative(std::string_view op) {
                               "cross_entropy(linear(input, linear_weight), target)");
 }
 
-void KnownGradients::keep(const std::vector<Tensor>& gradients, const Tensor& total) {
+void KnownGradients::keep(const std::vector<Tensor>& gradients, const Tensor& factors) {
   count_ = gradients.size();
+  has_factors_ = factors.defined();
   for (const Tensor& each : gradients) save(each);
-  save(total);
+  save(factors);
 }
 
 autograd::variable_list KnownGradients::backward(autograd::variable_list&& grads) {
@@ -65,32 +79,29 @@ autograd::variable_list KnownGradients::backward(autograd::variable_list&& grads
   const Tensor& grad = grads[0];
   if (!grad.defined()) return result;
   check_first_derivative(op);
-  const Tensor factor = factor_of(grad);
+  const bool readable = is_plain(grad) && grad.is_cpu();  // without waiting for a device
+  const bool unchanged = !has_factors_ && readable && grad.item<double>() == 1;
+  const Tensor factors = has_factors_ ? unpack(count_) * grad : Tensor();
   std::vector<Tensor> own;
   for (size_t i = 0; i < count_; ++i) {
-    result[i] = take(i);
-    if (!result[i].defined()) continue;
+    Tensor& each = result[i] = take(i);
+    if (!each.defined()) continue;
     // Never the node's own tensor while the graph is kept: whoever gets it may write to it.
-    if (!factor.defined())
-      result[i] = autograd::get_current_graph_task_keep_graph() ? result[i].clone() : result[i];
-    else if (is_sole_owner(result[i]))
-      own.push_back(result[i]);
+    if (unchanged)
+      each = autograd::get_current_graph_task_keep_graph() ? each.clone() : each;
+    else if (has_factors_)
+      each = times(each, factors.select(0, int64_t(i)));
+    else if (is_sole_owner(each))
+      own.push_back(each);
     else
-      result[i] = result[i] * factor;
+      each = each * grad;
   }
-  if (!own.empty()) at::_foreach_mul_(own, factor);
+  if (!own.empty()) at::_foreach_mul_(own, grad);
   return result;
 }
 
-// What the gradients are multiplied by; undefined where that is known to be 1.
-Tensor KnownGradients::factor_of(const Tensor& grad) {
-  if (scale != 1) return (divides ? grad / unpack(count_) : grad.to(at::kFloat)) / scale;
-  const bool readable = is_plain(grad) && grad.is_cpu();  // without waiting for a device
-  return readable && grad.item<double>() == 1 ? Tensor() : grad;
-}
-
 bool KnownGradients::take_place_of_norm() {
-  if (scale != 1 || autograd::AnomalyMode::is_enabled() || autograd::get_current_graph_task_id() != -1) return false;
+  if (has_factors_ || autograd::AnomalyMode::is_enabled() || autograd::get_current_graph_task_id() != -1) return false;
   std::vector<autograd::Node*> way;
   const auto reaches = [&](const autograd::Edge& edge) { return edge.is_valid() && is_within_reach_of(edge); };
   const autograd::Edge* edge = &next_edge(0);

@@ -10,6 +10,10 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
+#include <limits>
+#include <optional>
+#include <utility>
 #include <vector>
 
 #include "autocast.h"
@@ -30,12 +34,31 @@ constexpr std::string_view kOp = "linear_cross_entropy";
 
 using Wanted = std::array<bool, 3>;  // gradients of input, weight, bias
 using Grads = std::tuple<Tensor, Tensor, Tensor>;
-using Results = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;  // loss, stats, total, gradients
+using Results = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;  // loss, stats, factors, gradients
 
 // Gradients of logits in float16 are made this much larger and not divided by the number of rows, or most were subnormal:
-// a loss scale arrives in backward only. A weight's gradient overflows where 2047 rows agree.
+// a loss scale arrives in backward only. What is more is multiplied then: the factors, one for each gradient.
 constexpr double kHalfScale = 32;
-double scale_of(at::ScalarType compute) { return compute == at::kHalf ? kHalfScale : 1; }
+
+// By how much, at least 1, those of the logits are made smaller for the input's gradient to be finite, and where classes
+// have weights for their own.
+Tensor half_divisor(const Tensor& linear_weight, const OptionalTensor& weight) {
+  const auto largest = [](const Tensor& x) {
+    if (x.numel() == 0) return at::ones({}, x.options().dtype(at::kFloat));
+    const auto [least, most] = at::aminmax(x);
+    return at::maximum(least.neg(), most).to(at::kFloat);
+  };
+  const Tensor divisor = (largest(linear_weight) / 1024).clamp_min_(1);
+  return weight ? divisor * largest(*weight).clamp_min_(1) : divisor;
+}
+
+// A sum in float32 for float16, as large as that holds, and what it is to be multiplied by.
+std::pair<Tensor, Tensor> in_half(Tensor sum) {
+  constexpr double kExponent = 14;
+  const Tensor size = at::linalg_vector_norm(sum, std::numeric_limits<double>::infinity());
+  const Tensor exponent = size.log2_().ceil_().clamp_(-100, 100);
+  return {sum.mul_(at::exp2(kExponent - exponent)).to(at::kHalf), at::exp2(exponent - kExponent)};
+}
 
 // Rows a chunk: an eighth of all, so that the scratch is a 24th of what logits, softmax and gradient take together; more
 // where the products would be too thin to be efficient, on a GPU's many processors before all, less where the scratch would be
@@ -52,14 +75,15 @@ int64_t rows_a_chunk(int64_t asked, int64_t rows, int64_t classes, int64_t eleme
 // More sums than this are not rounded to two bytes one after the other.
 constexpr int64_t kShortSums = 16;
 
-// The gradient of the weight as it adds up over the chunks.
+// The gradient of the weight as it adds up over the chunks, of `rows` at most. fits: of large gradients in float16.
 class WeightGradient {
  public:
-  WeightGradient(const Tensor& weight, at::ScalarType compute, int64_t chunks)
-      : grad_(at::empty_like(weight, at::MemoryFormat::Contiguous)),
-        direct_(weight.scalar_type() == compute && (compute == wide_dtype(compute) || chunks <= kShortSums)),
-        sum_(direct_ || weight.scalar_type() == wide_dtype(compute) ? grad_
-                                                                    : at::empty_like(grad_, wide_dtype(compute))) {}
+  WeightGradient(const Tensor& weight, at::ScalarType compute, int64_t chunks, int64_t rows, bool fits)
+      : dtype_(weight.scalar_type()),
+        direct_(dtype_ == compute && !fits && (compute == wide_dtype(compute) || chunks <= kShortSums)),
+        alpha_(fits ? std::exp2(std::min(0.0, std::floor(std::log2(kHalfScale / double(rows))))) : 1),
+        sum_(at::empty_like(weight, weight.options().dtype(direct_ ? dtype_ : wide_dtype(compute)),
+                            at::MemoryFormat::Contiguous)) {}
 
   void add(const Tensor& logits_grad, const Tensor& x) {
     if (direct_) {
@@ -74,20 +98,32 @@ class WeightGradient {
         const int64_t n = std::min(step, sum_.size(0) - c);
         if (!product_.defined()) product_ = at::empty({n, x.size(1)}, x.options());
         Tensor part = product_.narrow(0, 0, n), into = sum_.narrow(0, c, n);
-        at::mm_out(part, logits_grad.narrow(1, c, n).t(), x);
+        if (alpha_ == 1) {
+          at::mm_out(part, logits_grad.narrow(1, c, n).t(), x);
+        } else {
+          at::addmm_out(part, part, logits_grad.narrow(1, c, n).t(), x, /*beta=*/0, alpha_);
+        }
         first_ ? into.copy_(part) : into.add_(part);
       }
     }
     first_ = false;
   }
   Tensor result() {
-    if (first_) return grad_.zero_();  // no rows
-    return sum_.is_same(grad_) ? grad_ : grad_.copy_(sum_);
+    if (first_) sum_.zero_();  // no rows
+    return in_dtype(sum_, dtype_);
+  }
+  // And what it is to be multiplied by, undefined for 1.
+  std::pair<Tensor, Tensor> fitting_result() {
+    if (first_) sum_.zero_();
+    if (dtype_ != at::kHalf) return {result(), alpha_ == 1 ? Tensor() : at::scalar_tensor(1 / alpha_, sum_.options())};
+    auto [grad, factor] = in_half(std::move(sum_));
+    return {std::move(grad), factor.div_(alpha_)};
   }
 
  private:
-  Tensor grad_;
+  at::ScalarType dtype_;
   bool direct_;
+  double alpha_;
   Tensor sum_, product_;
   bool first_ = true;
 };
@@ -111,11 +147,13 @@ struct Chunks {
     return LossCall(kOp, target, weights, options, x.scalar_type(), rows, classes, 1, false);
   }
 
+  // factors: what to multiply the gradients by, [3], is multiplied by what they were made smaller by to fit in float16.
   Grads run(LossPass pass, const LossCall& call, const Tensor& input, const Tensor& linear_weight,
-            const OptionalTensor& linear_bias, const Wanted& wanted) const {
+            const OptionalTensor& linear_bias, const Wanted& wanted, const Tensor& factors = {}) const {
     const Tensor scratch = at::empty({std::min(step, rows), classes}, x.options()), transposed = weight.t();
     std::optional<WeightGradient> grad_weight;
-    if (wanted[1]) grad_weight.emplace(linear_weight, x.scalar_type(), (rows + step - 1) / step);
+    if (wanted[1])
+      grad_weight.emplace(linear_weight, x.scalar_type(), (rows + step - 1) / step, step, factors.defined());
     const at::ScalarType wide = wide_dtype(x.scalar_type());
     const Tensor grad_input =
         wanted[0] ? at::empty_like(input, at::MemoryFormat::Contiguous) : at::empty({0}, input.options());
@@ -142,8 +180,16 @@ struct Chunks {
       const Tensor sum = logits.sum({0}, false, wide);
       first == 0 ? grad_bias = sum : grad_bias.add_(sum);
     }
-    return {grad_input, wanted[1] ? grad_weight->result() : at::empty({0}, linear_weight.options()),
-            wanted[2] ? in_dtype(grad_bias, linear_bias->scalar_type()) : grad_bias};
+    const Tensor none = at::empty({0}, linear_weight.options());
+    if (!factors.defined())
+      return {grad_input, wanted[1] ? grad_weight->result() : none,
+              wanted[2] ? in_dtype(grad_bias, linear_bias->scalar_type()) : grad_bias};
+    const auto [fitting, factor] = wanted[1] ? grad_weight->fitting_result() : std::pair(none, Tensor());
+    if (factor.defined()) factors.select(0, 1).mul_(factor);
+    if (!wanted[2] || linear_bias->scalar_type() != at::kHalf) return {grad_input, fitting, grad_bias};
+    const auto [fitting_bias, bias_factor] = in_half(std::move(grad_bias));
+    factors.select(0, 2).mul_(bias_factor);
+    return {grad_input, fitting, fitting_bias};
   }
 
  private:
@@ -181,6 +227,7 @@ Results forward(const Tensor& input, const Tensor& linear_weight, const Optional
                 const Tensor& target, const OptionalTensor& weight, int64_t reduction, int64_t ignore_index,
                 double smoothing, double z, double cap, at::ScalarType compute, at::ScalarType dtype, int64_t chunk,
                 Wanted grads) {
+  const at::AutoDispatchBelowADInplaceOrView below;  // a traced graph may call it with what requires grad
   const LossOptions options{reduction, ignore_index, smoothing, z, cap};
   check(input, linear_weight, linear_bias, target, weight, options, compute);
   TORCH_CHECK_VALUE(linear_weight.size(0) > 0, kOp, ": expected at least 1 class, got weight ", linear_weight.sizes());
@@ -189,13 +236,22 @@ Results forward(const Tensor& input, const Tensor& linear_weight, const Optional
   const Tensor losses = at::empty({chunks.rows}, chunks.x.options().dtype(call.losses_dtype(dtype))),
                stats = at::empty({2, chunks.rows}, chunks.x.options().dtype(wide_dtype(compute)));
   call.set_results(losses, stats);
-  const bool any = grads[0] || grads[1] || grads[2];
-  const double scale = scale_of(compute);
-  if (any) call.set_grad(scale, scale == 1 ? call.total() : Tensor());
+  const bool any = grads[0] || grads[1] || grads[2], half = any && compute == at::kHalf;
+  Tensor factors = at::empty({compute == at::kHalf ? 3 : 0}, chunks.x.options().dtype(at::kFloat));
+  if (half) {
+    const Tensor divisor = half_divisor(chunks.weight, weight);
+    call.set_grad(kHalfScale, divisor);
+    factors.copy_(divisor).div_(kHalfScale);
+  } else if (any) {
+    call.set_grad(1, call.total());
+  }
   const auto [grad_input, grad_weight, grad_bias] =
-      chunks.run(any ? LossPass::both : LossPass::forward, call, input, linear_weight, linear_bias, grads);
+      chunks.run(any ? LossPass::both : LossPass::forward, call, input, linear_weight, linear_bias, grads,
+                 half ? factors : Tensor());
   auto [loss, total] = call.reduce(dtype);
-  return {std::move(loss), stats, std::move(total), grad_input, grad_weight, grad_bias};
+  // Without a row that counts the gradients are 0, as in stock.
+  if (half && options.reduction == at::Reduction::Mean) factors.div_(total).masked_fill_(total == 0, 0);
+  return {std::move(loss), stats, std::move(factors), grad_input, grad_weight, grad_bias};
 }
 
 Grads empty_grads(const Tensor& input, const Tensor& linear_weight, const OptionalTensor& linear_bias,
@@ -216,7 +272,7 @@ Results forward_meta(const Tensor& input, const Tensor& linear_weight, const Opt
   const auto [grad_input, grad_weight, grad_bias] = empty_grads(input, linear_weight, linear_bias, grads);
   return {reduction == at::Reduction::None ? at::empty_symint({rows}, narrow) : at::empty({}, narrow),
           at::empty_symint({2, rows}, wide),
-          reduction == at::Reduction::Mean ? at::empty({}, wide) : at::empty({0}, wide),
+          at::empty({compute == at::kHalf ? 3 : 0}, input.options().dtype(at::kFloat)),
           grad_input,
           grad_weight,
           grad_bias};
@@ -227,6 +283,7 @@ Grads backward(const Tensor& grad, const Tensor& input, const Tensor& linear_wei
                const Tensor& target, const OptionalTensor& weight, const Tensor& stats, int64_t reduction,
                int64_t ignore_index, double smoothing, double z, double cap, at::ScalarType compute, int64_t chunk,
                Wanted grads) {
+  const at::AutoDispatchBelowADInplaceOrView below;
   const Chunks chunks(input, linear_weight, linear_bias, compute, chunk);
   LossCall call = chunks.call(target, weight, {reduction, ignore_index, smoothing, z, cap});
   call.set_results(Tensor(), stats.contiguous());
@@ -307,10 +364,10 @@ Tensor recorded(const Tensor& input, const Tensor& linear_weight, const Optional
   const Wanted wanted{records && input.requires_grad(), records && linear_weight.requires_grad(),
                       records && linear_bias && linear_bias->requires_grad()};
   const bool in_forward = options.reduction != at::Reduction::None;
-  Tensor loss, stats, total, grad_input, grad_weight, grad_bias;
+  Tensor loss, stats, factors, grad_input, grad_weight, grad_bias;
   {
     const at::AutoDispatchBelowADInplaceOrView below;
-    std::tie(loss, stats, total, grad_input, grad_weight, grad_bias) =
+    std::tie(loss, stats, factors, grad_input, grad_weight, grad_bias) =
         MEMKIT_CALL("memkit::_linear_cross_entropy_forward",
                     Results(const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&, const OptionalTensor&,
                             int64_t, int64_t, double, double, double, at::ScalarType, at::ScalarType, int64_t, Wanted))(
@@ -323,13 +380,11 @@ Tensor recorded(const Tensor& input, const Tensor& linear_weight, const Optional
     auto node = make_node<KnownGradients>();
     node->set_next_edges(std::move(edges));
     node->op = kOp;
-    node->scale = scale_of(compute);
-    node->divides = node->scale != 1 && options.reduction == at::Reduction::Mean;
     autograd::set_history(loss, node);
     std::vector<Tensor> grads{std::move(grad_input), std::move(grad_weight), std::move(grad_bias)};
     for (int i = 0; i < 3; ++i)
       if (!wanted[i]) grads[i].reset();
-    node->keep(grads, node->divides ? total : Tensor());
+    node->keep(grads, compute == at::kHalf ? factors : Tensor());
     return loss;
   }
   auto node = make_node<LinearCrossEntropyBackward>();

@@ -142,7 +142,7 @@ TORCH_LIBRARY(memkit, m) {
         ", ScalarType compute, ScalarType dtype, int chunk) -> Tensor");
   m.def("_linear_cross_entropy_forward(" MEMKIT_LINEAR MEMKIT_LOSS
         ", ScalarType compute, ScalarType dtype, int chunk, bool[3] grads) -> "
-        "(Tensor loss, Tensor stats, Tensor total, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+        "(Tensor loss, Tensor stats, Tensor factors, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
   m.def("_linear_cross_entropy_backward(Tensor grad, " MEMKIT_LINEAR "Tensor stats, " MEMKIT_LOSS
         ", ScalarType compute, int chunk, bool[3] grads) -> (Tensor, Tensor, Tensor)");
 #undef MEMKIT_LOSS

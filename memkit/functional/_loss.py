@@ -128,7 +128,8 @@ def linear_cross_entropy(
     therefore takes the backward's time too wherever grad is enabled and something requires it, and keeps the gradients
     alone. With ``reduction="none"`` backward makes the logits once more. Under autocast the products are in its dtype and
     the weight's gradient adds up in float32; else, in float16 and bfloat16, it does so from 17 chunks on. In float16 the
-    gradients of reduced losses are made 32 times as large and scaled in backward, where a loss scale arrives.
+    gradients of reduced losses add up in float32, are kept as large as float16 holds them, and are scaled in backward,
+    where a loss scale arrives.
 
     A second derivative raises ``NotImplementedError``.
     """
