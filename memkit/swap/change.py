@@ -10,8 +10,10 @@ from .find import Found
 from .layers import Sequential
 from .library import Head, InLean, hold, release, twin_of
 from .recipes import RECIPES
-from .sites import AnySite, Decisions, Site
+from .sites import AnySite, Decisions, LayerSite, Site
 from .types import Changed, Swapped, stock_of
+
+READS = "_memkit_reads"
 
 
 def apply_all(model: nn.Module, decisions: Decisions, found: Found, lean: bool | str) -> None:
@@ -28,6 +30,8 @@ def apply(site: AnySite, proof: Any) -> None:
     if isinstance(site, Site):
         proof = proof._replace(original=site.function)
     _become(site.module, site.twin, proof)
+    if isinstance(site, LayerSite) and site.reads:
+        vars(site.module)[READS] = site.reads
     if site.layer is not None:
         vars(site.layer)[RECIPES[type(site.layer)].attribute] = site.module
 
@@ -67,7 +71,8 @@ def undo(model: nn.Module) -> list[tuple[nn.Module, Any]]:
         if release(module):
             done.append((module, None))
         if isinstance(module, Changed):
-            done.append((module, (type(module), vars(module).pop("_swap", None))))
+            held = {name: vars(module).pop(name) for name in ("_swap", READS) if name in vars(module)}
+            done.append((module, (type(module), held)))
             changed: Any = module
             while "_stock" in dir(type(changed)):  # a root may be changed twice
                 changed.__class__ = stock_of(type(changed))
@@ -81,4 +86,5 @@ def redo(done: list[tuple[nn.Module, Any]]) -> None:
         elif isinstance(what, nn.Module):
             vars(module)[RECIPES[type(module)].attribute] = what
         else:
-            module.__class__, vars(module)["_swap"] = what
+            module.__class__, held = what
+            vars(module).update(held)

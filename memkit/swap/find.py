@@ -175,7 +175,11 @@ class _Search:
         match = self.match(module, where)
         if match is not None:
             twin = twin_of(match.kind, type(module))
-            self.found.layers.append(LayerSite(module, match.op, where, twin, match.choice, match.method))
+            reads = self.verifier.watched(module, match)
+            if reads:
+                twin = twin_of("watching", twin)
+            site = LayerSite(module, match.op, where, twin, match.choice, match.method, reads)
+            self.found.layers.append(site)
         if self.names & {"cross_entropy", *ON_REQUEST} and has_library_loss(module):
             self.found.losses.append(module)
             path = _inside(places[:1], "loss_function")

@@ -10,7 +10,7 @@ from torch import nn
 
 from .._hooks import has_hooks
 from .layers import FUSED, Choice, Norm, is_convolution
-from .library import BatchNormAct, Twin, activation_twin
+from .library import BatchNormAct, Reads, Twin, activation_twin
 from .report import Row
 from .types import COPIES_INPUT, INEXACT, KEEPS_OUTPUT, NEEDS_BIT, TWINS, WIDE, Proof, Swapped
 
@@ -151,6 +151,7 @@ class LayerSite:
     """What `_swap` will hold; a norm's is decided from what is seen."""
     method: str = "forward"
     """What the twin has in place of stock's."""
+    reads: Reads = ()
 
     layer: ClassVar[None] = None
 

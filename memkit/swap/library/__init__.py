@@ -33,6 +33,19 @@ from .multihead import is_multihead, multihead_twin
 from .norm_acts import BatchNormAct, norm_op
 from .norms import further_probes, norm_kinds, norm_probe
 from .projections import Projection, networks, parts_of, projections
+from .reads import (
+    INTERNAL,
+    Read,
+    Reads,
+    Watching,
+    another,
+    differing,
+    instead,
+    marks,
+    numbers_read,
+    uses,
+    value_of,
+)
 from .residual import BLOCKS, DENSE, OPTIONAL, is_dense_layer
 from .rotary import NAME as ROTARY
 from .rotary import served
@@ -47,8 +60,10 @@ __all__ = [
     "Head",
     "InLean",
     "Match",
+    "Reads",
     "Twin",
     "Verifier",
+    "Watching",
     "activation_twin",
     "attention_twin",
     "candidates",
@@ -72,10 +87,6 @@ __all__ = [
     "why_not_fits",
     "why_not_rotary",
 ]
-
-
-INTERNAL = frozenset(vars(nn.Module()))
-"""Attributes of every module, its mode among them."""
 
 
 class Match(NamedTuple):
@@ -178,13 +189,37 @@ class Verifier:
 
     def __init__(self) -> None:
         self._known: dict[Hashable, str] = {}
+        self._unread: dict[Hashable, tuple[Read, ...]] = {}
 
     def why_not(self, module: nn.Module, match: Match) -> str:
         """Why a module does not get this twin; nothing if it does."""
-        key = (match.kind, match.choice, _signature(module))
+        kind = (match.kind, match.choice, _signature(module))
+        key = kind, self._values(module, kind)
         if key not in self._known:
-            self._known[key] = self._verify(module, match)
+            why = self._verify(module, match)
+            if not why and kind not in self._unread:
+                why = self._look(module, match, kind)
+                key = kind, self._values(module, kind)
+            self._known[key] = why
         return self._known[key]
+
+    def watched(self, module: nn.Module, match: Match) -> Reads:
+        """Of a module that gets this twin: what the twin has to be called with, or stock serves."""
+        if not any(self._unread.values()):
+            return ()
+        return self._values(module, (match.kind, match.choice, _signature(module)))
+
+    def _values(self, module: nn.Module, kind: Hashable) -> Reads:
+        return tuple((*read, value_of(module, read)) for read in self._unread.get(kind, ()))
+
+    def _look(self, module: nn.Module, match: Match, kind: Hashable) -> str:
+        self._unread[kind] = ()
+        unread = _unread(module, match)
+        for read in unread:
+            if isinstance(value_of(module, read), Tensor) or match.method != "forward":
+                return f"{type(module).__name__} computes with {read[1]}, which memkit's {match.op} does not"
+        self._unread[kind] = unread
+        return ""
 
     @staticmethod
     def _verify(module: nn.Module, match: Match) -> str:
@@ -196,6 +231,8 @@ class Verifier:
         twin = twin_of(match.kind, type(module))
         if why := why_not_fits(module, twin):
             return why
+        if sets := uses(type(module), match.method).sets:
+            return f"{type(module).__name__} sets {', '.join(sorted(sets))} in each call"
         device = match.probe[0].device
         # Under autocast norms stay stock's, if asked to be exact: nothing would be compared.
         plain = torch.autocast(device.type, enabled=False) if issubclass(twin, Norm) else nullcontext()
@@ -215,6 +252,25 @@ class Verifier:
                 if feeds_forward and (reason := _why_not_far(module, match, training)):
                     return reason
         return ""
+
+
+def _unread(module: nn.Module, match: Match) -> tuple[Read, ...]:
+    """What stock's values depend on, and the twin's do not."""
+    found = []
+    for read, value in numbers_read(module, match.method).items():
+        if read[1].endswith(INDEX):  # which may be compared with one
+            found.append(read)
+            continue
+        changed = another(value)
+        wide = _wide(module, match)
+        if changed is None or wide is None:
+            continue
+        probe = tuple(x.float() if x.dtype in HALVES else x for x in match.probe)
+        with instead(wide, read, changed), torch.autocast(probe[0].device.type, enabled=False):
+            theirs, ours = _both(wide, match._replace(probe=probe), module.training)
+        if not isinstance(theirs, Exception) and not _is_same(match, ours, theirs):
+            found.append(read)
+    return tuple(found)
 
 
 def _of_other_numbers(module: nn.Module) -> tuple[nn.Module, ...]:
@@ -322,7 +378,8 @@ def _is_as_near(ours: Tensor | None, theirs: Tensor | None, exact: Tensor | None
 
 def _why_not(module: nn.Module, match: Match, training: bool) -> str:
     name = type(module).__name__
-    theirs, ours = _both(module, match, training)
+    noted: list[dict[Any, Any]] = []
+    theirs, ours = _both(module, match, training, noted=noted)
     if isinstance(theirs, AttributeError) and theirs.args == (_NO_MODE,):
         return f"{name} has {_NO_MODE}"
     if isinstance(theirs, Exception):
@@ -340,7 +397,13 @@ def _why_not(module: nn.Module, match: Match, training: bool) -> str:
         same = not isinstance(theirs, Exception) and _is_same(match, ours, theirs)
         if not same:
             return f"{name} calls its dropouts elsewhere than memkit's {match.op}"
-    return "" if same else f"{name} computes something else than memkit's {match.op}"
+    if not same:
+        return f"{name} computes something else than memkit's {match.op}"
+    before, stock, twin = noted
+    lost = differing(before, stock) - differing(stock, twin)
+    return (
+        f"{name} changes {', '.join(sorted(attribute for _, attribute in lost))} in each call" if lost else ""
+    )
 
 
 def _is_same(match: Match, ours: Values | None, theirs: Values) -> bool:
@@ -368,15 +431,22 @@ def _scaled(factor: float, input: Tensor) -> Tensor:
 
 
 Values = list[Tensor | None]
+INDEX = "idx", "index"
 _NO_COPY = "cannot be copied to be verified in float32"
 _NO_MODE = "a part whose mode cannot be set"
 
 
 def _both(
-    module: nn.Module, match: Match, training: bool, seed: int = 0, scales: bool = False
+    module: nn.Module,
+    match: Match,
+    training: bool,
+    seed: int = 0,
+    scales: bool = False,
+    noted: list[dict[Any, Any]] | None = None,
 ) -> tuple[Values | Exception, Values | None]:
     """Of stock, or what it raises, and of its twin, if that does not raise. ``scales``: with a factor of its own in the
-    place of each dropout, which shows where and how often it is called; else they do nothing."""
+    place of each dropout, which shows where and how often it is called; else they do nothing. ``noted``: gets what there is
+    to see of the module's attributes before, after stock and after its twin."""
     stock = type(module)
     twin = twin_of(match.kind, stock)
     changed: Any = module
@@ -392,21 +462,31 @@ def _both(
             return AttributeError(_NO_MODE), None
         for parameter in module.parameters():  # frozen ones too: what they are used for is compared
             parameter.requires_grad_(parameter.is_floating_point())
+        note(noted, module)
         try:
             theirs = _values(module, match, seed)
         except Exception as error:
             return error, None
+        note(noted, module)
         changed._swap, changed.__class__ = match.choice, twin
         try:
             if isinstance(changed, Norm):  # which may leave it to stock
                 changed._memkit(match.probe[0])
                 if changed._stays(match.probe[0]):
                     return theirs, None
-            return theirs, _values(module, match, seed)
+            ours = _values(module, match, seed)
+            changed.__class__ = stock
+            note(noted, module)
+            return theirs, ours
         except Exception:  # names propose a twin, whose shapes may not even fit
             return theirs, None
         finally:
             changed.__class__ = stock
+
+
+def note(noted: list[dict[Any, Any]] | None, module: nn.Module) -> None:
+    if noted is not None:
+        noted.append(marks(module))
 
 
 def _values(module: nn.Module, match: Match, seed: int) -> Values:
@@ -441,11 +521,12 @@ def _agree(ours: Values, theirs: Values, inputs: int, tolerance: float) -> bool:
 
 
 def _signature(module: nn.Module) -> Hashable:
-    """What a forward may depend on: classes, numbers and words, shapes; not the values of parameters, nor an index."""
+    """What a forward may depend on: classes, numbers and words, shapes; not the values of parameters, nor an index: see
+    `Verifier.watched`."""
     plain = tuple(
         (name, _frozen(held))
         for name, held in vars(module).items()
-        if name not in INTERNAL and not name.endswith(("idx", "index"))
+        if name not in INTERNAL and not name.endswith(INDEX)
     )
     shapes = tuple((name, p.shape, p.dtype) for name, p in module._parameters.items() if p is not None)
     parts = tuple((name, _signature(child)) for name, child in module._modules.items() if child is not None)

@@ -14,6 +14,8 @@ from ..._hooks import only_read
 from ...functional._activation import _PARAMETERS
 from ..recipes import FUNCTIONS
 from ..types import TWINS, Swapped
+from ..untouched import untouched
+from .reads import INTERNAL, another, differing, instead, marks, numbers_read, uses
 from .twin import Twin, twin_of
 
 CLASSES = {
@@ -44,8 +46,8 @@ CLASSES = {
 
 _NEAR, _FAR = torch.linspace(-8, 8, 161), torch.tensor([1e1, 2e1, 1e2, 1e3, 1e4])
 _PROBE = torch.cat([_NEAR, _FAR, -_FAR]).to("cpu", torch.float64).view(3, 3, -1)
-_checked: WeakKeyDictionary[type[nn.Module], bool] = WeakKeyDictionary()
-"""Whether a class of such a name computes what that says."""
+_checked: WeakKeyDictionary[type[nn.Module], tuple[list[str], dict[Any, bool]]] = WeakKeyDictionary()
+"""Of a class of such a name the attributes that its forward names; whether it computes what that says, by their values."""
 
 
 class Activation(Swapped, Twin):
@@ -62,11 +64,36 @@ def library_activation(module: nn.Module) -> str | None:
     op = CLASSES.get(cls.__name__)
     if op is None or cls.__module__.startswith(("torch.nn.", "memkit.")):
         return None
-    known = _checked.get(cls)
-    if known is None:
-        bare = not (module._parameters or module._buffers or module._modules)
-        known = _checked[cls] = bare and computes(module.forward, op)
-    return op if known else None
+    found = _checked.get(cls)
+    if found is None:
+        found = _checked[cls] = sorted(uses(cls).names - INTERNAL), {}
+    names, known = found
+    held = vars(module)
+    values = tuple((name, held[name]) for name in names if name in held)
+    try:
+        same = known.get(values)
+    except TypeError:  # unhashable
+        return None
+    if same is None:
+        same = known[values] = _is_activation(module, op)
+    return op if same else None
+
+
+def _is_activation(module: nn.Module, op: str) -> bool:
+    """In both modes, whatever the numbers are that it reads, and with nothing written down."""
+    if module._parameters or module._buffers or module._modules or uses(type(module)).sets:
+        return False
+    with untouched(module):
+        for training in (True, False):
+            module.training = training
+            before = marks(module)
+            if not computes(module.forward, op) or differing(before, marks(module)):
+                return False
+        for read, value in numbers_read(module).items():
+            with instead(module, read, another(value)):
+                if not computes(module.forward, op):
+                    return False
+    return True
 
 
 def computes(activation: Any, op: str) -> bool:
