@@ -175,18 +175,21 @@ Block* Pool::take(std::size_t nbytes, Tag tag, For whom, std::unique_ptr<arena::
       }
   }
   if (debug_) request.stack = capture_python_stack();
-  if (asleep()) check_awake(request.tag);
-  request.capture = device_->make_room(*arena_, nbytes);
   PoolLayer* layer = whom == For::torch_past_layers ? nullptr : pool_thread.layers;
   while (layer && (layer->pool.get() != this || (layer->torch_only && whom == For::user))) layer = layer->outer;
-  if (!layer)
-    if (Block* block = arena_->serve(request)) {
-      if (asleep()) wake_block(block);
-      return block;
-    }
-  arena::Allocation got = layer ? layer->allocate(request) : allocate(request);
-  if (!got && got.failure->reason == arena::Failure::exhausted && settle_replays())
-    got = layer && !layer->torch_only ? layer->allocate(request) : allocate(request);
+  arena::Allocation got;
+  do {
+    check_awake(request.tag);
+    request.capture = device_->make_room(*arena_, nbytes);
+    if (!layer)
+      if (Block* block = arena_->serve(request)) {
+        if (asleep()) wake_block(block);
+        return block;
+      }
+    got = layer ? layer->allocate(request) : allocate(request);
+    if (!got && got.failure->reason == arena::Failure::exhausted && settle_replays())
+      got = layer && !layer->torch_only ? layer->allocate(request) : allocate(request);
+  } while (!got && got.failure->reason == arena::Failure::asleep);
   if (!got && failure && got.failure->reason == arena::Failure::exhausted) {
     *failure = std::move(got.failure);
     return nullptr;
@@ -246,8 +249,10 @@ Block* Pool::spare(std::size_t nbytes) {
   if (asleep()) return nullptr;
   device_->make_room(*arena_, nbytes);
   const arena::Request request{nbytes, device_->lane()};
-  Block* const block = allocate(request).block;
-  return block || !settle_replays() ? block : allocate(request).block;
+  arena::Allocation got = allocate(request);
+  if (!got && got.failure->reason == arena::Failure::exhausted && settle_replays()) got = allocate(request);
+  if (got && asleep()) wake_block(got.block);
+  return got.block;
 }
 
 at::Tensor Pool::wrap(std::size_t nbytes, Dtype dtype, Tag tag) {
