@@ -175,21 +175,16 @@ Block* Pool::take(std::size_t nbytes, Tag tag, For whom, std::unique_ptr<arena::
       }
   }
   if (debug_) request.stack = capture_python_stack();
+  check_awake(request.tag);
+  request.capture = device_->make_room(*arena_, nbytes);
   PoolLayer* layer = whom == For::torch_past_layers ? nullptr : pool_thread.layers;
   while (layer && (layer->pool.get() != this || (layer->torch_only && whom == For::user))) layer = layer->outer;
-  arena::Allocation got;
-  do {
-    check_awake(request.tag);
-    request.capture = device_->make_room(*arena_, nbytes);
-    if (!layer)
-      if (Block* block = arena_->serve(request)) {
-        if (asleep()) wake_block(block);
-        return block;
-      }
-    got = layer ? layer->allocate(request) : allocate(request);
-    if (!got && got.failure->reason == arena::Failure::exhausted && settle_replays())
-      got = layer && !layer->torch_only ? layer->allocate(request) : allocate(request);
-  } while (!got && got.failure->reason == arena::Failure::asleep);
+  if (!layer)
+    if (Block* block = arena_->serve(request)) {
+      if (asleep()) wake_block(block);
+      return block;
+    }
+  arena::Allocation got = allocate(&request, layer);
   if (!got && failure && got.failure->reason == arena::Failure::exhausted) {
     *failure = std::move(got.failure);
     return nullptr;
@@ -197,6 +192,18 @@ Block* Pool::take(std::size_t nbytes, Tag tag, For whom, std::unique_ptr<arena::
   if (!got) raise_pool_failure(*got.failure);
   if (asleep()) wake_block(got.block);
   return got.block;
+}
+
+// By the layer, where there is one, or from the arena; again, where the pool has begun to go to sleep or to wake since.
+arena::Allocation Pool::allocate(arena::Request* request, PoolLayer* layer) {
+  for (;;) {
+    arena::Allocation got = layer ? layer->allocate(*request) : allocate(*request);
+    if (!got && got.failure->reason == arena::Failure::exhausted && settle_replays())
+      got = layer && !layer->torch_only ? layer->allocate(*request) : allocate(*request);
+    if (got || got.failure->reason != arena::Failure::asleep) return got;
+    check_awake(request->tag);
+    request->capture = device_->make_room(*arena_, request->size);
+  }
 }
 
 arena::Allocation Pool::allocate(const arena::Request& request) {

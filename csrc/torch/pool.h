@@ -131,6 +131,7 @@ class Pool final : public CpuSource, public std::enable_shared_from_this<Pool> {
   // Raises where there is no room, or gives nullptr and says why.
   arena::Block* take(std::size_t nbytes, Tag tag, For whom = For::user,
                      std::unique_ptr<arena::Failure>* failure = nullptr);
+  arena::Allocation allocate(arena::Request* request, PoolLayer* layer);
   arena::Allocation allocate(const arena::Request& request);  // from the arena, waited for
   void wait_until_awake(arena::TagId tag);
   void wake_block(arena::Block* block);
