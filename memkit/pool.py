@@ -350,7 +350,8 @@ class Pool(_C.PoolBase):
             file: by default a temporary one.
 
         Until `wake()` nobody may read or write the tensors that sleep, nor replay a graph that does, and nothing can be
-        allocated from the pool, or under the tag. Freeing is allowed, and so is `close()`.
+        allocated from the pool, or under the tag. Freeing is allowed, and so is `close()`. While this call or `wake()` is
+        under way, all that others allocate from the pool waits for its end.
 
         Raises:
             TypeError: a tag that is no string.

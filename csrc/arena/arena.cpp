@@ -91,7 +91,7 @@ Block* Arena::serve(const Request& request) {
   const std::size_t size = round_up(std::max<std::size_t>(request.size, 1), granule);
   const std::lock_guard<SpinLock> lock(lock_);
   Lane* lane = last_lane_;
-  if (closed_ || indexed_ || !lane || lane->id != request.lane || lane->redirect) return nullptr;
+  if (closed_ || indexed_ || !lane || lane->id != request.lane || lane->redirect || !admits(request.tag)) return nullptr;
   Block* block = recent_;
   if (block && block->size == size && block->lane == lane) {
     recent_ = nullptr;
@@ -117,8 +117,8 @@ Allocation Arena::allocate(const Request& request) {
   Lock lock(lock_);
   const bool valid =
       request.size <= kLargest && alignment <= kAlignments && !(request.alignment & (request.alignment - 1));
-  if (closed_ || !valid) {
-    fail(&result, closed_ ? Failure::closed : Failure::invalid, request);
+  if (closed_ || !valid || !admits(request.tag)) {
+    fail(&result, closed_ ? Failure::closed : valid ? Failure::asleep : Failure::invalid, request);
     return result;
   }
   Lane* lane = last_lane_ && last_lane_->id == request.lane ? last_lane_ : lane_of(request.lane);
@@ -130,9 +130,10 @@ Allocation Arena::allocate(const Request& request) {
   Block* block = heap_.find(*lane->serving(), size, alignment, false);
   if (!block) block = search(lane, size, alignment, &result.waits);
   Refusal refusal;
-  if (!block) block = grow(lock, lane, size, alignment, &result.waits, &refusal);
+  if (!block) block = grow(lock, lane, request.tag, size, alignment, &result.waits, &refusal);
   if (!block) {
-    fail(&result, closed_ ? Failure::closed : Failure::exhausted, request, refusal);
+    const bool admitted = admits(request.tag);  // the lock may have been open since
+    fail(&result, closed_ ? Failure::closed : admitted ? Failure::exhausted : Failure::asleep, request, refusal);
     return result;
   }
   if (indexed_) pointers_.reserve(1);  // what can fail comes first
@@ -155,7 +156,7 @@ void Arena::fail(Allocation* result, Failure::Reason reason, const Request& requ
   failure.refusal = refusal;
   failure.asked = request.size;
   failure.max = options_.max;
-  if (reason == Failure::inherited) return;
+  if (reason == Failure::inherited || reason == Failure::asleep) return;
   ++stats_.failures;
   failure.free = heap_.free_bytes();
   failure.largest_free = largest_free();

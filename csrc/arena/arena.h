@@ -64,7 +64,7 @@ struct Refusal {
 };
 
 struct Failure {
-  enum Reason { exhausted, closed, inherited, invalid } reason = exhausted;
+  enum Reason { exhausted, closed, inherited, invalid, asleep } reason = exhausted;  // asleep: the gate is shut
   Refusal refusal;
   std::size_t asked = 0;
   std::size_t free = 0;
@@ -122,6 +122,19 @@ struct BlockView {
   StackId stack;
 };
 
+// For whom there is memory.
+class Gate {
+ public:
+  static constexpr Gate open() { return Gate(0); }
+  static constexpr Gate shut() { return Gate(1); }
+  static constexpr Gate shut_for(TagId tag) { return Gate(std::uint64_t(tag) + 2); }
+  bool admits(TagId tag) const { return !code_ || (code_ > 1 && code_ - 2 != tag); }
+
+ private:
+  explicit constexpr Gate(std::uint64_t code) : code_(code) {}
+  std::uint64_t code_;
+};
+
 class Arena;
 class Guest;
 struct DisposeArena {
@@ -166,9 +179,12 @@ class Arena final : public Owner {
   bool settle(std::size_t frees, const std::vector<LaneId>* lanes = nullptr);
   std::vector<LaneId> idle_lanes() const;  // that have free memory, and that no capture records
   std::size_t trim();                      // gives what is free beyond the capacity upstream; how many bytes
-  // Between these nothing goes upstream: who looked at chunks and blocks goes on with their memory.
-  void hold_chunks();
-  void let_chunks_go();
+  // Between these nothing is allocated, in scopes and replays neither, and nothing goes upstream: who looked at chunks and
+  // blocks goes on with their memory, and what is freed meanwhile is nobody's. One call at a time.
+  void hold();
+  void let_go(Gate gate);
+  // Asked at the moment at which memory is taken, under the lock of whoever hands it out.
+  bool admits(TagId tag) const { return gate_.load(std::memory_order_acquire).admits(tag); }
   void close();  // allocates no more; chunks go upstream as their last blocks are freed
   bool closed() const;
 
@@ -216,8 +232,9 @@ class Arena final : public Owner {
   // growth.cpp
   struct Need;
   class Growing;
-  Block* grow(Lock& lock, Lane* lane, std::size_t size, std::size_t alignment, std::vector<LaneId>* waits,
+  Block* grow(Lock& lock, Lane* lane, TagId tag, std::size_t size, std::size_t alignment, std::vector<LaneId>* waits,
               Refusal* refusal);
+  bool in_vain(const Need& need) const;
   Block* extend(Lock& lock, const Need& need, Refusal* refusal);
   Block* add_chunk(Lock& lock, const Need& need, Refusal* refusal);
   Chunk* detach_empty(Chunk* detached = nullptr);
@@ -274,6 +291,7 @@ class Arena final : public Owner {
     std::atomic<int>& count;
   };
   const int generation_;
+  std::atomic<Gate> gate_{Gate::open()};
   Stats stats_;  // without what stats() computes
   std::vector<Tag> tags_;
   PointerMap pointers_;
@@ -285,7 +303,7 @@ class Arena final : public Owner {
   std::size_t misses_ = 0;             // allocations that took a new chunk
   std::size_t busy_ = 0;               // calls outside the lock, and holders
   std::size_t moving_ = 0;             // bytes on their way from or to upstream
-  std::size_t held_ = 0;               // calls that want the chunks to stay
+  bool held_ = false;                  // a call wants the chunks to stay
   std::size_t sending_ = 0;            // calls that send some there
   bool growing_ = false;               // a call has asked for more
   std::condition_variable_any moved_;  // one of these two has ended

@@ -3,12 +3,13 @@
 #include <new>
 #include <utility>
 
-#include "arena.h"
+#include "guest.h"
 
 namespace memkit::arena {
 
 struct Arena::Need {
   Lane* lane;
+  TagId tag;
   std::size_t size, alignment;
   std::vector<LaneId>* waits;
   std::size_t bytes;  // of fresh memory that holds it wherever that starts
@@ -53,23 +54,29 @@ class Arena::Growing {
   Arena& arena_;
 };
 
+// Whether the arena closed or the gate was shut while the lock was open. Asked before each search: what a search has
+// joined is for those alone who wait for its lanes, and take it.
+bool Arena::in_vain(const Need& need) const { return closed_ || !admits(need.tag); }
+
 // A block of new memory, or what others freed while the lock was open, or nullptr.
-Block* Arena::grow(Lock& lock, Lane* lane, std::size_t size, std::size_t alignment, std::vector<LaneId>* waits,
-                   Refusal* refusal) {
-  const Need need{lane, size, alignment, waits, size + (alignment - options_.alignment)};
+Block* Arena::grow(Lock& lock, Lane* lane, TagId tag, std::size_t size, std::size_t alignment,
+                   std::vector<LaneId>* waits, Refusal* refusal) {
+  const Need need{lane, tag, size, alignment, waits, size + (alignment - options_.alignment)};
   refusal->limit = options_.grow ? Refusal::max : Refusal::fixed;
   if (!options_.grow) return borrow(lane, size, alignment, waits);
   Growing growing(*this, lock);
-  if (closed_) return nullptr;
+  if (in_vain(need)) return nullptr;
   if (growing.waited)
     if (Block* block = search(lane, size, alignment, waits)) return block;
   for (bool trimmed : {false, true}) {
     if (trimmed && need.bytes > options_.max) break;
     if (trimmed && !send_back(lock, detach_pages())) break;
     growing.settle(lock);
+    if (in_vain(need)) return nullptr;
     if (Block* block = extend(lock, need, refusal)) return block;
+    if (in_vain(need)) return nullptr;
     if (Block* block = add_chunk(lock, need, refusal)) return block;
-    if (closed_) return nullptr;
+    if (in_vain(need)) return nullptr;
   }
   if (Block* block = search(lane, size, alignment, waits)) return block;
   return borrow(lane, size, alignment, waits);
@@ -132,7 +139,7 @@ Block* Arena::extend(Lock& lock, const Need& need, Refusal* refusal) {
     send_back(lock, detach_empty());
     return nullptr;
   }
-  Block* block = search(need.lane, need.size, need.alignment, need.waits);
+  Block* block = in_vain(need) ? nullptr : search(need.lane, need.size, need.alignment, need.waits);
   if (block) ++misses_;
   return block;  // or nullptr: another thread was quicker
 }
@@ -147,11 +154,13 @@ Block* Arena::add_chunk(Lock& lock, const Need& need, Refusal* refusal) {
     void* memory = nullptr;
     if (!ask_upstream(lock, bytes, refusal, [&] { return (memory = upstream_->allocate(bytes)) != nullptr; })) {
       if (wish == need.bytes) continue;
+      if (in_vain(need)) return nullptr;
       if (Block* block = search(need.lane, need.size, need.alignment, need.waits)) return block;
       continue;
     }
     Chunk* chunk = heap_.add(memory, bytes, 0);
     count_growth(bytes);
+    if (!closed_ && in_vain(need)) return nullptr;
     Block* block = chunk->first;
     const std::uintptr_t start = round_up(block->address, need.alignment);
     if (!closed_ && start < block->end() && block->end() - start >= need.size) {
@@ -191,16 +200,20 @@ Chunk* Arena::detach_pages() {
   return detach_empty(detached);  // less than a page that was left behind
 }
 
-void Arena::hold_chunks() {
+void Arena::hold() {
   if (inherited()) return;
   Lock lock(lock_);
-  ++held_;
+  held_ = true;
+  gate_.store(Gate::shut(), std::memory_order_release);
+  for (const Guest* guest : guests_) guest->pass();
 }
 
-void Arena::let_chunks_go() {
+void Arena::let_go(Gate gate) {
   if (inherited()) return;
   Lock lock(lock_);
-  if (--held_ == 0 && closed_) send_back(lock, detach_pages());
+  held_ = false;
+  gate_.store(gate, std::memory_order_release);
+  if (closed_) send_back(lock, detach_pages());
 }
 
 void Arena::detach(std::unique_ptr<Chunk> chunk, Chunk** list) {

@@ -24,6 +24,8 @@ class Guest : public Owner {
     leave(lock);
   }
 
+  // When this returns, who had found the gate open has its block.
+  void pass() const { const std::lock_guard<SpinLock> guard(lock_); }
   // The block of the arena that it lies in, where that is one with a name. Under the arena's lock.
   virtual const Block* home() const { return nullptr; }
   // Its live blocks. Likewise.
@@ -40,6 +42,14 @@ class Guest : public Owner {
 
   explicit Guest(Arena& arena) : arena_(arena) { arena_.welcome(this); }
   virtual ~Guest() { arena_.unhold(); }
+
+  static Allocation refused(const Request& request) {
+    Allocation result;
+    result.failure = std::make_unique<Failure>();
+    result.failure->reason = Failure::asleep;
+    result.failure->asked = request.size;
+    return result;
+  }
 
   // The end of a call that may have been the last.
   void leave(Lock& lock) noexcept {

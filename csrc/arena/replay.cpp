@@ -82,12 +82,13 @@ Replay::Replay(Arena& arena, std::shared_ptr<const Plan> plan, LaneId lane, Bloc
 Replay::~Replay() { free(base_); }
 
 Allocation Replay::allocate(const Request& request) {
-  Allocation result;
-  if (request.alignment <= plan_->alignment() && (result.block = serve(request))) return result;
-  if (find_again(request.size) && request.alignment <= plan_->alignment() && (result.block = serve(request)))
-    return result;
   if (!arena_.inherited()) {
+    Allocation result;
     const Lock lock(lock_);
+    if (!arena_.admits(request.tag)) return refused(request);
+    const bool fits = request.alignment <= plan_->alignment();
+    if (fits && (result.block = place(request))) return result;
+    if (find_again(request.size) && fits && (result.block = place(request))) return result;
     Mismatch& first = counts_.first;
     if (!counts_.fell_back++) {
       first.index = next_;
@@ -111,11 +112,9 @@ Allocation Replay::allocate(const Request& request) {
   return arena_.allocate(other);
 }
 
-// After requests of other sizes: they stood for as many of the plan's, or fewer, if what comes next says so.
+// Under the lock, after requests of other sizes: they stood for as many of the plan's, or fewer, if what comes next says so.
 bool Replay::find_again(std::size_t size) {
   constexpr std::size_t kFar = 16;
-  if (arena_.inherited()) return false;
-  const Lock lock(lock_);
   for (std::size_t k = 1; k <= std::min(astray_, kFar) && next_ + k < size_; ++k)
     if (plan_->slot(next_ + k).size == size) {
       for (; k; --k) flags_[next_++] |= kSkipped;

@@ -71,6 +71,7 @@ class Replay final : public Guest {
   Replay(Arena& arena, std::shared_ptr<const Plan> plan, LaneId lane, Block* base);
   ~Replay() override;
 
+  Block* place(const Request& request);
   bool find_again(std::size_t size);
   bool overlaps(std::size_t a, std::size_t b) const;
   std::size_t blocker(std::size_t i);
@@ -90,6 +91,11 @@ class Replay final : public Guest {
 inline Block* Replay::serve(const Request& request) {
   if (arena_.inherited()) return nullptr;
   const std::lock_guard<SpinLock> guard(lock_);
+  return arena_.admits(request.tag) ? place(request) : nullptr;
+}
+
+// Under the lock.
+inline Block* Replay::place(const Request& request) {
   const std::size_t i = next_;
   if (i == size_ || plan_->slot(i).size != request.size) return nullptr;
   std::uint8_t below = flags_[i] | std::uint8_t(!survivors_.empty());

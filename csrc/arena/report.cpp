@@ -23,6 +23,7 @@ std::string readable(std::size_t bytes) {
 
 std::string Failure::text() const {
   if (reason == inherited) return "the pool was made before a fork() and belongs to the parent process";
+  if (reason == asleep) return "what it has sleeps, asked for " + readable(asked);
   if (reason == closed) return "the pool is closed, asked for " + readable(asked);
   if (reason == invalid)
     return "expected a size of at most 2^62 and a power of two as alignment, got size " + std::to_string(asked);

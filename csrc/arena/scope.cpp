@@ -26,6 +26,7 @@ Allocation Scope::allocate(const Request& request, const Wait& wait) {
     if (valid && (result.block = bump(request))) return result;
     if (valid && !arena_.inherited()) {
       const Lock lock(lock_);
+      if (!arena_.admits(request.tag)) return refused(request);
       if (count_ == nodes_) {
         pages_.push_back(std::make_unique<Block[]>(kPage));
         for (std::size_t i = 0; i < kPage; ++i) pages_.back()[i].owner = this;

@@ -175,7 +175,7 @@ Block* Pool::take(std::size_t nbytes, Tag tag, For whom, std::unique_ptr<arena::
       }
   }
   if (debug_) request.stack = capture_python_stack();
-  if (asleep()) check_awake(request.tag);
+  check_awake(request.tag);
   request.capture = device_->make_room(*arena_, nbytes);
   PoolLayer* layer = whom == For::torch_past_layers ? nullptr : pool_thread.layers;
   while (layer && (layer->pool.get() != this || (layer->torch_only && whom == For::user))) layer = layer->outer;
@@ -184,9 +184,7 @@ Block* Pool::take(std::size_t nbytes, Tag tag, For whom, std::unique_ptr<arena::
       if (asleep()) wake_block(block);
       return block;
     }
-  arena::Allocation got = layer ? layer->allocate(request) : allocate(request);
-  if (!got && got.failure->reason == arena::Failure::exhausted && settle_replays())
-    got = layer && !layer->torch_only ? layer->allocate(request) : allocate(request);
+  arena::Allocation got = allocate(&request, layer);
   if (!got && failure && got.failure->reason == arena::Failure::exhausted) {
     *failure = std::move(got.failure);
     return nullptr;
@@ -194,6 +192,18 @@ Block* Pool::take(std::size_t nbytes, Tag tag, For whom, std::unique_ptr<arena::
   if (!got) raise_pool_failure(*got.failure);
   if (asleep()) wake_block(got.block);
   return got.block;
+}
+
+// By the layer, where there is one, or from the arena; again, where the pool has begun to go to sleep or to wake since.
+arena::Allocation Pool::allocate(arena::Request* request, PoolLayer* layer) {
+  for (;;) {
+    arena::Allocation got = layer ? layer->allocate(*request) : allocate(*request);
+    if (!got && got.failure->reason == arena::Failure::exhausted && settle_replays())
+      got = layer && !layer->torch_only ? layer->allocate(*request) : allocate(*request);
+    if (got || got.failure->reason != arena::Failure::asleep) return got;
+    check_awake(request->tag);
+    request->capture = device_->make_room(*arena_, request->size);
+  }
 }
 
 arena::Allocation Pool::allocate(const arena::Request& request) {
@@ -246,8 +256,10 @@ Block* Pool::spare(std::size_t nbytes) {
   if (asleep()) return nullptr;
   device_->make_room(*arena_, nbytes);
   const arena::Request request{nbytes, device_->lane()};
-  Block* const block = allocate(request).block;
-  return block || !settle_replays() ? block : allocate(request).block;
+  arena::Allocation got = allocate(request);
+  if (!got && got.failure->reason == arena::Failure::exhausted && settle_replays()) got = allocate(request);
+  if (got && asleep()) wake_block(got.block);
+  return got.block;
 }
 
 at::Tensor Pool::wrap(std::size_t nbytes, Dtype dtype, Tag tag) {

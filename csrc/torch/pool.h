@@ -108,6 +108,10 @@ class Pool final : public CpuSource, public std::enable_shared_from_this<Pool> {
   std::size_t sleep(const std::string& tag, int file);
   void wake();
   bool asleep() const { return asleep_.load(std::memory_order_relaxed); }
+  // Waits until a sleep() or wake() under way has ended; raises if the tag sleeps then.
+  void check_awake(arena::TagId tag) {
+    if (!arena_->admits(tag)) wait_until_awake(tag);
+  }
 
   std::size_t trim();
   void close();
@@ -127,8 +131,9 @@ class Pool final : public CpuSource, public std::enable_shared_from_this<Pool> {
   // Raises where there is no room, or gives nullptr and says why.
   arena::Block* take(std::size_t nbytes, Tag tag, For whom = For::user,
                      std::unique_ptr<arena::Failure>* failure = nullptr);
+  arena::Allocation allocate(arena::Request* request, PoolLayer* layer);
   arena::Allocation allocate(const arena::Request& request);  // from the arena, waited for
-  void check_awake(arena::TagId tag);
+  void wait_until_awake(arena::TagId tag);
   void wake_block(arena::Block* block);
   at::Tensor wrap(std::size_t nbytes, Dtype dtype, Tag tag);
 

@@ -4,7 +4,6 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/util/Exception.h>
 #include <dlfcn.h>
-#include <pybind11/pybind11.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <unistd.h>
@@ -12,10 +11,10 @@
 #include <atomic>
 #include <cerrno>
 #include <cstring>
-#include <optional>
 
 #include "arena/available.h"
 #include "arena/ranges.h"
+#include "no_gil.h"
 #include "pool_device.h"
 
 namespace memkit {
@@ -43,17 +42,6 @@ bool populate(void* memory, std::size_t bytes) {
   }
   return true;
 }
-
-// Other Python threads go on while pages are made.
-class WithoutGil {
- public:
-  WithoutGil() {
-    if (PyGILState_Check()) released_.emplace();
-  }
-
- private:
-  std::optional<pybind11::gil_scoped_release> released_;
-};
 
 // Anonymous pages, whole huge ones where there are enough. In a range of addresses with `room` for all of the machine's
 // memory behind each first chunk, unless addresses are limited: so that more may come behind the last, and any may go.

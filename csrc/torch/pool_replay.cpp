@@ -52,19 +52,28 @@ void PoolReplay::enter() {
                 "Pool.replay: expected one step of a plan at a time, got a second before the first had ended");
   }
   pool_->settle_replays();  // memory of other plans' steps
-  if (!replay_) {
-    arena::Allocation base;
-    replay_ = Replay::create(pool_->arena(), plan_, pool_->device().lane(), pool_->arena().tag("plan"), &base);
-    if (!replay_) {
+  if (!replay_) try {
+      take_memory();
+    } catch (...) {
       *under_way_ = false;
-      raise_pool_failure(*base.failure);
+      throw;
     }
-  }
   replay_->rewind();
   auto layer = std::make_unique<Layer>(pool_, replay_, under_way_);
   layer_ = layer.get();
   push_layer(std::move(layer));
   enter_cpu_source(pool_);
+}
+
+void PoolReplay::take_memory() {
+  const arena::TagId tag = pool_->arena().tag("plan");
+  arena::Allocation base;
+  do {
+    pool_->check_awake(tag);
+    replay_ = Replay::create(pool_->arena(), plan_, pool_->device().lane(), tag, &base);
+    if (replay_) return;
+  } while (base.failure->reason == arena::Failure::asleep);
+  raise_pool_failure(*base.failure);
 }
 
 std::optional<bool> PoolReplay::leave() {

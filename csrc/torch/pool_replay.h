@@ -35,6 +35,7 @@ class PoolReplay final : public PoolUse {
  private:
   class Layer;
   using UnderWay = std::atomic<bool>;
+  void take_memory();
   void count();
 
   const std::shared_ptr<Pool> pool_;

@@ -6,6 +6,7 @@
 #include <set>
 #include <utility>
 
+#include "no_gil.h"
 #include "pool.h"
 
 namespace memkit {
@@ -27,17 +28,21 @@ arena::TagId known_tag(const arena::Arena& arena, const std::string& name) {
   return static_cast<arena::TagId>(at - names.begin());
 }
 
-// Memory that is looked at stays while it is written out and given back, or comes back.
-class Chunks {
+// Memory that is looked at stays, and is nobody else's, while it is written out and given back, or comes back.
+class Stillness {
  public:
-  explicit Chunks(arena::Arena& arena) : arena_(arena) { arena_.hold_chunks(); }
-  ~Chunks() { arena_.let_chunks_go(); }
-  Chunks(const Chunks&) = delete;
-  Chunks& operator=(const Chunks&) = delete;
+  Stillness(arena::Arena& arena, arena::Gate before) : arena_(arena), after_(before) { arena_.hold(); }
+  ~Stillness() { arena_.let_go(after_); }
+  Stillness(const Stillness&) = delete;
+  Stillness& operator=(const Stillness&) = delete;
+  void end_with(arena::Gate gate) { after_ = gate; }
 
  private:
   arena::Arena& arena_;
+  arena::Gate after_;
 };
+
+arena::Gate gate_of(const Pool::Tag& tag) { return tag ? arena::Gate::shut_for(*tag) : arena::Gate::shut(); }
 
 }  // namespace
 
@@ -50,7 +55,7 @@ std::size_t Pool::sleep(const std::string& name, int file) {
   const char* blocker = device_->sleep_blocker(*arena_);
   TORCH_CHECK(!blocker, "Pool.sleep: expected memory that can be given back, got a pool that cannot: ", blocker);
   device_->finish();
-  const Chunks stay(*arena_);
+  Stillness still(*arena_, arena::Gate::open());
   asleep_tag_ = tag;
   asleep_.store(true);
   std::vector<Sleeper> sleepers, idle;
@@ -89,6 +94,7 @@ std::size_t Pool::sleep(const std::string& name, int file) {
   }
   file_ = copy;
   sleepers_ = sleepers;
+  still.end_with(gate_of(tag));
   // Neighbours together, so that a page that they share goes, too.
   std::move(idle.begin(), idle.end(), std::back_inserter(sleepers));
   std::sort(sleepers.begin(), sleepers.end(), [](const Sleeper& a, const Sleeper& b) { return a.at < b.at; });
@@ -102,11 +108,16 @@ std::size_t Pool::sleep(const std::string& name, int file) {
   return bytes;
 }
 
-void Pool::check_awake(arena::TagId tag) {
+void Pool::wait_until_awake(arena::TagId tag) {
   if (arena_->inherited()) return;  // the arena says so
-  const std::lock_guard<std::mutex> guard(mutex_);
-  if (!asleep() || (asleep_tag_ && *asleep_tag_ != tag)) return;
-  TORCH_CHECK(false, "Pool: expected memory that is awake, got an allocation from ", asleep_tag_ ? "a tag" : "a pool",
+  bool sleeps = false, whole = false;
+  {
+    const WithoutGil no_gil;
+    const std::lock_guard<std::mutex> guard(mutex_);
+    sleeps = !arena_->admits(tag);
+    whole = !asleep_tag_;
+  }
+  TORCH_CHECK(!sleeps, "Pool: expected memory that is awake, got an allocation from ", whole ? "a pool" : "a tag",
               " that sleeps; call wake() first");
 }
 
@@ -126,7 +137,7 @@ void Pool::wake() {
   TORCH_CHECK(asleep(), "Pool.wake: expected a pool that sleeps, got one that is awake");
   // What was freed meanwhile stays out: its memory may be another tag's by now. Nobody can have got it for the tag that
   // sleeps, so a live block of that tag there is the same block.
-  const Chunks stay(*arena_);
+  Stillness still(*arena_, gate_of(asleep_tag_));
   std::set<std::pair<const void*, arena::TagId>> alive;
   std::vector<Sleeper> chunks;
   arena_->visit(
@@ -161,6 +172,7 @@ void Pool::wake() {
   file_ = -1;
   sleepers_.clear();
   asleep_.store(false);
+  still.end_with(arena::Gate::open());
 }
 
 }  // namespace memkit

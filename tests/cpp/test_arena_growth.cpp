@@ -156,20 +156,70 @@ void test_chunks_that_are_held() {
   Options options;
   options.capacity = 2 * kMiB;
   ArenaPtr arena = Arena::create(options, upstream);
+  const TagId tag = arena->tag("sleeps");
   free(arena->allocate({20 * kMiB}).block);
   const std::size_t before = upstream->held();
-  arena->hold_chunks();
-  arena->hold_chunks();
+  arena->hold();
   CHECK(arena->trim() == 0, "somebody looks");
+  CHECK(!arena->serve({1}) && arena->allocate({1}).failure->reason == Failure::asleep, "nothing for anybody");
+  CHECK(arena->allocate({30 * kMiB}).failure->reason == Failure::asleep && upstream->held() == before, "nor growth");
+  arena->let_go(Gate::shut_for(tag));
+  CHECK(!arena->serve({1, 0, tag}) && arena->allocate({1, 0, tag}).failure->reason == Failure::asleep, "not for the tag");
   Block* block = arena->allocate({30 * kMiB}).block;
-  CHECK(block && upstream->held() > before, "growth goes on");
+  CHECK(block && upstream->held() > before, "for others");
   free(block);
-  arena->let_chunks_go();
-  CHECK(arena->trim() == 0, "somebody else does");
+  arena->hold();
   arena->close();
   CHECK(upstream->held() > before, "not even then");
-  arena->let_chunks_go();
-  CHECK(upstream->held() == 0, "%zu", upstream->held());
+  CHECK(arena->allocate({1}).failure->reason == Failure::closed, "closed");
+  arena->let_go(Gate::shut());
+  CHECK(upstream->held() == 0, "all is back: %zu", upstream->held());
+}
+
+// While memory comes from upstream: nobody may have it, nor what others have freed, and nothing of it is lost.
+void test_a_gate_that_shuts_in_between() {
+  Options options;
+  options.capacity = 2 * kMiB;
+  options.growth = 4 * kMiB;
+  for (const bool refuses : {false, true}) {
+    auto upstream = std::make_shared<PagedUpstream>(false);
+    upstream->refuses = refuses;
+    ArenaPtr arena = Arena::create(options, upstream);
+    Block* first = arena->allocate({2 * kMiB}).block;
+    upstream->called = [&] {
+      arena->hold();
+      free(first);
+    };
+    const Allocation none = arena->allocate({2 * kMiB});
+    CHECK(!none && none.failure->reason == Failure::asleep, "what was freed meanwhile is nobody's");
+    CHECK(arena->stats().growths <= 1 && arena->stats().failures == 0, "one try: %zu", arena->stats().growths);
+    CHECK_SOUND(*arena);
+    arena->let_go(Gate::open());
+    const std::size_t growths = arena->stats().growths;
+    first = arena->allocate({2 * kMiB}).block;
+    CHECK(first && arena->stats().growths == growths && arena->stats().hits == arena->stats().allocations, "it is there");
+    free(first);
+    CHECK(upstream->agrees(*arena), "nothing lost");
+  }
+}
+
+// What is joined of several lanes' goes to who waits for all of them.
+void test_lanes_behind_a_gate() {
+  auto upstream = std::make_shared<PagedUpstream>(false, 2 * kMiB);
+  Options options;
+  options.capacity = 2 * kMiB;
+  ArenaPtr arena = Arena::create(options, upstream);
+  Block *first = arena->allocate({kMiB, 1}).block, *second = arena->allocate({kMiB, 2}).block;
+  upstream->called = [&] {
+    arena->hold();
+    free(first);
+    free(second);
+  };
+  CHECK(arena->allocate({2 * kMiB, 3}).failure->reason == Failure::asleep, "nothing yet");
+  arena->let_go(Gate::open());
+  const Allocation both = arena->allocate({2 * kMiB, 3});
+  CHECK(both && both.waits.size() == 2, "%zu lanes", both.waits.size());
+  if (both) free(both.block);
 }
 
 // Seconds of this process until the pages of so many holes are back, and after that the chunks that they left.
@@ -244,6 +294,8 @@ int main() {
   test_what_cannot_be_longer();
   test_neighbours_on_several_lanes();
   test_chunks_that_are_held();
+  test_a_gate_that_shuts_in_between();
+  test_lanes_behind_a_gate();
   test_many_holes();
   test_random();
   return finish("test_arena_growth");

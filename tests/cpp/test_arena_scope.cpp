@@ -239,6 +239,34 @@ void test_replay() {
   CHECK(!Replay::create(*small, plan, 0, 0, &base) && base.failure->asked == 512, "no room");
 }
 
+// Who has memory of the arena hands out none of it while the arena does not, and goes on where it was.
+void test_gate() {
+  ArenaPtr arena = make(kMiB);
+  const TagId tag = arena->tag("sleeps");
+  auto scope = Scope::create(*arena, 64 * kKiB);
+  const auto mark = scope->mark();
+  Block* first = scope->allocate({100}).block;
+  Allocation base;
+  auto replay = Replay::create(*arena, Plan::make({{100, 0}, {50, 128}}, 256, 64, nullptr), 0, 0, &base);
+  Block* planned = replay->allocate({100}).block;
+  const auto asleep = [](const Allocation& got) { return !got && got.failure->reason == Failure::asleep; };
+  for (const Gate gate : {Gate::shut(), Gate::shut_for(tag)}) {
+    arena->hold();
+    CHECK(!scope->bump({100}) && asleep(scope->allocate({100})) && asleep(scope->allocate({kMiB})), "held");
+    CHECK(!replay->serve({50}) && asleep(replay->allocate({50})) && asleep(replay->allocate({51})), "held");
+    arena->let_go(gate);
+    CHECK(!scope->bump({100, 0, tag}) && asleep(scope->allocate({100, 0, tag})), "asleep");
+    CHECK(!replay->serve({50, 0, tag}) && asleep(replay->allocate({50, 0, tag})), "asleep");
+  }
+  Block* second = scope->allocate({100}).block;
+  CHECK(second && second->address == first->address + 128, "one behind the other");
+  Block* other = replay->allocate({50}).block;
+  CHECK(other && other->owner == replay.get() && !replay->counts().fell_back, "by the plan");
+  arena->let_go(Gate::open());
+  for (Block* block : {first, second, planned, other}) CHECK(free(block) == Freed::ok, "freed");
+  CHECK(scope->release(mark), "released");
+}
+
 // Plans of random lifetimes, replayed with random deviations.
 void test_random_replay() {
   std::mt19937_64 random(5);
@@ -315,6 +343,7 @@ int main() {
   test_random_scopes();
   test_plan();
   test_replay();
+  test_gate();
   test_random_replay();
   return finish("test_arena_scope");
 }

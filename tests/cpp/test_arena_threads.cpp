@@ -150,6 +150,78 @@ void test_guests(int operations) {
   CHECK(arena->stats().live_blocks == 0, "%zu", arena->stats().live_blocks);
 }
 
+// While the arena is held nobody gets memory, not by growth that was under way nor from a guest: what lives can only die.
+// After that, nobody for the tag that sleeps.
+void test_gate(int rounds) {
+  auto upstream = std::make_shared<PagedUpstream>(true);
+  upstream->slow = true;
+  Options options;
+  options.capacity = kMiB;
+  ArenaPtr arena = Arena::create(options, upstream);
+  const TagId tag = arena->tag("sleeps");
+  const auto plan = Plan::make(std::vector<Plan::Slot>(64, {1000, 0}), 1024, 64, nullptr);
+  std::atomic<StackId> next{1};
+  std::atomic<bool> stop{false};
+  const auto living = [&](bool tagged) {
+    std::set<StackId> found;
+    const auto see = [&](const BlockView& block) {
+      if (block.state == State::live && block.stack && (!tagged || block.tag == tag)) found.insert(block.stack);
+    };
+    arena->visit(nullptr, see);
+    arena->visit_guests(see);
+    return found;
+  };
+  const auto watch = [&](bool tagged) {
+    const std::set<StackId> before = living(tagged);
+    std::this_thread::sleep_for(std::chrono::microseconds(300));
+    for (const StackId id : living(tagged)) CHECK(before.count(id), "got memory behind the gate");
+  };
+  run([&](int thread) {
+    if (thread == 0) {
+      for (int round = 0; round < rounds; ++round) {
+        arena->hold();
+        watch(false);
+        arena->let_go(Gate::shut_for(tag));
+        watch(true);
+        arena->let_go(Gate::open());
+        take_time(true);
+      }
+      stop = true;
+      return;
+    }
+    std::mt19937_64 random(static_cast<unsigned>(thread));
+    const auto request = [&](std::size_t most) {
+      return Request{random() % most, LaneId(thread % 3), random() % 2 ? tag : 0, next++};
+    };
+    auto scope = Scope::create(*arena, 64 * kKiB, LaneId(thread));
+    Allocation base;
+    std::shared_ptr<Replay> replay;
+    while (!stop) {
+      std::vector<Block*> mine, pieces;
+      const auto keep = [&](const Allocation& got, std::vector<Block*>* list) {
+        CHECK(got || got.failure->reason == Failure::asleep, "%s", got.failure->text().c_str());
+        if (got) list->push_back(got.block);
+      };
+      const auto mark = scope->mark();
+      if (!replay) replay = Replay::create(*arena, plan, LaneId(thread), 0, &base);
+      if (replay && replay->position() == plan->size()) replay->rewind();
+      for (int i = 0; i < 4; ++i) {
+        keep(arena->allocate(request(500 * kKiB)), &mine);
+        keep(scope->allocate(request(3000)), &pieces);
+        Request planned = request(1);
+        planned.size = 1000;
+        if (replay) keep(replay->allocate(planned), &pieces);
+      }
+      for (Block* block : mine) fill(block, unsigned(random() % 256));
+      for (Block* block : mine) drop(block);
+      for (Block* block : pieces) CHECK(free(block) == Freed::ok, "freed");
+      CHECK(scope->release(mark), "released");
+      if (random() % 16 == 0) arena->trim();
+    }
+  });
+  CHECK_SOUND(*arena);
+}
+
 }  // namespace
 
 int main(int argc, char**) {
@@ -162,5 +234,6 @@ int main(int argc, char**) {
   test_arena<PagedUpstream>(true, 10000 * more);
   test_end(100 * more);
   test_guests(5000 * more);
+  test_gate(100 * more);
   return finish("test_arena_threads");
 }
