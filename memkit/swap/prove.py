@@ -122,12 +122,14 @@ def _decide_without_lean(
     elif written and site.name not in KEEPS_OUTPUT:
         return Decision(None, written, before, before)
     read = next((call.read for call in calls if call.read), "")
+    holders = min(call.references for call in calls)
+    if holders and not read:  # without one, nothing that could read it has it
+        read = next((call.later for call in calls if call.later), "")
     if after > before:
         reasons = [read, "what follows does not keep its output: nothing to save"]
         return Decision(None, "; ".join(filter(None, reasons)), before, before)
     if after == before and read and not site.overwrites:
         return Decision(None, f"{read}; out of place nothing is saved", before, before)
-    holders = min(call.references for call in calls)
     proof = Proof(
         inplace=True if site.overwrites else False if read else "auto",
         holders=holders,

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from sys import _getframe, getrefcount
-from types import MethodType
+from types import FrameType, MethodType
 from typing import Any
 
 import torch
@@ -26,10 +26,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..functional._norm import output_dtype
 from ..memory._saved import SavedStorages, storages
+from .frames import Frames
 from .recipes import RECIPES
 from .sites import AnySite, LayerSite, Site
 from .trial import Trial, explained, tensors
-from .types import ALONE, Place, caller, place
+from .types import ALONE, Place, calling, place
 from .untouched import Held, keep_memory, untouched
 
 
@@ -59,6 +60,8 @@ class Call:
     """Bytes of the storages that stock's activation itself saved."""
     read: str = ""
     """Why its input may not be overwritten."""
+    later: str = ""
+    """The same, where variables hold it: what may be read on a path that the sample does not take, or is not seen."""
     written: str = ""
     """Why its output may not be saved."""
 
@@ -88,6 +91,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.inputs: dict[int, list[Call]] = {}
         self.outputs: dict[int, list[Call]] = {}
         self.current: Call | None = None
+        self.frames = Frames()
         self.backups: dict[nn.Parameter, Tensor] = {}
         self.held = {key for tensor in Held(model).tensors for key in self.keys_of_any(tensor)} - {
             *self.known
@@ -107,8 +111,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         except Exception:
             return []
 
-    def begin(self, site: AnySite, input: Tensor, references: int, caller: Place) -> Call:
-        self.current = call = Call(site, references, caller, input.dtype, input.device.type)
+    def begin(self, site: AnySite, input: Tensor, references: int, caller: FrameType | None) -> Call:
+        self.current = call = Call(site, references, place(caller), input.dtype, input.device.type)
         if site.is_block:
             self.saved_elsewhere.update(self.keys(input))  # memkit keeps it too
             self.wanted |= self.norms_before(input)
@@ -120,6 +124,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.calls.setdefault(site, []).append(call)
         if isinstance(site, LayerSite):  # never in place
             return call
+        call.later, own = self.frames.look(caller, input, references)
+        call.references -= own
         for key in self.keys(input):
             call.read = call.read or self.known.get(key, "")
             for earlier in self.inputs.get(key, ()):
@@ -263,7 +269,7 @@ def _observe(site: AnySite, watch: Watch) -> None:
         given = () if input is None else (input, *others)
         outer = watch.current
         first: Tensor = tensors((given, named))[0]  # a block may be given several
-        call = watch.begin(site, first, references, place(caller(_getframe(1))))
+        call = watch.begin(site, first, references, calling(_getframe(1)))
         try:
             output: Tensor = stock(self, *given, **named)
         finally:
