@@ -44,7 +44,7 @@ class Frames:
                     reason = reason or self._why(frame, name, line)
                 if frame.f_back is not None and frame.f_back.f_code not in CALL_CODES:
                     known += FUNCTION
-            line = None  # how often a line calls it, is asked of the activation's own
+            line = None  # a swapped activation asks what line called it, not what called that
             frame = frame.f_back
         return reason or (ELSEWHERE if known < references else ""), own
 

@@ -52,12 +52,10 @@ class Flow:
     def later(self, name: str, call: int, line: int | None = None) -> int | None:
         """The line where the variable may be read after the call at this offset; None where it is not.
 
-        ``line``: of the call, where others that look like it on the same line count too.
+        Calls that look like it count too. ``line``: of them those on this line alone.
         """
         first = bisect_left(self.offsets, call + 1)
-        open_, seen = [first], set[int]()
-        if line is not None:
-            open_ += [i + 1 for i in self._alike(name, first - 1, line)]
+        open_, seen = [first, *(i + 1 for i in self._alike(name, first - 1, line))], set[int]()
         while open_:
             i = open_.pop()
             if i in seen or i >= len(self.instructions):
@@ -117,8 +115,8 @@ class Flow:
         is_none = opname == "LOAD_CONST" and about is None and behind[-1].opname == "IS_OP"
         return is_none or (opname.startswith("POP_JUMP") and opname.endswith("NONE"))
 
-    def _alike(self, name: str, call: int, line: int) -> list[int]:
-        """Calls on the same line of what is called there, with the variable: which of them runs, a line does not tell."""
+    def _alike(self, name: str, call: int, line: int | None) -> list[int]:
+        """Calls of what is called there, with the variable: which of them runs, its line does not tell."""
         loads = self.instructions[max(0, call - 2) : call]
         found = []
         for i in range(2, len(self.instructions)):
@@ -127,7 +125,7 @@ class Flow:
                 "CALL" in self.instructions[i].opname
                 and [(x.opname, x.argval) for x in before] == [(x.opname, x.argval) for x in loads]
                 and name in (before[1].argval, *(before[1].argval if isinstance(before[1].argval, tuple) else ()))
-                and self.line(self.offsets[i]) == line
+                and line in (None, self.line(self.offsets[i]))
             ):
                 found.append(i)
         return found

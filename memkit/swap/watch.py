@@ -29,7 +29,7 @@ from ..memory._saved import SavedStorages, storages
 from .frames import Frames
 from .recipes import RECIPES
 from .sites import AnySite, LayerSite, Site
-from .trial import Trial, explained, tensors
+from .trial import Trial, explained, outputs_of, tensors
 from .types import ALONE, Place, calling, place
 from .untouched import Held, keep_memory, untouched
 
@@ -326,11 +326,15 @@ _BATCH_NORMS = {torch.ops.aten.native_batch_norm.default, torch.ops.aten.cudnn_b
 
 def _look_for_holders(watch: Watch, outputs: list[Any]) -> None:
     """Who can reach an activation's input after the step, apart from autograd? Empties `outputs`."""
-    for key in {storage._cdata for tensor in tensors(outputs) for storage in storages(tensor)}:
+    returned, opaque = outputs_of(outputs)
+    for key in {storage._cdata for tensor in returned for storage in storages(tensor)}:
         for call in watch.inputs.get(key, ()):
             call.read = call.read or "the model returns its input"
         for call in watch.outputs.get(key, ()):
             call.written = call.written or "the model returns its output"
+    for call in (call for calls in watch.calls.values() for call in calls if opaque):
+        call.read = call.read or f"the model returns a {opaque}, which may hold its input"
+    returned.clear()
     outputs.clear()  # and with them the graph, where backward has not run
     watch.nodes.clear()
     watch.made_again.clear()
