@@ -36,14 +36,14 @@ class Frames:
             if code is WRAPPED:
                 known += LAYER * held.get("args", 0) + NAMED * held.get("kwargs", 0)
             elif held and frame.f_globals.get("__name__") == _WATCH:
-                own += sum(held.values()) + 1  # the arguments that it passes on
-                known += sum(held.values()) + 1
+                ours = sum(held.values()) + 1 + held.get("named", 0)  # with the arguments that it passes on
+                own, known = own + ours, known + ours
             elif held:
                 known += sum(held.values())
                 for name in held:
                     reason = reason or self._why(frame, name, line)
                 if frame.f_back is not None and frame.f_back.f_code not in CALL_CODES:
-                    known += FUNCTION
+                    known += FUNCTION * sum(name in code.co_varnames[: code.co_argcount] for name in held)
             line = None  # a swapped activation asks what line called it, not what called that
             frame = frame.f_back
         return reason or (ELSEWHERE if known < references else ""), own

@@ -7,18 +7,47 @@ call on, with its jumps, to where each is stored or deleted. What holds the inpu
 from __future__ import annotations
 
 import dis
+import inspect
 import re
 import sys
 from bisect import bisect_left
 from collections.abc import Iterator
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 METADATA = frozenset(
     {
-        *("shape", "size", "dtype", "device", "dim", "ndim", "ndimension", "requires_grad", "numel", "nelement"),
-        *("is_cuda", "is_meta", "is_quantized", "is_sparse", "is_nested", "layout", "is_contiguous", "stride"),
-        *("is_floating_point", "is_complex", "element_size", "itemsize", "nbytes", "get_device", "storage_offset"),
+        *(
+            "shape",
+            "size",
+            "dtype",
+            "device",
+            "dim",
+            "ndim",
+            "ndimension",
+            "requires_grad",
+            "numel",
+            "nelement",
+        ),
+        *(
+            "is_cuda",
+            "is_meta",
+            "is_quantized",
+            "is_sparse",
+            "is_nested",
+            "layout",
+            "is_contiguous",
+            "stride",
+        ),
+        *(
+            "is_floating_point",
+            "is_complex",
+            "element_size",
+            "itemsize",
+            "nbytes",
+            "get_device",
+            "storage_offset",
+        ),
         *("new_zeros", "new_empty", "new_ones", "new_full"),
     }
 )
@@ -29,10 +58,20 @@ LOOK_AT_ALL = frozenset({"locals", "vars", "eval", "exec", "dir"})
 _ACCESS = re.compile(r"(LOAD|STORE|DELETE)_(?:FAST|DEREF|CLOSURE|CLASSDEREF|FROM_DICT_OR_DEREF)")
 _NOTHING = {"CACHE", "EXTENDED_ARG", "KW_NAMES", "NOP", "NOT_TAKEN", "PRECALL", "RESUME"}
 _JUMPS = {*dis.hasjrel, *dis.hasjabs}
-_RUNS = ("CALL", "BINARY", "INPLACE", "COMPARE", "FOR_ITER", "SEND", "YIELD", "BEFORE", "WITH", "DELETE", "LOAD_SPECIAL")
+_RUNS = (
+    "CALL",
+    "BINARY",
+    "INPLACE",
+    "COMPARE",
+    "FOR_ITER",
+    "SEND",
+    "YIELD",
+    "BEFORE",
+    "WITH",
+    "DELETE",
+    "LOAD_SPECIAL",
+)
 """Beginnings of the names of instructions that may run a function which reads a variable of this one."""
-
-
 
 
 class Flow:
@@ -43,10 +82,20 @@ class Flow:
         self.offsets = [each.offset for each in self.instructions]
         self.captured = {*code.co_cellvars, *code.co_freevars}
         self.lines = [(start, line) for start, _, line in code.co_lines() if line is not None]
-        self.handlers = [
-            (entry.start, entry.end, target)
+        handled = [
+            (entry.start, entry.end, entry.target)
             for entry in getattr(dis.Bytecode(code), "exception_entries", ())
-            if not self._is_of_a_with(target := self._at(entry.target))
+        ]
+        for each in self.instructions:
+            if (
+                each.opname == "SETUP_FINALLY"
+            ):  # Python 3.10, which has no table; what is handled stands before its handler
+                handled.append((each.offset, each.argval, each.argval))
+        swallows = "suppress" in code.co_names
+        self.handlers = [
+            (start, end, target)
+            for start, end, handler in handled
+            if not self._is_of_a_with(target := self._at(handler)) or swallows
         ]
 
     def later(self, name: str, call: int, line: int | None = None) -> int | None:
@@ -75,7 +124,7 @@ class Flow:
         return bisect_left(self.offsets, offset)
 
     def _is_of_a_with(self, handler: int) -> bool:
-        """It calls `__exit__`: what that may swallow is left out."""
+        """It calls `__exit__`, which hardly ever swallows an error."""
         return any(each.opname == "WITH_EXCEPT_START" for each in self.instructions[handler : handler + 3])
 
     def _behind(self, i: int) -> Iterator[int]:
@@ -83,7 +132,9 @@ class Flow:
         name = instruction.opname
         if instruction.opcode in _JUMPS and not name.startswith("SETUP_"):
             yield self._at(instruction.argval)
-        if not (name.startswith(("RETURN_VALUE", "RETURN_CONST", "RAISE", "RERAISE")) or _is_plain_jump(name)):
+        if not (
+            name.startswith(("RETURN_VALUE", "RETURN_CONST", "RAISE", "RERAISE")) or _is_plain_jump(name)
+        ):
             yield i + 1
         for start, end, handler in self.handlers:
             if start <= instruction.offset < end:
@@ -117,14 +168,15 @@ class Flow:
 
     def _alike(self, name: str, call: int, line: int | None) -> list[int]:
         """Calls of what is called there, with the variable: which of them runs, its line does not tell."""
-        loads = self.instructions[max(0, call - 2) : call]
+        loads = self.instructions[call - 2 : call] if call > 1 else []
         found = []
         for i in range(2, len(self.instructions)):
             before = self.instructions[i - 2 : i]
             if (
                 "CALL" in self.instructions[i].opname
                 and [(x.opname, x.argval) for x in before] == [(x.opname, x.argval) for x in loads]
-                and name in (before[1].argval, *(before[1].argval if isinstance(before[1].argval, tuple) else ()))
+                and name
+                in (before[1].argval, *(before[1].argval if isinstance(before[1].argval, tuple) else ()))
                 and line in (None, self.line(self.offsets[i]))
             ):
                 found.append(i)
@@ -132,19 +184,33 @@ class Flow:
 
 
 def _is_plain_jump(opname: str) -> bool:
-    return opname.startswith(("JUMP_FORWARD", "JUMP_ABSOLUTE", "JUMP_BACKWARD", "JUMP_NO")) or opname == "JUMP"
+    return (
+        opname.startswith(("JUMP_FORWARD", "JUMP_ABSOLUTE", "JUMP_BACKWARD", "JUMP_NO")) or opname == "JUMP"
+    )
 
 
 def variables(frame: FrameType) -> dict[str, Any]:
     """Of a function; none where looking would show in it."""
     code = frame.f_code
-    if not code.co_flags & 1 or not LOOK_AT_ALL.isdisjoint(code.co_names):
+    if not code.co_flags & inspect.CO_OPTIMIZED or not LOOK_AT_ALL.isdisjoint(code.co_names):
         return {}
     held = frame.f_locals
     found = dict(held)
     if sys.version_info < (3, 13):  # a copy that the frame keeps, and with it references that nobody has
         held.clear()
     return found
+
+
+def reads_parameter(function: Any, number: int) -> bool:
+    """Whether it may, as the code of a plain function tells."""
+    if type(function) is not FunctionType:
+        return True
+    code = function.__code__
+    if number >= code.co_argcount:
+        number = code.co_argcount + code.co_kwonlyargcount  # one for all others
+        if not code.co_flags & inspect.CO_VARARGS:
+            return True
+    return Flow(code).later(code.co_varnames[number], -1) is not None
 
 
 def times_held(value: Any, tensor: Any) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -121,10 +122,13 @@ def _decide_without_lean(
         after = bits
     elif written and site.name not in KEEPS_OUTPUT:
         return Decision(None, written, before, before)
-    read = next((call.read for call in calls if call.read), "")
     holders = min(call.references for call in calls)
-    if holders and not read:  # without one, nothing that could read it has it
-        read = next((call.later for call in calls if call.later), "")
+    seen = (
+        (call.read for call in calls),
+        (call.shown for call in calls),
+        (call.later for call in calls if holders),
+    )
+    read = next(filter(None, chain(*seen)), "")
     if after > before:
         reasons = [read, "what follows does not keep its output: nothing to save"]
         return Decision(None, "; ".join(filter(None, reasons)), before, before)

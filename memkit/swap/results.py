@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import sys
 import threading
 import types
@@ -20,7 +21,15 @@ _ATOMS = {type(None), bool, int, float, complex, str, bytes}
 _SHUT = type, nn.Module, types.ModuleType, types.CodeType, weakref.ref, *weakref.ProxyTypes
 """Not entered: modules are looked at after the step, and what is everybody's is not the result's."""
 _OPAQUE = torch.UntypedStorage, torch.TypedStorage, torch.autograd.graph.Node, threading.local
-_PLAIN = torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Generator, torch.finfo, torch.iinfo
+_PLAIN = (
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    torch.Generator,
+    torch.finfo,
+    torch.iinfo,
+)
 _RUNS = {
     types.GeneratorType: "gi_frame",
     types.CoroutineType: "cr_frame",
@@ -66,12 +75,16 @@ def _inside(held: Any) -> list[Any] | None:
     if kind is types.BuiltinFunctionType:  # a method of an object, it may be
         return [held.__self__]
     if kind is types.FrameType:
-        own = held.f_locals.values() if held.f_code.co_flags & 1 else ()
+        own = held.f_locals.values() if held.f_code.co_flags & inspect.CO_OPTIMIZED else ()
         others = (each for each in gc.get_referents(held) if type(each) not in (dict, types.FrameType))
         return [*own, *others]
     if kind in _RUNS:
         return [*gc.get_referents(held), getattr(held, _RUNS[kind])]
-    if issubclass(kind, _OPAQUE) or isinstance(held, torch.autograd.graph.Node) or kind.__name__ == "PyCapsule":
+    if (
+        issubclass(kind, _OPAQUE)
+        or isinstance(held, torch.autograd.graph.Node)
+        or kind.__name__ == "PyCapsule"
+    ):
         return None
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None and issubclass(kind, numpy.ndarray):

@@ -70,7 +70,7 @@ class Proof(NamedTuple):
     training: bool | None = None
     """The module's mode in which "auto" was proven: in the other, a forward may go on with the input. None: in both."""
     seen: frozenset[Place] = frozenset()
-    """The lines that called it where "auto" was proven, of code whose variables may hold the input: others may go on with it."""
+    """Lines that called it where "auto" was proven, in code whose variables may hold the input: others may go on with it."""
     compiled: bool = True
     """It is memkit's under a compiler too: not beside a norm, which a compiler makes again in backward together with it."""
 
@@ -179,6 +179,7 @@ class Swapped(Changed):
             if inplace == "auto" and (
                 getrefcount(input) > holders + ALONE
                 or (seen and place(calling(_getframe(1))) not in seen)
+                or (holders >= LAYER and shows_argument(_getframe(1), holders // LAYER))
                 or (training is not None and self.training != training)
                 or _len_torch_dispatch_stack()
                 or self._forward_pre_hooks
@@ -239,6 +240,18 @@ def caller(frame: FrameType | None) -> CodeType | None:
     """Its code."""
     frame = calling(frame)
     return None if frame is None else frame.f_code
+
+
+def shows_argument(frame: FrameType | None, modules: int) -> bool:
+    """Whether one of so many modules, in whose forwards this call of an activation is, has hooks: forward hooks are given
+    what it was called with, afterwards too."""
+    frame = calling(frame)
+    while frame is not None and modules:
+        if frame.f_code is _INNER:
+            return True
+        modules -= frame.f_code is WRAPPED
+        frame = frame.f_back
+    return False
 
 
 class _Counter(nn.Module):

@@ -24,9 +24,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .._hooks import was_read
 from ..functional._norm import output_dtype
 from ..memory._saved import SavedStorages, storages
 from .frames import Frames
+from .later import reads_parameter
 from .recipes import RECIPES
 from .sites import AnySite, LayerSite, Site
 from .trial import Trial, explained, outputs_of, tensors
@@ -60,8 +62,10 @@ class Call:
     """Bytes of the storages that stock's activation itself saved."""
     read: str = ""
     """Why its input may not be overwritten."""
+    shown: str = ""
+    """The same: what may read it past PyTorch's dispatcher."""
     later: str = ""
-    """The same, where variables hold it: what may be read on a path that the sample does not take, or is not seen."""
+    """The same where something holds it: what may read it so, or on a path that the sample does not take."""
     written: str = ""
     """Why its output may not be saved."""
 
@@ -126,6 +130,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return call
         call.later, own = self.frames.look(caller, input, references)
         call.references -= own
+        if any(
+            reads_parameter(hook, 1) for hook in site.module._forward_hooks.values() if not was_read(hook)
+        ):
+            call.shown = "a forward hook may read its input"
         for key in self.keys(input):
             call.read = call.read or self.known.get(key, "")
             for earlier in self.inputs.get(key, ()):
