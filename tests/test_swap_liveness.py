@@ -104,6 +104,34 @@ def of_the_callers_caller(self, x):
     return y + h if self.other else y
 
 
+def of_a_caller_by_a_list(self, x):
+    def rest(held):
+        return self.second(self.act(held[0]))
+
+    held = [self.first(x)]
+    y = rest(held)
+    return y + held[0] if self.other else y
+
+
+def of_all_arguments(self, x):
+    def rest(*held):
+        y = self.second(self.act(*held))
+        return y + held[0] if self.other else y
+
+    return rest(self.first(x))
+
+
+def of_a_decorated_function(self, x):
+    def decorated(*held, **named):
+        y = rest(*held, **named)
+        return y + held[0] if self.other else y
+
+    def rest(h):
+        return self.second(self.act(h))
+
+    return decorated(self.first(x))
+
+
 def by_locals(self, x):
     h = self.first(x)
     y = self.second(self.act(h))
@@ -139,6 +167,9 @@ TAKEN_LATER = [
     of_a_function_within,
     of_the_caller,
     of_the_callers_caller,
+    of_a_caller_by_a_list,
+    of_all_arguments,
+    of_a_decorated_function,
     by_locals,
     after_an_error,
 ]
@@ -163,9 +194,30 @@ def test_the_reason_names_variable_and_line():
     assert f"its input, `h`, may be read later in penalty (line {line})" in row.reason
 
 
-def test_another_line_of_the_code_that_was_seen():
-    """It holds the input in as many variables, and reads it."""
-    assert only(compared(build(on_another_line), batch())).after == "in place"
+def called_on_another_line(self, x):
+    def rest(h):
+        return self.second(self.act(h))
+
+    again = rest
+    h = self.first(x)
+    if self.other:
+        y = again(h)
+        return y + h
+    return rest(h)
+
+
+def called_in_another_way(self, x):
+    if self.other:
+        h = (self.first(x),)
+        y = self.act(*h)
+        return self.second(y) + h[0]
+    return self.second(self.act(self.first(x)))
+
+
+@pytest.mark.parametrize("run", [on_another_line, called_on_another_line, called_in_another_way])
+def test_another_line_than_the_sample_runs(run):
+    """There as many references as on the sample do harm."""
+    assert only(compared(build(run), batch())).after == "in place"
 
 
 # -- what is read past the dispatcher ----------------------------------------------------------------------------------

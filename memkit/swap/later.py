@@ -101,10 +101,12 @@ class Flow:
     def later(self, name: str, call: int, line: int | None = None) -> int | None:
         """The line where the variable may be read after the call at this offset; None where it is not.
 
-        Calls that look like it count too. ``line``: of them those on this line alone.
+        ``line``: of the call, where others that look like it on the same line count too.
         """
         first = bisect_left(self.offsets, call + 1)
-        open_, seen = [first, *(i + 1 for i in self._alike(name, first - 1, line))], set[int]()
+        open_, seen = [first], set[int]()
+        if line is not None:
+            open_ += [i + 1 for i in self._alike(name, first - 1, line)]
         while open_:
             i = open_.pop()
             if i in seen or i >= len(self.instructions):
@@ -166,7 +168,7 @@ class Flow:
         is_none = opname == "LOAD_CONST" and about is None and behind[-1].opname == "IS_OP"
         return is_none or (opname.startswith("POP_JUMP") and opname.endswith("NONE"))
 
-    def _alike(self, name: str, call: int, line: int | None) -> list[int]:
+    def _alike(self, name: str, call: int, line: int) -> list[int]:
         """Calls of what is called there, with the variable: which of them runs, its line does not tell."""
         loads = self.instructions[call - 2 : call] if call > 1 else []
         found = []
@@ -177,7 +179,7 @@ class Flow:
                 and [(x.opname, x.argval) for x in before] == [(x.opname, x.argval) for x in loads]
                 and name
                 in (before[1].argval, *(before[1].argval if isinstance(before[1].argval, tuple) else ()))
-                and line in (None, self.line(self.offsets[i]))
+                and self.line(self.offsets[i]) == line
             ):
                 found.append(i)
         return found

@@ -137,7 +137,7 @@ def _decide_without_lean(
     proof = Proof(
         inplace=True if site.overwrites else False if read else "auto",
         holders=holders,
-        seen=frozenset(call.caller for call in calls) if holders else frozenset(),
+        seen=frozenset(call.callers for call in calls),
         hooked=bool(site.module._forward_hooks),
         dtypes=site.dtypes(exact),
         save="bit" if from_bit else "output",

@@ -42,9 +42,7 @@ Place = tuple[str, str, int, int]
 """Where code stands, and the line of it that runs: its file, name and first line, and that line."""
 
 
-def place(frame: FrameType | None) -> Place:
-    if frame is None:
-        return ("", "", 0, 0)
+def place(frame: FrameType) -> Place:
     code = frame.f_code
     return code.co_filename, code.co_name, code.co_firstlineno, frame.f_lineno or 0
 
@@ -69,8 +67,9 @@ class Proof(NamedTuple):
     nothing else keeps the output, which may then be changed."""
     training: bool | None = None
     """The module's mode in which "auto" was proven: in the other, a forward may go on with the input. None: in both."""
-    seen: frozenset[Place] = frozenset()
-    """Lines that called it where "auto" was proven, in code whose variables may hold the input: others may go on with it."""
+    seen: frozenset[tuple[Place, ...]] = frozenset()
+    """The lines that called it where "auto" was proven, and as many of what called these as have variables that may hold the
+    input: others may go on with it."""
     compiled: bool = True
     """It is memkit's under a compiler too: not beside a norm, which a compiler makes again in backward together with it."""
 
@@ -178,7 +177,7 @@ class Swapped(Changed):
             # in the input's place has fewer holders to begin with, so that one more would not show.
             if inplace == "auto" and (
                 getrefcount(input) > holders + ALONE
-                or (seen and place(calling(_getframe(1))) not in seen)
+                or (seen and not was_seen(_getframe(1), seen))
                 or (holders >= LAYER and shows_argument(_getframe(1), holders // LAYER))
                 or (training is not None and self.training != training)
                 or _len_torch_dispatch_stack()
@@ -236,6 +235,23 @@ def calling(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
+def was_seen(frame: FrameType | None, seen: frozenset[tuple[Place, ...]]) -> bool:
+    frame = calling(frame)
+    if frame is None:
+        return False
+    places: tuple[Place, ...] = (place(frame),)
+    while places not in seen:
+        if len(places) == max(map(len, seen)):
+            return False
+        frame = frame.f_back
+        while frame is not None and frame.f_code in CALL_CODES:
+            frame = frame.f_back
+        if frame is None:
+            return False
+        places = *places, place(frame)
+    return True
+
+
 def caller(frame: FrameType | None) -> CodeType | None:
     """Its code."""
     frame = calling(frame)
@@ -284,9 +300,10 @@ def _references_of_a_temporary() -> int:
 ALONE = _references_of_a_temporary()
 
 
-def _references_on_the_way() -> tuple[int, int, int]:
+def _references_on_the_way() -> tuple[int, int, int, int]:
     """How many references to an argument the call of a module holds, beside the variable of its forward that it becomes;
-    where it is given by name; and how many the call of a function. What CPython 3.10 to 3.13 hold at most, as above."""
+    where it is given by name; how many the call of a function; and how many fewer `module(*args)` holds than `module(arg)`.
+    What CPython 3.10 to 3.13 hold at most, as above."""
     count = _Counter()
     around = _Around(count)
     temporary = cast(int, count(torch.empty(0, device="cpu"))) + 1
@@ -294,12 +311,21 @@ def _references_on_the_way() -> tuple[int, int, int]:
     def function(input: Tensor) -> int:
         return cast(int, count(input))
 
+    def unpacked(*inputs: Tensor) -> int:
+        return cast(int, count(*inputs))
+
+    fewer = temporary - unpacked(torch.empty(0, device="cpu"))
     layer = cast(int, around(torch.empty(0, device="cpu"))) - temporary
     named = cast(int, around(input=torch.empty(0, device="cpu"))) - temporary
-    return min(layer, 4), min(named, 9), min(function(torch.empty(0, device="cpu")) - temporary, 1)
+    return (
+        min(layer, 4),
+        min(named, 9),
+        min(function(torch.empty(0, device="cpu")) - temporary, 1),
+        max(fewer, 2),
+    )
 
 
-LAYER, NAMED, FUNCTION = _references_on_the_way()
+LAYER, NAMED, FUNCTION, FEWER = _references_on_the_way()
 
 FLOATS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
 HALVES = torch.float16, torch.bfloat16

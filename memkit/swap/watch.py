@@ -42,7 +42,7 @@ class Call:
 
     site: AnySite
     references: int
-    caller: Place
+    callers: tuple[Place, ...]
     dtype: torch.dtype
     device: str
     shape: torch.Size = torch.Size()  # noqa: RUF009  never changed
@@ -116,7 +116,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return []
 
     def begin(self, site: AnySite, input: Tensor, references: int, caller: FrameType | None) -> Call:
-        self.current = call = Call(site, references, place(caller), input.dtype, input.device.type)
+        self.current = call = Call(site, references, (), input.dtype, input.device.type)
         if site.is_block:
             self.saved_elsewhere.update(self.keys(input))  # memkit keeps it too
             self.wanted |= self.norms_before(input)
@@ -128,12 +128,15 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.calls.setdefault(site, []).append(call)
         if isinstance(site, LayerSite):  # never in place
             return call
-        call.later, own = self.frames.look(caller, input, references)
-        call.references -= own
+        holders = self.frames.look(caller, input, references)
+        call.references -= holders.own
+        call.callers = tuple(map(place, holders.frames))
+        call.later = holders.reason
+        call.shown = holders.reason if holders.uncounted else ""
         if any(
             reads_parameter(hook, 1) for hook in site.module._forward_hooks.values() if not was_read(hook)
         ):
-            call.shown = "a forward hook may read its input"
+            call.shown = call.shown or "a forward hook may read its input"
         for key in self.keys(input):
             call.read = call.read or self.known.get(key, "")
             for earlier in self.inputs.get(key, ()):
