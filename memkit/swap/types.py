@@ -7,7 +7,7 @@ was proven. Each call checks what cannot be proven once and for all:
   storages. Python's own holders (a variable, a list of features, a hook, a checkpoint's arguments) show in the
   input's reference count, compared with that of a call on a temporary.
 - The caller, where the proof rests on its source: `nn.Sequential.forward` drops what it passes on, a loop over the
-  same children might not.
+  same children might not. In place, the line that calls, too: another one may go on with the input.
 - The dtype, where the slope from the output is not exact in all of them.
 
 Whatever is not proven or not supported (integers, other devices, tensor subclasses, hooks added later) goes to the
@@ -318,8 +318,8 @@ def _references_on_the_way() -> tuple[int, int, int, int]:
     layer = cast(int, around(torch.empty(0, device="cpu"))) - temporary
     named = cast(int, around(input=torch.empty(0, device="cpu"))) - temporary
     return (
-        min(layer, 4),
-        min(named, 9),
+        max(1, min(layer, 4)),
+        max(1, min(named, 9)),
         min(function(torch.empty(0, device="cpu")) - temporary, 1),
         max(fewer, 2),
     )

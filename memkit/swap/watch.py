@@ -4,8 +4,9 @@ Each activation's input and output are followed by their storage, views included
 the input afterwards, who saved it, who changes the output, and what is still held at the end. Their storages stay alive
 during the run, so that no address names two of them.
 
-What is not seen: kernels that get raw pointers past PyTorch's dispatcher, and control flow that the sample does not take.
-Values and gradients are therefore compared afterwards, and each call counts the references to its input.
+What a run does not show, the code of those who hold an input says (frames.py): what reads it past PyTorch's dispatcher,
+and on paths that the sample does not take. Values and gradients are compared afterwards all the same, and each call counts
+the references to its input.
 """
 
 from __future__ import annotations
@@ -338,7 +339,7 @@ _BATCH_NORMS = {torch.ops.aten.native_batch_norm.default, torch.ops.aten.cudnn_b
 def _look_for_holders(watch: Watch, outputs: list[Any]) -> None:
     """Who can reach an activation's input after the step, apart from autograd? Empties `outputs`."""
     returned, opaque = outputs_of(outputs)
-    for key in {storage._cdata for tensor in returned for storage in storages(tensor)}:
+    for key in {key for tensor in returned for key in watch.keys_of_any(tensor)}:
         for call in watch.inputs.get(key, ()):
             call.read = call.read or "the model returns its input"
         for call in watch.outputs.get(key, ()):
