@@ -73,7 +73,8 @@ def swap(
             The model runs on it three times, five with dropouts, forward and backward, in its present mode and under
             the present autocast; user hooks are called. Random state, gradients, buffers and the modules' attributes, with
             what these hold, are put back afterwards. LayerDrop is set aside for these runs (attributes of the modules
-            or of their ``config`` named "layerdrop"). The proof holds for the control flow that the sample takes.
+            or of their ``config`` named "layerdrop"). What the sample's control flow does not show, the code that holds an
+            activation's input does: where it may read that later on any path, nothing is overwritten.
             Under `torch.no_grad()` it runs forward only, and the report says that no gradients were compared. A model
             that raises once it is swapped, or gives other values or gradients, or keeps more, is tried with parts of
             `ops`: what does not do so stays changed.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -121,17 +122,22 @@ def _decide_without_lean(
         after = bits
     elif written and site.name not in KEEPS_OUTPUT:
         return Decision(None, written, before, before)
-    read = next((call.read for call in calls if call.read), "")
+    holders = min(call.references for call in calls)
+    seen = (
+        (call.read for call in calls),
+        (call.shown for call in calls),
+        (call.later for call in calls if holders),
+    )
+    read = next(filter(None, chain(*seen)), "")
     if after > before:
         reasons = [read, "what follows does not keep its output: nothing to save"]
         return Decision(None, "; ".join(filter(None, reasons)), before, before)
     if after == before and read and not site.overwrites:
         return Decision(None, f"{read}; out of place nothing is saved", before, before)
-    holders = min(call.references for call in calls)
     proof = Proof(
         inplace=True if site.overwrites else False if read else "auto",
         holders=holders,
-        seen=frozenset(call.caller for call in calls) if holders else frozenset(),
+        seen=frozenset(call.callers for call in calls),
         hooked=bool(site.module._forward_hooks),
         dtypes=site.dtypes(exact),
         save="bit" if from_bit else "output",

@@ -18,6 +18,7 @@ from .._lean import lean
 from ..memory import measure
 from .library.attend import stock_dropout
 from .library.heads import but_logits, with_logits
+from .results import look_through
 from .untouched import memory_of, untouched
 
 # Of each output and gradient, so many elements are compared, and the norm.
@@ -113,7 +114,7 @@ class Trial:
                 measured = measure(lambda: self.step(inputs), device=self.device())
             leaves = [*self.model.parameters(), *tensors(inputs)]
             return Outcome(
-                [_digest(t) for t in tensors(measured.result) if _may_differentiate(t)],
+                [_digest(t) for t in outputs_of(measured.result)[0] if _may_differentiate(t)],
                 [_digest(leaf.grad) for leaf in leaves if leaf.grad is not None],
                 measured.saved,
             )
@@ -188,7 +189,7 @@ class Trial:
                 outputs = self.model(*inputs) if isinstance(inputs, tuple) else self.model(inputs)
         if self.but_logits:
             outputs = but_logits(outputs)
-        roots = [t for t in tensors(outputs) if t.requires_grad and _may_differentiate(t)]
+        roots = [t for t in outputs_of(outputs)[0] if t.requires_grad and _may_differentiate(t)]
         if roots and torch.is_grad_enabled():
             torch.autograd.backward(roots, [_slant(root) for root in roots])
         return outputs
@@ -217,6 +218,13 @@ def tensors(tree: Any) -> list[Tensor]:
         elif isinstance(leaf, Mapping):
             found += tensors(dict(leaf))
     return found
+
+
+def outputs_of(result: Any) -> tuple[list[Tensor], str]:
+    """All that a model returned, in whatever object, and the class of what cannot be looked into."""
+    found = tensors(result)
+    opaque = look_through(result, found)
+    return found, opaque
 
 
 @contextmanager

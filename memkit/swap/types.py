@@ -7,7 +7,7 @@ was proven. Each call checks what cannot be proven once and for all:
   storages. Python's own holders (a variable, a list of features, a hook, a checkpoint's arguments) show in the
   input's reference count, compared with that of a call on a temporary.
 - The caller, where the proof rests on its source: `nn.Sequential.forward` drops what it passes on, a loop over the
-  same children might not.
+  same children might not. In place, the line that calls, too: another one may go on with the input.
 - The dtype, where the slope from the output is not exact in all of them.
 
 Whatever is not proven or not supported (integers, other devices, tensor subclasses, hooks added later) goes to the
@@ -38,12 +38,13 @@ from ..functional._activation import TWO_SLOPES as TWO_SLOPES
 from ..functional._activation import Inplace, Save, _dispatched
 from .recipes import CALLERS
 
-Place = tuple[str, str, int]
-"""Where code stands: its file, name and first line."""
+Place = tuple[str, str, int, int]
+"""Where code stands, and the line of it that runs: its file, name and first line, and that line."""
 
 
-def place(code: CodeType | None) -> Place:
-    return ("", "", 0) if code is None else (code.co_filename, code.co_name, code.co_firstlineno)
+def place(frame: FrameType) -> Place:
+    code = frame.f_code
+    return code.co_filename, code.co_name, code.co_firstlineno, frame.f_lineno or 0
 
 
 class Proof(NamedTuple):
@@ -66,8 +67,9 @@ class Proof(NamedTuple):
     nothing else keeps the output, which may then be changed."""
     training: bool | None = None
     """The module's mode in which "auto" was proven: in the other, a forward may go on with the input. None: in both."""
-    seen: frozenset[Place] = frozenset()
-    """The code that called it where "auto" was proven, whose variables may hold the input: other code may go on with it."""
+    seen: frozenset[tuple[Place, ...]] = frozenset()
+    """The lines that called it where "auto" was proven, and as many of what called these as have variables that may hold the
+    input: others may go on with it."""
     compiled: bool = True
     """It is memkit's under a compiler too: not beside a norm, which a compiler makes again in backward together with it."""
 
@@ -175,7 +177,8 @@ class Swapped(Changed):
             # in the input's place has fewer holders to begin with, so that one more would not show.
             if inplace == "auto" and (
                 getrefcount(input) > holders + ALONE
-                or (seen and place(caller(_getframe(1))) not in seen)
+                or (seen and not was_seen(_getframe(1), seen))
+                or (holders >= LAYER and shows_argument(_getframe(1), holders // LAYER))
                 or (training is not None and self.training != training)
                 or _len_torch_dispatch_stack()
                 or self._forward_pre_hooks
@@ -212,26 +215,73 @@ class Swapped(Changed):
         return _dispatched(self._op, input, self._params, proof.inplace, proof.save, None, -1)
 
 
-_WRAPPED: CodeType = nn.Module._wrapped_call_impl.__code__
+WRAPPED: CodeType = nn.Module._wrapped_call_impl.__code__
 _CALL: CodeType = nn.Module._call_impl.__code__
 _INNER = next((c for c in _CALL.co_consts if isinstance(c, CodeType) and c.co_name == "inner"), None)
 """What of _call_impl calls the forward where there are hooks."""
 
 
-def caller(frame: FrameType | None) -> CodeType | None:
-    """Who called the module whose forward this frame called; None where it called that past `__call__`."""
+CALL_CODES = frozenset({WRAPPED, _CALL, _INNER})
+
+
+def calling(frame: FrameType | None) -> FrameType | None:
+    """What called the module whose forward this frame called; None where it called that past `__call__`."""
     if frame is not None and frame.f_code is _INNER:
         frame = frame.f_back
-    for code in (_CALL, _WRAPPED):
+    for code in (_CALL, WRAPPED):
         if frame is None or frame.f_code is not code:
             return None
         frame = frame.f_back
+    return frame
+
+
+def was_seen(frame: FrameType | None, seen: frozenset[tuple[Place, ...]]) -> bool:
+    frame = calling(frame)
+    if frame is None:
+        return False
+    places: tuple[Place, ...] = (place(frame),)
+    while places not in seen:
+        if len(places) == max(map(len, seen)):
+            return False
+        frame = frame.f_back
+        while frame is not None and frame.f_code in CALL_CODES:
+            frame = frame.f_back
+        if frame is None:
+            return False
+        places = *places, place(frame)
+    return True
+
+
+def caller(frame: FrameType | None) -> CodeType | None:
+    """Its code."""
+    frame = calling(frame)
     return None if frame is None else frame.f_code
+
+
+def shows_argument(frame: FrameType | None, modules: int) -> bool:
+    """Whether one of so many modules, in whose forwards this call of an activation is, has hooks: forward hooks are given
+    what it was called with, afterwards too."""
+    frame = calling(frame)
+    while frame is not None and modules:
+        if frame.f_code is _INNER:
+            return True
+        modules -= frame.f_code is WRAPPED
+        frame = frame.f_back
+    return False
 
 
 class _Counter(nn.Module):
     def forward(self, input: Tensor) -> int:
         return getrefcount(input)  # as in Swapped.forward
+
+
+class _Around(nn.Module):
+    def __init__(self, count: _Counter) -> None:
+        super().__init__()
+        self.count = count
+
+    def forward(self, input: Tensor) -> int:
+        return cast(int, self.count(input))
 
 
 def _references_of_a_temporary() -> int:
@@ -248,6 +298,34 @@ def _references_of_a_temporary() -> int:
 
 
 ALONE = _references_of_a_temporary()
+
+
+def _references_on_the_way() -> tuple[int, int, int, int]:
+    """How many references to an argument the call of a module holds, beside the variable of its forward that it becomes;
+    where it is given by name; how many the call of a function; and how many fewer `module(*args)` holds than `module(arg)`.
+    What CPython 3.10 to 3.13 hold at most, as above."""
+    count = _Counter()
+    around = _Around(count)
+    temporary = cast(int, count(torch.empty(0, device="cpu"))) + 1
+
+    def function(input: Tensor) -> int:
+        return cast(int, count(input))
+
+    def unpacked(*inputs: Tensor) -> int:
+        return cast(int, count(*inputs))
+
+    fewer = temporary - unpacked(torch.empty(0, device="cpu"))
+    layer = cast(int, around(torch.empty(0, device="cpu"))) - temporary
+    named = cast(int, around(input=torch.empty(0, device="cpu"))) - temporary
+    return (
+        max(1, min(layer, 4)),
+        max(1, min(named, 9)),
+        min(function(torch.empty(0, device="cpu")) - temporary, 1),
+        max(fewer, 2),
+    )
+
+
+LAYER, NAMED, FUNCTION, FEWER = _references_on_the_way()
 
 FLOATS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
 HALVES = torch.float16, torch.bfloat16

@@ -4,8 +4,9 @@ Each activation's input and output are followed by their storage, views included
 the input afterwards, who saved it, who changes the output, and what is still held at the end. Their storages stay alive
 during the run, so that no address names two of them.
 
-What is not seen: kernels that get raw pointers past PyTorch's dispatcher, and control flow that the sample does not take.
-Values and gradients are therefore compared afterwards, and each call counts the references to its input.
+What a run does not show, the code of those who hold an input says (frames.py): what reads it past PyTorch's dispatcher,
+and on paths that the sample does not take. Values and gradients are compared afterwards all the same, and each call counts
+the references to its input.
 """
 
 from __future__ import annotations
@@ -17,19 +18,22 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from sys import _getframe, getrefcount
-from types import MethodType
+from types import FrameType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .._hooks import was_read
 from ..functional._norm import output_dtype
 from ..memory._saved import SavedStorages, storages
+from .frames import Frames
+from .later import reads_parameter
 from .recipes import RECIPES
 from .sites import AnySite, LayerSite, Site
-from .trial import Trial, explained, tensors
-from .types import ALONE, Place, caller, place
+from .trial import Trial, explained, outputs_of, tensors
+from .types import ALONE, Place, calling, place
 from .untouched import Held, keep_memory, untouched
 
 
@@ -39,7 +43,7 @@ class Call:
 
     site: AnySite
     references: int
-    caller: Place
+    callers: tuple[Place, ...]
     dtype: torch.dtype
     device: str
     shape: torch.Size = torch.Size()  # noqa: RUF009  never changed
@@ -59,6 +63,10 @@ class Call:
     """Bytes of the storages that stock's activation itself saved."""
     read: str = ""
     """Why its input may not be overwritten."""
+    shown: str = ""
+    """The same: what may read it past PyTorch's dispatcher."""
+    later: str = ""
+    """The same where something holds it: what may read it so, or on a path that the sample does not take."""
     written: str = ""
     """Why its output may not be saved."""
 
@@ -88,6 +96,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.inputs: dict[int, list[Call]] = {}
         self.outputs: dict[int, list[Call]] = {}
         self.current: Call | None = None
+        self.frames = Frames()
         self.backups: dict[nn.Parameter, Tensor] = {}
         self.held = {key for tensor in Held(model).tensors for key in self.keys_of_any(tensor)} - {
             *self.known
@@ -107,8 +116,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         except Exception:
             return []
 
-    def begin(self, site: AnySite, input: Tensor, references: int, caller: Place) -> Call:
-        self.current = call = Call(site, references, caller, input.dtype, input.device.type)
+    def begin(self, site: AnySite, input: Tensor, references: int, caller: FrameType | None) -> Call:
+        self.current = call = Call(site, references, (), input.dtype, input.device.type)
         if site.is_block:
             self.saved_elsewhere.update(self.keys(input))  # memkit keeps it too
             self.wanted |= self.norms_before(input)
@@ -120,6 +129,15 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.calls.setdefault(site, []).append(call)
         if isinstance(site, LayerSite):  # never in place
             return call
+        holders = self.frames.look(caller, input, references)
+        call.references -= holders.own
+        call.callers = tuple(map(place, holders.frames))
+        call.later = holders.reason
+        call.shown = holders.reason if holders.uncounted else ""
+        if any(
+            reads_parameter(hook, 1) for hook in site.module._forward_hooks.values() if not was_read(hook)
+        ):
+            call.shown = call.shown or "a forward hook may read its input"
         for key in self.keys(input):
             call.read = call.read or self.known.get(key, "")
             for earlier in self.inputs.get(key, ()):
@@ -263,7 +281,7 @@ def _observe(site: AnySite, watch: Watch) -> None:
         given = () if input is None else (input, *others)
         outer = watch.current
         first: Tensor = tensors((given, named))[0]  # a block may be given several
-        call = watch.begin(site, first, references, place(caller(_getframe(1))))
+        call = watch.begin(site, first, references, calling(_getframe(1)))
         try:
             output: Tensor = stock(self, *given, **named)
         finally:
@@ -320,11 +338,15 @@ _BATCH_NORMS = {torch.ops.aten.native_batch_norm.default, torch.ops.aten.cudnn_b
 
 def _look_for_holders(watch: Watch, outputs: list[Any]) -> None:
     """Who can reach an activation's input after the step, apart from autograd? Empties `outputs`."""
-    for key in {storage._cdata for tensor in tensors(outputs) for storage in storages(tensor)}:
+    returned, opaque = outputs_of(outputs)
+    for key in {key for tensor in returned for key in watch.keys_of_any(tensor)}:
         for call in watch.inputs.get(key, ()):
             call.read = call.read or "the model returns its input"
         for call in watch.outputs.get(key, ()):
             call.written = call.written or "the model returns its output"
+    for call in (call for calls in watch.calls.values() for call in calls if opaque):
+        call.read = call.read or f"the model returns a {opaque}, which may hold its input"
+    returned.clear()
     outputs.clear()  # and with them the graph, where backward has not run
     watch.nodes.clear()
     watch.made_again.clear()
