@@ -115,7 +115,7 @@ def test_nothing_that_grows_is_given_to_those_who_sleep(tag):
         sleep.end()
         del kept
         if in_time:
-            with pytest.raises(RuntimeError, match="awake, got an allocation from a .* that sleeps"):
+            with pytest.raises(RuntimeError, match=r"awake, got an allocation from a .* that sleeps"):
                 big.end()
             return
     pytest.fail("never asleep before memory had come")

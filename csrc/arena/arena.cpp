@@ -91,7 +91,8 @@ Block* Arena::serve(const Request& request) {
   const std::size_t size = round_up(std::max<std::size_t>(request.size, 1), granule);
   const std::lock_guard<SpinLock> lock(lock_);
   Lane* lane = last_lane_;
-  if (closed_ || indexed_ || !lane || lane->id != request.lane || lane->redirect || !admits(request.tag)) return nullptr;
+  if (closed_ || indexed_ || !lane || lane->id != request.lane || lane->redirect || !admits(request.tag))
+    return nullptr;
   Block* block = recent_;
   if (block && block->size == size && block->lane == lane) {
     recent_ = nullptr;

@@ -77,7 +77,8 @@ inline Block* Scope::bump(const Request& request) {
   if (arena_.inherited()) return nullptr;
   const std::lock_guard<SpinLock> guard(lock_);
   const std::uintptr_t start = request.alignment > granule_ ? round_up(cursor_, request.alignment) : cursor_;
-  if (count_ == nodes_ || start > limit_ || request.size > limit_ - start || !arena_.admits(request.tag)) return nullptr;
+  if (count_ == nodes_ || start > limit_ || request.size > limit_ - start || !arena_.admits(request.tag))
+    return nullptr;
   const std::size_t size = round_up(request.size + !request.size, granule_);
   if (size > limit_ - start) return nullptr;
   cursor_ = start + size;

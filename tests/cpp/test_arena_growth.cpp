@@ -164,7 +164,8 @@ void test_chunks_that_are_held() {
   CHECK(!arena->serve({1}) && arena->allocate({1}).failure->reason == Failure::asleep, "nothing for anybody");
   CHECK(arena->allocate({30 * kMiB}).failure->reason == Failure::asleep && upstream->held() == before, "nor growth");
   arena->let_go(Gate::shut_for(tag));
-  CHECK(!arena->serve({1, 0, tag}) && arena->allocate({1, 0, tag}).failure->reason == Failure::asleep, "not for the tag");
+  CHECK(!arena->serve({1, 0, tag}) && arena->allocate({1, 0, tag}).failure->reason == Failure::asleep,
+        "not for the tag");
   Block* block = arena->allocate({30 * kMiB}).block;
   CHECK(block && upstream->held() > before, "for others");
   free(block);
@@ -197,7 +198,8 @@ void test_a_gate_that_shuts_in_between() {
     arena->let_go(Gate::open());
     const std::size_t growths = arena->stats().growths;
     first = arena->allocate({2 * kMiB}).block;
-    CHECK(first && arena->stats().growths == growths && arena->stats().hits == arena->stats().allocations, "it is there");
+    CHECK(first && arena->stats().growths == growths && arena->stats().hits == arena->stats().allocations,
+          "it is there");
     free(first);
     CHECK(upstream->agrees(*arena), "nothing lost");
   }
