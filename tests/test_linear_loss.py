@@ -119,6 +119,44 @@ def test_large_weights_of_classes_and_layers_fit_float16() -> None:
             assert (mine - exact).norm() <= 5e-3 * exact.norm()
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("size", [70.0, 2000.0])
+def test_a_large_feature_fits_float16(size: float, autocast: bool) -> None:
+    x, w, _ = tensors(torch.float64, 512, 16, 8)
+    x[:, 2], w[:, 2] = size, 0.0
+    target = of_one_class(512)
+    found = []
+    for dtype, loss in ((torch.float64, theirs), (torch.float32 if autocast else torch.float16, ours)):
+        given = [v.half().to(dtype).requires_grad_() for v in (x, w)]
+        with torch.autocast("cpu", torch.float16, enabled=autocast and loss is ours):
+            value = loss(target)(*given, None)
+        found.append(torch.autograd.grad(value, given))
+    for exact, mine in zip(*found, strict=True):
+        assert mine.isfinite().all()
+        assert (mine - exact).norm() <= 5e-3 * exact.norm()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_without_rows_gradients_are_zero(dtype: torch.dtype, reduction: str) -> None:
+    given = [v.requires_grad_() for v in tensors(dtype, 0, 6, 9)]
+    ours(of_one_class(0), reduction=reduction)(*given).sum().backward()
+    for each in given:
+        assert torch.equal(each.grad, torch.zeros_like(each))
+
+
+def test_small_weights_of_classes_in_float16() -> None:
+    x, w, _ = tensors(torch.float64, 200, 16, 8)
+    target, weight = target_of((200, 8)), torch.full((8,), 1e-6)
+    found = []
+    for dtype, loss in ((torch.float64, theirs), (torch.float16, ours)):
+        given = [v.half().to(dtype).requires_grad_() for v in (x, w)]
+        value = loss(target, weight=weight.half().to(dtype))(*given, None)
+        found.append(torch.autograd.grad(value, given))
+    for exact, mine in zip(*found, strict=True):
+        assert (mine - exact).norm() <= 1e-3 * exact.norm()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_without_a_row_that_counts_gradients_are_zero(dtype: torch.dtype, autocast: bool) -> None:

@@ -6,13 +6,16 @@ import copy
 import pickle
 import sys
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from memkit import swap, unswap
+from memkit.swap.library.activations import _checked, library_activation
 from memkit.swap.library.reads import uses
 
 WIDTH = 16
@@ -71,6 +74,26 @@ class Skipping(FeedForward):
     def forward(self, x: Tensor) -> Tensor:
         found = self.fc2(self.act(self.fc1(x)))
         return found + x if self.k else found
+
+
+class Optional(FeedForward):
+    def __init__(self) -> None:
+        super().__init__()
+        self.k: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.fc2(self.act(self.fc1(x)))
+        return found if self.k is None else found * self.k
+
+
+class Worded(FeedForward):
+    def __init__(self) -> None:
+        super().__init__()
+        self.k: Any = "plain"
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.fc2(self.act(self.fc1(x)))
+        return found if self.k == "plain" else found + x
 
 
 class OfAModule(FeedForward):
@@ -151,6 +174,8 @@ def set_number(part: Any, value: Any) -> None:
         OfABase,
         InAFunction,
         Skipping,
+        Optional,
+        Worded,
         OfAModule,
         Buffered,
         Gated,
@@ -163,7 +188,7 @@ def test_numbers_that_change_after_the_swap(kind: type[nn.Module], how: dict[str
     stock = model_of(kind())
     ours = copy.deepcopy(stock)
     changed(ours, how)
-    before = 1.0 if kind is not Skipping else False
+    before = {Skipping: False, Optional: None, Worded: "plain"}.get(kind, 1.0)
     try:
         for value in (before, 0.3, -2.0, before):
             for model in (stock, ours):
@@ -345,6 +370,64 @@ def test_an_activation_that_is_another_in_evaluation(training: bool) -> None:
     for mode in (True, False):
         for a, b in zip(values(ours.train(mode)), values(stock.train(mode)), strict=True):
             torch.testing.assert_close(a, b)
+
+
+class Held(nn.Module):
+    """As transformers' GELUTanh, each with an object of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = partial(nn.functional.gelu, approximate="tanh")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(x)
+
+
+Held.__name__ = "GELUTanh"
+
+
+def test_an_activation_is_known_in_a_copy() -> None:
+    model = nn.Sequential(*(model_of(Held()) for _ in range(3)))
+    swap(model)
+    assert library_activation(Held()) == "gelu_tanh"
+    names, known = _checked[Held]
+    assert "act" in names
+    assert len(known) == 1
+    with torch.inference_mode():
+        assert library_activation(copy.deepcopy(Held())) == "gelu_tanh"
+    assert len(known) == 1
+
+
+def test_an_activation_that_is_first_seen_in_inference() -> None:
+    class New(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * torch.sigmoid(x)
+
+    New.__name__ = "Swish"
+    seen = []
+    with torch.inference_mode(), saved_tensors_hooks(lambda x: seen.append(x) or x, lambda x: x):
+        assert library_activation(New()) == "silu"
+    assert not seen
+
+
+def test_a_model_with_such_activations_compiles_whole() -> None:
+    torch._dynamo.reset()
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate_proj, self.up_proj = nn.Linear(WIDTH, 32), nn.Linear(WIDTH, 32)
+            self.down_proj, self.act_fn = nn.Linear(32, WIDTH), Held()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+    stock = nn.Sequential(Block(), Block())
+    ours = copy.deepcopy(stock)
+    swap(ours)
+    for each in (ours, copy.deepcopy(ours)):
+        compiled = torch.compile(each, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(inputs()), stock(inputs()))
 
 
 def test_a_compiled_model_follows() -> None:

@@ -40,17 +40,21 @@ using Results = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;  // 
 // a loss scale arrives in backward only. What is more is multiplied then: the factors, one for each gradient.
 constexpr double kHalfScale = 32;
 
-// By how much, at least 1, those of the logits are made smaller for the input's gradient to be finite, and where classes
-// have weights for their own.
-Tensor half_divisor(const Tensor& linear_weight, const OptionalTensor& weight) {
-  const auto largest = [](const Tensor& x) {
-    if (x.numel() == 0) return at::ones({}, x.options().dtype(at::kFloat));
-    const auto [least, most] = at::aminmax(x);
-    return at::maximum(least.neg(), most).to(at::kFloat);
-  };
-  const Tensor divisor = (largest(linear_weight) / 1024).clamp_min_(1);
-  return weight ? divisor * largest(*weight).clamp_min_(1) : divisor;
+Tensor largest(const Tensor& x) {
+  if (x.numel() == 0) return at::ones({}, x.options().dtype(at::kFloat));
+  const auto [least, most] = at::aminmax(x);
+  return at::maximum(least.neg(), most).to(at::kFloat);
 }
+
+// By how much those of the logits are made smaller for the input's gradient to be finite, and where classes have weights
+// for their own to be as large as without.
+Tensor half_divisor(const Tensor& linear_weight, const OptionalTensor& weight) {
+  const Tensor divisor = (largest(linear_weight) / 1024).clamp_min_(1);
+  return weight ? divisor * largest(*weight).clamp_min_(std::numeric_limits<float>::min()) : divisor;
+}
+
+// The same for the input as a factor of the weight's gradient, a power of two.
+Tensor input_divisor(const Tensor& x) { return at::exp2((largest(x) / 32).log2_().ceil_().clamp_(0, 15)); }
 
 // A sum in float32 for float16, as large as that holds, and what it is to be multiplied by.
 std::pair<Tensor, Tensor> in_half(Tensor sum) {
@@ -157,7 +161,9 @@ struct Chunks {
     const at::ScalarType wide = wide_dtype(x.scalar_type());
     const Tensor grad_input =
         wanted[0] ? at::empty_like(input, at::MemoryFormat::Contiguous) : at::empty({0}, input.options());
-    Tensor grad_bias = wanted[2] && rows == 0 ? at::zeros({classes}, x.options()) : at::empty({0}, input.options());
+    Tensor grad_bias =
+        wanted[2] && rows == 0 ? at::zeros({classes}, x.options().dtype(wide)) : at::empty({0}, input.options());
+    const Tensor divisor = wanted[1] && factors.defined() ? input_divisor(x) : Tensor();
     for (int64_t first = 0; first < rows; first += step) {
       const int64_t n = std::min(step, rows - first);
       Tensor logits = part_of(scratch, 0, n);
@@ -175,7 +181,7 @@ struct Chunks {
           into.copy_(at::mm_out(product, logits, weight));
         }
       }
-      if (wanted[1]) grad_weight->add(logits, part);
+      if (wanted[1]) grad_weight->add(logits, divisor.defined() ? part / divisor : part);
       if (!wanted[2]) continue;
       const Tensor sum = logits.sum({0}, false, wide);
       first == 0 ? grad_bias = sum : grad_bias.add_(sum);
@@ -186,6 +192,7 @@ struct Chunks {
               wanted[2] ? in_dtype(grad_bias, linear_bias->scalar_type()) : grad_bias};
     const auto [fitting, factor] = wanted[1] ? grad_weight->fitting_result() : std::pair(none, Tensor());
     if (factor.defined()) factors.select(0, 1).mul_(factor);
+    if (divisor.defined()) factors.select(0, 1).mul_(divisor);
     if (!wanted[2] || linear_bias->scalar_type() != at::kHalf) return {grad_input, fitting, grad_bias};
     const auto [fitting_bias, bias_factor] = in_half(std::move(grad_bias));
     factors.select(0, 2).mul_(bias_factor);

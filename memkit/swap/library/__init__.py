@@ -190,6 +190,7 @@ class Verifier:
     def __init__(self) -> None:
         self._known: dict[Hashable, str] = {}
         self._unread: dict[Hashable, tuple[Read, ...]] = {}
+        self._unread_of: dict[Hashable, tuple[Read, ...]] = {}
 
     def why_not(self, module: nn.Module, match: Match) -> str:
         """Why a module does not get this twin; nothing if it does."""
@@ -214,7 +215,10 @@ class Verifier:
 
     def _look(self, module: nn.Module, match: Match, kind: Hashable) -> str:
         self._unread[kind] = ()
-        unread = _unread(module, match)
+        alike = match.kind, match.choice, _alike(module)
+        unread = self._unread_of.get(alike)
+        if unread is None:
+            unread = self._unread_of[alike] = _unread(module, match)
         for read in unread:
             if isinstance(value_of(module, read), Tensor) or match.method != "forward":
                 return f"{type(module).__name__} computes with {read[1]}, which memkit's {match.op} does not"
@@ -531,6 +535,15 @@ def _signature(module: nn.Module) -> Hashable:
     shapes = tuple((name, p.shape, p.dtype) for name, p in module._parameters.items() if p is not None)
     parts = tuple((name, _signature(child)) for name, child in module._modules.items() if child is not None)
     return type(module), plain, shapes, parts
+
+
+def _alike(module: nn.Module) -> Hashable:
+    """Of modules of one class: the way that its code takes, whatever their sizes are."""
+    way = tuple(
+        (k, v) for k, v in vars(module).items() if k not in INTERNAL and isinstance(v, bool | str | None)
+    )
+    parts = tuple((name, type(child)) for name, child in module._modules.items())
+    return type(module), way, parts, tuple(name for name, p in module._parameters.items() if p is not None)
 
 
 def _frozen(held: Any) -> Hashable:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.compiler import is_compiling
 
 from ... import functional as F
 from ..._hooks import only_read
+from ..._modes import in_forward_mode, in_transform
 from ...functional._activation import _PARAMETERS
 from ..recipes import FUNCTIONS
+from ..trial import own_copy
 from ..types import TWINS, Swapped
-from ..untouched import untouched
 from .reads import INTERNAL, another, differing, instead, marks, numbers_read, uses
-from .twin import Twin, twin_of
+from .twin import Twin, itself, twin_of
 
 CLASSES = {
     "AccurateGELUActivation": "gelu_tanh",
@@ -69,29 +74,47 @@ def library_activation(module: nn.Module) -> str | None:
         found = _checked[cls] = sorted(uses(cls).names - INTERNAL), {}
     names, known = found
     held = vars(module)
-    values = tuple((name, held[name]) for name in names if name in held)
-    try:
-        same = known.get(values)
-    except TypeError:  # unhashable
-        return None
-    if same is None:
+    values = tuple((name, _told(held[name])) for name in names if name in held)
+    same = known.get(values)
+    if same is None:  # of a model that was unpickled, say: in its first call
+        if is_compiling() or in_transform() or in_forward_mode():
+            return None
         same = known[values] = _is_activation(module, op)
     return op if same else None
+
+
+def _told(held: Any) -> Any:
+    """One value from another, the same in a copy of the module."""
+    if isinstance(held, partial):
+        return (
+            _told(held.func),
+            tuple(map(_told, held.args)),
+            tuple((k, _told(v)) for k, v in held.keywords.items()),
+        )
+    if isinstance(held, MethodType):
+        return held.__func__
+    plain = held is None or isinstance(held, int | float | str | FunctionType | BuiltinFunctionType)
+    return (type(held), held) if plain else type(held)
 
 
 def _is_activation(module: nn.Module, op: str) -> bool:
     """In both modes, whatever the numbers are that it reads, and with nothing written down."""
     if module._parameters or module._buffers or module._modules or uses(type(module)).sets:
         return False
-    with untouched(module):
+    tried = own_copy(module)  # another thread may call the module itself
+    if tried is None:
+        return False
+    with torch.inference_mode(False), saved_tensors_hooks(itself, itself):
         for training in (True, False):
-            module.training = training
-            before = marks(module)
-            if not computes(module.forward, op) or differing(before, marks(module)):
+            tried.training = training
+            before = marks(tried)
+            if not computes(tried.forward, op) or differing(before, marks(tried)):
                 return False
-        for read, value in numbers_read(module).items():
-            with instead(module, read, another(value)):
-                if not computes(module.forward, op):
+        for read, value in numbers_read(tried).items():
+            if not isinstance(value, int | float):
+                continue
+            with instead(tried, read, another(value)):
+                if not computes(tried.forward, op):
                     return False
     return True
 

@@ -24,6 +24,7 @@ from .twin import Twin, undecorated
 INTERNAL = frozenset(vars(nn.Module()))
 """Attributes of every module, its mode among them."""
 FUNCTIONS_LOOKED_AT = 100
+_ABSENT = object()
 
 Read = tuple[str, str]
 """The name of a Python module, or none for the module itself, and a name in it."""
@@ -115,14 +116,16 @@ def _sets(code: CodeType, own: tuple[str, ...]) -> Iterator[str]:
 
 
 def numbers_read(module: nn.Module, method: str = "forward") -> dict[Read, Any]:
-    """Numbers, switches and tensors that are no parameters."""
+    """Numbers, switches, words, None, and tensors that are no parameters."""
     used = uses(type(module), method)
     found: dict[Read, Any] = {}
     for name in sorted(used.names - INTERNAL):
-        value = vars(module).get(name, module._buffers.get(name))
-        if value is None:
+        value = next((held[name] for held in (vars(module), module._buffers) if name in held), _ABSENT)
+        if value is _ABSENT:
             value = _of_class(type(module), name)
-        if isinstance(value, int | float | Tensor) and not isinstance(value, nn.Parameter):
+        if value is None or (
+            isinstance(value, int | float | str | Tensor) and not isinstance(value, nn.Parameter)
+        ):
             found["", name] = value
     for where, name in sorted(used.globals):
         value = vars(sys.modules[where]).get(name) if where in sys.modules else None
@@ -135,7 +138,7 @@ def _of_class(cls: type[nn.Module], name: str) -> Any:
     for base in innermost_of(cls).__mro__:
         if base is not nn.Module and name in vars(base):
             return vars(base)[name]
-    return None
+    return _ABSENT
 
 
 def value_of(module: nn.Module, read: Read) -> Any:
@@ -146,11 +149,15 @@ def value_of(module: nn.Module, read: Read) -> Any:
 
 
 def another(value: Any) -> Any:
-    """Of the same kind, to see what depends on it; None where there is none."""
+    """Of the same kind, to see what depends on it, for None a number; None where there is none."""
     if isinstance(value, Tensor):
         if value.dtype == torch.bool:
             return ~value
         return value * 1.5 + 0.25 if value.is_floating_point() else None
+    if value is None:
+        return 0.375
+    if isinstance(value, str):
+        return f"{value}_"
     if isinstance(value, bool):
         return not value
     return value + 1 if isinstance(value, int) else value * 1.5 + 0.25
@@ -163,13 +170,12 @@ def instead(module: nn.Module, read: Read, value: Any) -> Iterator[None]:
         held: MutableMapping[str, Any] = vars(sys.modules[where])
     else:
         held = module._buffers if name in module._buffers else vars(module)
-    absent = object()
-    before = held.get(name, absent)
+    before = held.get(name, _ABSENT)
     held[name] = value
     try:
         yield
     finally:
-        if before is absent:
+        if before is _ABSENT:
             del held[name]
         else:
             held[name] = before
