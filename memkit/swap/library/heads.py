@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from ... import _C
-from ..._lean import may_ask_again
 from ..._modes import in_forward_mode, in_transform, is_tracing
 from ..._sharding import is_dtensor
 from ..layers import is_linear, serves
@@ -76,7 +75,7 @@ class WithoutLogits(Twin, kind="without logits"):
             out = _without(forward(self, *args, **kwargs))
         finally:
             _now.asked, loss = outer, take_loss()
-        if loss is not None and may_ask_again():
+        if loss is not None:
             # With the frames of the forward gone, the last norm's result is, where nobody asked for it.
             _C.take_place_of_norm(loss)
         return out
