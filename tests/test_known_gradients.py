@@ -351,6 +351,32 @@ def test_only_of_what_lean_keeps_and_while_the_result_is_gone() -> None:
     assert not _C.take_place_of_norm(torch.ones(()))
 
 
+@pytest.mark.parametrize("register", ["register_hook", "register_prehook"])
+def test_a_hook_on_the_node_is_called(register: str) -> None:
+    hidden, _, last = written_before()
+    calls: list[Any] = []
+    with lean():
+        normed = F.layer_norm(hidden, (WIDTH,), last.weight, last.bias)
+        getattr(normed.grad_fn, register)(lambda *grads: calls.append(grads))
+        loss = F.linear_cross_entropy(normed, last.head, torch.arange(40))
+        del normed
+        assert not _C.take_place_of_norm(loss)
+    loss.backward()
+    assert len(calls) == 1
+
+
+def test_gradients_in_float16_wait_for_the_scale() -> None:
+    hidden, _, last = written_before()
+    last.half()
+    with lean():
+        normed = F.layer_norm(hidden.half(), (WIDTH,), last.weight, last.bias)
+        assert normed.dtype == torch.float16
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = F.linear_cross_entropy(normed, last.head, torch.arange(40))
+        del normed
+        assert not _C.take_place_of_norm(loss)
+
+
 def test_an_input_written_to_since_is_told_in_backward() -> None:
     hidden, _, last = written_before()
     with lean():
