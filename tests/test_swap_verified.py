@@ -10,6 +10,7 @@ from torch import nn
 
 from memkit import swap
 from memkit.swap import library, trial
+from memkit.swap.library import verifier
 from memkit.swap.library.twin import computes_in
 
 pytestmark = pytest.mark.usefixtures("repeatable")
@@ -193,15 +194,15 @@ def test_a_block_whose_rounding_autocast_shows(monkeypatch):
     torch.manual_seed(0)
     model, x = nn.Sequential(resnet.resnet50().layer4), torch.randn(2, 1024, 6, 6)
     asked = []
-    real, strict = library._rounds_alike, library._why_not
+    real, strict = verifier._rounds_alike, verifier._why_not
 
     def rounds_alike(*given):
         asked.append(real(*given))
         return asked[-1]
 
-    monkeypatch.setattr(library, "_rounds_alike", rounds_alike)
+    monkeypatch.setattr(verifier, "_rounds_alike", rounds_alike)
     monkeypatch.setattr(
-        library, "_why_not", lambda *a: "differs" if torch.is_autocast_enabled("cpu") else strict(*a)
+        verifier, "_why_not", lambda *a: "differs" if torch.is_autocast_enabled("cpu") else strict(*a)
     )
     with torch.autocast("cpu", torch.bfloat16):
         report = swap(model, sample=x, lean=True)
@@ -246,7 +247,7 @@ def test_a_norm_that_is_larger_in_half_precision(factor):
             return out * factor if kind == torch.bfloat16 else out
 
     assert swap(LlamaRMSNorm()).changed
-    assert not library._rounds_alike(*_its_match(LlamaRMSNorm().bfloat16()), True)
+    assert not verifier._rounds_alike(*_its_match(LlamaRMSNorm().bfloat16()), True)
 
 
 def _its_match(module):
@@ -281,9 +282,9 @@ def test_dropouts_are_in_training_after_a_comparison_in_float32(layers):
 
 def test_nearness_of_a_twin():
     exact, stock, slack = torch.tensor([1.0, 0.0]), torch.tensor([1.0, 0.1]), 0.0
-    assert library._is_as_near(torch.tensor([1.0, -0.19]), stock, exact, slack)
-    assert not library._is_as_near(torch.tensor([1.0, -0.21]), stock, exact, slack)
-    assert not library._is_as_near(torch.tensor([1.0, torch.nan]), stock, exact, slack)
-    assert not library._is_as_near(stock.double(), stock, exact, slack)
-    assert not library._is_as_near(None, stock, exact, slack)
-    assert library._is_as_near(None, None, None, slack)
+    assert verifier._is_as_near(torch.tensor([1.0, -0.19]), stock, exact, slack)
+    assert not verifier._is_as_near(torch.tensor([1.0, -0.21]), stock, exact, slack)
+    assert not verifier._is_as_near(torch.tensor([1.0, torch.nan]), stock, exact, slack)
+    assert not verifier._is_as_near(stock.double(), stock, exact, slack)
+    assert not verifier._is_as_near(None, stock, exact, slack)
+    assert verifier._is_as_near(None, None, None, slack)
