@@ -477,19 +477,24 @@ class Arrivals:
 class StepList:
     """Parameters on one device with the lists of their state, for one call a step.
 
-    Each `collect` is of gradients for the step that follows. It says how many they are.
+    Each `collect` gives a step of its own: threads may take theirs at once.
     """
 
     def __init__(self, op: str, params: list[Tensor], state: list[list[Tensor]]) -> None: ...
-    def collect(self) -> int:
-        """Of those parameters that have one."""
-    def collect_one(self, index: int) -> int: ...
-    def collect_from(self, gradients: Gradients) -> int:
+    def collect(self) -> Step:
+        """Of those parameters that have a gradient."""
+    def collect_one(self, index: int) -> Step: ...
+    def collect_from(self, gradients: Gradients) -> Step:
         """Those of its parameters, which are no longer among the others then."""
-    def check(self, block: int) -> None:
-        """Raises where the step of what was collected would, with nothing written."""
     def lies_as_parameters(self) -> bool:
         """Whether the moments lie in memory as their parameters do."""
+
+class Step:
+    """Of as many parameters as it is long."""
+
+    def __len__(self) -> int: ...
+    def check(self, block: int) -> None:
+        """Raises where the step would, with nothing written."""
     def adamw(
         self,
         lr: float,

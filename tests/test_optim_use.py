@@ -262,3 +262,14 @@ def test_bad_gradients_write_nothing() -> None:
     assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
     assert optimizer.state[params[0]]["step"] == 1
     train(optimizer, params, 1)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_infinite_weights_stay_without_decay(name: str) -> None:
+    found = []
+    for module in (optim, torch.optim):
+        param = nn.Parameter(torch.tensor([1.0, math.inf, -math.inf]))
+        param.grad = torch.ones(3)
+        getattr(module, name)([param], lr=0.1, weight_decay=0).step()
+        found.append(param.detach())
+    torch.testing.assert_close(*found)

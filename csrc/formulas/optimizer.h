@@ -110,7 +110,7 @@ struct SgdStep {
         size(T(-lr)) {}
 
   MEMKIT_FN T operator()(T p, T g, T& m, T&, T&) const {
-    g = g * sign + p * decay;
+    g = g * sign + select(decay == T(0), T(0), p * decay);  // an infinite weight times 0 is none
     if (momentum) {
       m = m * keep + g * rest;
       g = g * behind + m * ahead;

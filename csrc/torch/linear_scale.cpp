@@ -29,7 +29,7 @@ namespace {
 at::ScalarType exact(at::ScalarType dtype) { return at::promote_types(dtype, at::kFloat); }
 
 // One for each slice of x along a dimension.
-Tensor along(const Tensor& numbers, const Tensor& x, int64_t dim) {
+Tensor spread_along(const Tensor& numbers, const Tensor& x, int64_t dim) {
   c10::DimVector sizes(x.dim(), 1);
   sizes[dim] = numbers.numel();
   return numbers.reshape(sizes);
@@ -98,7 +98,7 @@ Tensor finish(Tensor& made, const Tensor& w, const Tensor& mean, const Tensor& i
     return found;
   }
   const Tensor found = (made * w).sum(1).to(at::kDouble);
-  made.addr_(mean, inputs).mul_(along(by, made, 0));
+  made.addr_(mean, inputs).mul_(spread_along(by, made, 0));
   return found;
 }
 
@@ -114,7 +114,8 @@ std::pair<Tensor, Tensor> LinearScale::of_layer(const Tensor& grad, const Tensor
   std::vector<Tensor> of_scale;
   for (int64_t i = 0; i < groups; ++i) {
     const Tensor g = part(grad, i), x = part(input, i), by = scale[i], mean = mean_of(g, x, wide);
-    const Tensor apart = (g - along(mean, g, 1)).to(dtype), inputs = x.dim() > 2 ? sums(x) : x.sum(0, false, wide);
+    const Tensor apart = (g - spread_along(mean, g, 1)).to(dtype),
+                 inputs = x.dim() > 2 ? sums(x) : x.sum(0, false, wide);
     Tensor made = product(apart, x).flatten(1).to(wide);
     Tensor found = finish(made, w, mean, inputs.to(wide), by.to(wide));
     if (wanted) {
@@ -135,7 +136,7 @@ std::pair<Tensor, Tensor> LinearScale::of_layer(const Tensor& grad, const Tensor
 }
 
 Tensor LinearScale::times(const Tensor& grad) const {
-  const Tensor made = scale.size(0) == 1 ? grad * along(scale, grad, 1)
+  const Tensor made = scale.size(0) == 1 ? grad * spread_along(scale, grad, 1)
                                          : grad.reshape({scale.size(0), -1, grad.size(1)}) * scale.unsqueeze(1);
   return made.reshape(grad.sizes());
 }
@@ -331,7 +332,7 @@ bool may_fit(const Tensor& y, const Tensor& scale) {
       int64_t(bytes_of(y)) < kLeastScaled || y._version() != 0)
     return false;
   const auto is_ordinary = [](const Tensor& x) {
-    return x.layout() == at::kStrided && x.is_floating_point() && is_unseen(x) && !needs_stock(x) && !x.is_neg();
+    return x.layout() == at::kStrided && x.is_floating_point() && is_unseen(x) && !needs_stock(x);
   };
   // In float16, products without the scale might overflow. Of wider numbers stock's gradient is more exact.
   const bool same = y.scalar_type() == scale.scalar_type();

@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <memory>
 #include <unordered_map>
 
 #include "checks.h"
@@ -38,57 +39,37 @@ struct Gradients {
 };
 
 // The tensors of parameters on one device, in lists of one length or none.
-class StepList {
+struct StepTensors {
+  std::string op;
+  Tensors params;
+  std::vector<Tensors> state;
+};
+
+// A step for those parameters whose gradients were collected. Threads that step at once have one each.
+class Step {
  public:
-  StepList(std::string op, Tensors params, std::vector<Tensors> state)
-      : op_(std::move(op)), params_(std::move(params)), state_(std::move(state)) {
-    for (size_t i = 0; i < params_.size(); ++i) places_[params_[i].unsafeGetTensorImpl()] = i;
-  }
+  explicit Step(std::shared_ptr<const StepTensors> all) : all_(std::move(all)) {}
 
-  // The gradients of those parameters that have one, for the step below. Says how many there are. Raises where one cannot
-  // be used, before anything is written; so do the next two.
-  size_t collect() {
-    clear();
-    for (size_t i = 0; i < params_.size(); ++i)
-      if (params_[i].grad().defined()) add(i, params_[i].grad());
-    return select();
+  void add(size_t i, const Tensor& grad) {
+    const Tensor& param = all_->params.at(i);
+    TORCH_CHECK(grad.layout() == at::kStrided, all_->op, ": expected dense gradients, got a ", grad.layout(),
+                " one of ", describe(grad));
+    TORCH_CHECK(grad.device() == param.device(), all_->op, ": expected a gradient on ", param.device(), ", got one on ",
+                grad.device());
+    grads_.push_back(grad.resolve_neg());
+    picked_.push_back(i);
   }
-
-  size_t collect_one(size_t i) {
-    clear();
-    add(i, params_.at(i).grad());
-    return select();
+  // After the last.
+  Step& select() {
+    if (is_whole()) return *this;
+    params_ = select(all_->params);
+    for (const Tensors& each : all_->state) state_.push_back(select(each));
+    return *this;
   }
+  size_t size() const { return picked_.size(); }
 
-  // Takes out those that are of its parameters. Another device's thread may be at its step.
-  size_t collect_from(Gradients& gradients) {
-    if (gradients.device != params_[0].device()) return 0;
-    clear();
-    auto& pairs = gradients.pairs;
-    const auto ours = std::partition(pairs.begin(), pairs.end(), [&](const auto& pair) {
-      return places_.find(pair.first.unsafeGetTensorImpl()) == places_.end();
-    });
-    std::vector<std::pair<size_t, Tensor>> found;
-    for (auto pair = ours; pair != pairs.end(); ++pair)
-      found.emplace_back(places_.at(pair->first.unsafeGetTensorImpl()), std::move(pair->second));
-    pairs.erase(ours, pairs.end());
-    std::sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
-    for (const auto& [i, grad] : found) add(i, grad);
-    return select();
-  }
-
-  // Raises where the step would, of what was collected.
-  void check(int64_t block) const { check_step(lists_of(op_, params(), grads_, state()), block); }
-
-  // Whether the moments lie as their parameters do.
-  bool lies_as_parameters() const {
-    for (const Tensors& each : state_)
-      for (size_t i = 0; i < each.size(); ++i)
-        if (each[i].strides() != params_[i].strides() && each[i].sizes() == params_[i].sizes() &&
-            !lies_as(each[i], params_[i]))
-          return false;
-    return true;
-  }
+  // Raises where the step would.
+  void check(int64_t block) const { check_step(lists_of(all_->op, params(), grads_, state()), block); }
 
   void adamw(double lr, const OptionalTensor& lr_tensor, double beta1, double beta2, double eps, double weight_decay,
              bool maximize, int64_t block_size, bool stochastic, const OptionalTensor& grad_scale,
@@ -120,49 +101,82 @@ class StepList {
   }
 
  private:
-  void clear() {
-    grads_.clear();
-    picked_.clear();
-  }
-  void add(size_t i, const Tensor& grad) {
-    TORCH_CHECK(grad.layout() == at::kStrided, op_, ": expected dense gradients, got a ", grad.layout(), " one of ",
-                describe(grad));
-    TORCH_CHECK(grad.device() == params_[i].device(), op_, ": expected a gradient on ", params_[i].device(),
-                ", got one on ", grad.device());
-    grads_.push_back(grad);
-    picked_.push_back(i);
-  }
-  size_t select() {
-    if (picked_.size() < params_.size()) {
-      some_params_ = select(params_);
-      some_state_.clear();
-      for (const Tensors& each : state_) some_state_.push_back(select(each));
-    }
-    return picked_.size();
-  }
   Tensors select(const Tensors& all) const {
     Tensors some;
     if (all.empty()) return some;
     for (const size_t i : picked_) some.push_back(all[i]);
     return some;
   }
-  const Tensors& params() const { return picked_.size() < params_.size() ? some_params_ : params_; }
-  const std::vector<Tensors>& state() const { return picked_.size() < params_.size() ? some_state_ : state_; }
+  bool is_whole() const { return picked_.size() == all_->params.size(); }
+  const Tensors& params() const { return is_whole() ? all_->params : params_; }
+  const std::vector<Tensors>& state() const { return is_whole() ? all_->state : state_; }
 
   // Of the device's generator, which torch.manual_seed and captured graphs know.
   OptionalTensor seed(bool stochastic) const {
     using Limits = std::numeric_limits<int64_t>;
     if (!stochastic) return std::nullopt;
-    return at::randint(Limits::min(), Limits::max(), {}, params_[0].options().dtype(at::kLong));
+    return at::randint(Limits::min(), Limits::max(), {}, all_->params[0].options().dtype(at::kLong));
   }
 
-  const std::string op_;
-  const Tensors params_;
-  const std::vector<Tensors> state_;
-  std::unordered_map<const c10::TensorImpl*, size_t> places_;
-  Tensors grads_, some_params_;
-  std::vector<Tensors> some_state_;
+  std::shared_ptr<const StepTensors> all_;
+  Tensors grads_, params_;  // params_ and state_ where some of all have gradients
+  std::vector<Tensors> state_;
   std::vector<size_t> picked_;
+};
+
+class StepList {
+ public:
+  StepList(std::string op, Tensors params, std::vector<Tensors> state)
+      : all_(std::make_shared<StepTensors>(StepTensors{std::move(op), std::move(params), std::move(state)})) {
+    for (size_t i = 0; i < all_->params.size(); ++i) places_[all_->params[i].unsafeGetTensorImpl()] = i;
+  }
+
+  // The step for those parameters that have a gradient. Raises where one cannot be used, before anything is written; so do
+  // the next two.
+  Step collect() const {
+    Step step(all_);
+    for (size_t i = 0; i < all_->params.size(); ++i)
+      if (const Tensor& grad = all_->params[i].grad(); grad.defined()) step.add(i, grad);
+    return std::move(step.select());
+  }
+
+  Step collect_one(size_t i) const {
+    Step step(all_);
+    step.add(i, all_->params.at(i).grad());
+    return std::move(step.select());
+  }
+
+  // Takes out those that are of its parameters.
+  Step collect_from(Gradients& gradients) const {
+    Step step(all_);
+    if (gradients.device != all_->params[0].device()) return step;
+    auto& pairs = gradients.pairs;
+    const auto ours = std::partition(pairs.begin(), pairs.end(), [&](const auto& pair) {
+      return places_.find(pair.first.unsafeGetTensorImpl()) == places_.end();
+    });
+    std::vector<std::pair<size_t, Tensor>> found;
+    for (auto pair = ours; pair != pairs.end(); ++pair)
+      found.emplace_back(places_.at(pair->first.unsafeGetTensorImpl()), std::move(pair->second));
+    pairs.erase(ours, pairs.end());
+    std::sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+    for (const auto& [i, grad] : found) step.add(i, grad);
+    return std::move(step.select());
+  }
+
+  // Whether the moments lie as their parameters do.
+  bool lies_as_parameters() const {
+    for (const Tensors& each : all_->state)
+      for (size_t i = 0; i < each.size(); ++i) {
+        const Tensor& param = all_->params[i];
+        if (each[i].strides() != param.strides() && each[i].sizes() == param.sizes() && !lies_as(each[i], param))
+          return false;
+      }
+    return true;
+  }
+
+ private:
+  const std::shared_ptr<const StepTensors> all_;
+  std::unordered_map<const c10::TensorImpl*, size_t> places_;
 };
 
 // A hook of the node that adds the parameter's gradient up would see it after the tensor's own hooks.
@@ -300,10 +314,12 @@ void bind_optimizers(pybind11::module_& m) {
       .def("collect", &StepList::collect)
       .def("collect_one", &StepList::collect_one)
       .def("collect_from", &StepList::collect_from)
-      .def("check", &StepList::check)
-      .def("lies_as_parameters", &StepList::lies_as_parameters)
-      .def("adamw", &StepList::adamw)
-      .def("sgd", &StepList::sgd);
+      .def("lies_as_parameters", &StepList::lies_as_parameters);
+  py::class_<Step>(m, "Step")
+      .def("__len__", &Step::size)
+      .def("check", &Step::check)
+      .def("adamw", &Step::adamw)
+      .def("sgd", &Step::sgd);
   py::class_<Arrivals> arrivals(m, "Arrivals");
   arrivals.def(py::init<int64_t>())
       .def("take", &Arrivals::take)

@@ -93,6 +93,8 @@ struct SavedNode : torch::autograd::Node {
   }
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
+    for (at::Tensor& grad : grads)  // a view that negates: kernels read its memory
+      if (grad.defined() && grad.is_neg()) grad = grad.resolve_neg();
     const auto has_tangent = [](const at::Tensor& x) { return x.defined() && x._fw_grad(0).defined(); };
     if (std::any_of(grads.begin(), grads.end(), has_tangent) && !at::GradMode::is_enabled())
       return with_tangents(std::move(grads));

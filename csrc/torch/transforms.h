@@ -1,4 +1,4 @@
-// Function transforms and forward-mode derivatives: they see ATen's operators, whose rules they know.
+// What ATen's operators have rules for and ours do not: function transforms, forward-mode derivatives, views that negate.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,9 +13,9 @@
 namespace memkit {
 
 inline bool needs_stock(const at::Tensor& x) {
-  constexpr c10::DispatchKeySet transforms(
-      {c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::FuncTorchBatched});
-  return x.key_set().has_any(transforms) || torch::autograd::isFwGradDefined(x);
+  constexpr c10::DispatchKeySet known(
+      {c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::Negative});
+  return x.key_set().has_any(known) || torch::autograd::isFwGradDefined(x);
 }
 inline bool needs_stock(const std::optional<at::Tensor>& x) { return x && needs_stock(*x); }
 template <class X, class Y, class... Rest>

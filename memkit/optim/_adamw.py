@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..pool import Pool
-from ._base import FusedOptimizer, Part
+from ._base import FusedOptimizer, Part, Step
 from ._state import Moment
 
 FIRST = Moment("exp_avg", torch.int8)
@@ -87,11 +87,11 @@ class AdamW(FusedOptimizer):
     def _moments(self, group: dict[str, Any]) -> tuple[Moment, ...]:
         return (FIRST, SECOND, LARGEST) if group["amsgrad"] else (FIRST, SECOND)
 
-    def _advance(self, part: Part) -> None:
+    def _advance(self, part: Part, step: Step) -> None:
         group = part.group
         lr, lr_tensor = self._numbers(group)
         beta1, beta2 = group["betas"]
-        part.lists.adamw(
+        step.adamw(
             lr,
             lr_tensor,
             float(beta1),

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from ._state import Moment, check_loaded, fill, make_state
 STATE_DTYPES = (None, torch.float32, torch.bfloat16, "8bit")
 OWN_OPTIONS = ("state_dtype", "block_size", "stochastic_rounding")  # the program's, not a checkpoint's
 PLAIN = torch._C._disabled_torch_dispatch_impl
+
+
+Step: TypeAlias = _C.Step | _sharded.ShardedStep
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class FusedOptimizer(Optimizer):
         """Those of all that it needs."""
         raise NotImplementedError
 
-    def _advance(self, part: Part) -> None:
+    def _advance(self, part: Part, step: Step) -> None:
         raise NotImplementedError
 
     _numbers_named: tuple[str, ...] = ("lr", "weight_decay")
@@ -146,13 +149,13 @@ class FusedOptimizer(Optimizer):
         if handle is not None:
             handle.settle()
             handle.clip_all()
-        ready = [part for part in self._parts() if part.lists.collect()]
-        for part in ready:
+        ready = [(part, step) for part in self._parts() if (step := part.lists.collect())]
+        for part, step in ready:
             self._check_numbers(part.group)
             if len(ready) > 1:  # a single one is checked by its operator
-                part.lists.check(part.group["block_size"])
-        for part in ready:
-            self._advance(part)
+                step.check(part.group["block_size"])
+        for part, step in ready:
+            self._advance(part, step)
         if handle is not None:
             handle.free_all()
         return loss
@@ -171,16 +174,15 @@ class FusedOptimizer(Optimizer):
                     "from its groups: remove() the handle of step_in_backward first"
                 )
         part, index = found
-        part.lists.collect_one(index)
-        self._advance(part)
+        self._advance(part, part.lists.collect_one(index))
 
     def _step_arrived(self, gradients: _C.Gradients) -> None:
         """A step for plain parameters whose gradients are no longer theirs."""
         if not gradients:
             return
         for part in self._parts():
-            if isinstance(part.lists, _C.StepList) and part.lists.collect_from(gradients):
-                self._advance(part)
+            if isinstance(part.lists, _C.StepList) and (step := part.lists.collect_from(gradients)):
+                self._advance(part, step)
         if gradients:
             raise RuntimeError(
                 f"{self._name}: expected gradients of its parameters, got {len(gradients)} of others: "

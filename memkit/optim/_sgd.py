@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..pool import Pool
-from ._base import FusedOptimizer, Part
+from ._base import FusedOptimizer, Part, Step
 from ._state import Moment
 
 BUFFER = Moment("momentum_buffer", torch.int8)
@@ -72,10 +72,10 @@ class SGD(FusedOptimizer):
     def _moments(self, group: dict[str, Any]) -> tuple[Moment, ...]:
         return (BUFFER,) if group["momentum"] else ()
 
-    def _advance(self, part: Part) -> None:
+    def _advance(self, part: Part, step: Step) -> None:
         group = part.group
         lr, lr_tensor = self._numbers(group)
-        part.lists.sgd(
+        step.sgd(
             lr,
             lr_tensor,
             float(group["momentum"]),

@@ -85,41 +85,41 @@ def gradient(op: str, param: Any) -> Tensor:
     if part.shape != held.shape or wide[0] != wide[1]:
         expected, got = (f"{x.dtype} {list(x.shape)}" for x in (held, part))
         raise RuntimeError(f"{op}: expected a gradient like its parameter, here {expected}, got {got}")
-    return part
+    return part.resolve_neg()
 
 
 class ShardedList:
     """A `_C.StepList` of DTensors of one place: each step is one of what this rank holds of them."""
 
     def __init__(self, op: str, params: list[Any], state: list[list[Tensor]]) -> None:
-        self._op, self._params, self._state = op, params, state
-        self._picked: list[int] = []
-        self._grads: list[Tensor] = []
+        self.op, self.params, self.state = op, params, state
 
-    def collect(self) -> int:
-        return self._collect([i for i, param in enumerate(self._params) if param.grad is not None])
+    def collect(self) -> ShardedStep:
+        return ShardedStep(self, [i for i, param in enumerate(self.params) if param.grad is not None])
 
-    def collect_one(self, index: int) -> int:
-        return self._collect([index])
-
-    @torch.no_grad()
-    def _collect(self, picked: list[int]) -> int:
-        self._picked = picked
-        self._grads = [gradient(self._op, self._params[i]) for i in picked]
-        return len(picked)
+    def collect_one(self, index: int) -> ShardedStep:
+        return ShardedStep(self, [index])
 
     def lies_as_parameters(self) -> bool:
         """As when the lists were made: a DTensor's part does not change its strides."""
         return True
 
+
+class ShardedStep:
+    """A `_C.Step` of them."""
+
+    @torch.no_grad()
+    def __init__(self, all: ShardedList, picked: list[int]) -> None:
+        self._op, self._params = all.op, [all.params[i] for i in picked]
+        self._state = [[each[i] for i in picked] if each else [] for each in all.state]
+        self._grads = [gradient(all.op, param) for param in self._params]
+
+    def __len__(self) -> int:
+        return len(self._params)
+
     @torch.no_grad()
     def check(self, block: int) -> None:
-        params, state = self._operands()
-        _C.check_step(self._op, params, self._grads, state, block)
-
-    def _operands(self) -> tuple[list[Tensor], list[list[Tensor]]]:
-        params = [local(self._params[i]) for i in self._picked]
-        return params, [[each[i] for i in self._picked] if each else [] for each in self._state]
+        _C.check_step(self._op, [local(param) for param in self._params], self._grads, self._state, block)
 
     def adamw(self, *numbers: Any) -> None:
         names = "lr", "lr_tensor", "beta1", "beta2", "eps", "weight_decay", "maximize"
@@ -132,18 +132,17 @@ class ShardedList:
     @torch.no_grad()
     def _step(self, op: Any, names: Sequence[str], numbers: Sequence[Any]) -> None:
         *head, stochastic, grad_scale, found_inf = numbers
-        params, state = self._operands()
         op(
-            params,
+            [local(param) for param in self._params],
             self._grads,
-            *state,
+            *self._state,
             **dict(zip((*names, "block_size"), head, strict=True)),
             seed=self._seed() if stochastic else None,
             grad_scale=grad_scale,
             found_inf=found_inf,
         )
         # Of the DTensors; the operator has counted their parts'.
-        torch.autograd.graph.increment_version([self._params[i] for i in self._picked])
+        torch.autograd.graph.increment_version(self._params)
         self._grads = []
 
     def _seed(self) -> Tensor:

@@ -1,0 +1,74 @@
+"""Threads that step at once, with parameters and graphs of their own."""
+
+import copy
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import memkit
+from memkit.optim import AdamW, step_in_backward
+
+
+def run_in_threads(*works: Callable[[], None]) -> None:
+    errors: list[BaseException] = []
+
+    def guarded(work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def make_blocks() -> nn.ModuleList:
+    torch.manual_seed(0)
+    return nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(2))
+
+
+@pytest.mark.parametrize("cls", [AdamW, memkit.optim.SGD])
+def test_backwards_of_two_threads_step_what_is_theirs(cls: type) -> None:
+    blocks = make_blocks()
+    alone = copy.deepcopy(blocks)
+    x = torch.randn(8, 16)
+    optimizer = cls(blocks.parameters(), lr=1e-3)
+    handle = step_in_backward(optimizer)
+
+    def train(block: nn.Module) -> None:
+        for _ in range(150):
+            block(x).square().mean().backward()
+
+    run_in_threads(*(lambda block=block: train(block) for block in blocks))
+    handle.remove()
+    for block in alone:
+        theirs = cls(block.parameters(), lr=1e-3)
+        for _ in range(150):
+            block(x).square().mean().backward()
+            theirs.step()
+            theirs.zero_grad()
+    for mine, want in zip(blocks.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine, want, rtol=0, atol=0)
+
+
+def test_a_step_has_its_own_gradients() -> None:
+    """What another thread collects between a step's collection and the step itself is another step."""
+    params = [nn.Parameter(torch.full((4,), float(i))) for i in range(3)]
+    lists = memkit._C.StepList("SGD", params, [[], [], []])
+    params[0].grad, params[2].grad = torch.ones(4), torch.ones(4)
+    first = lists.collect()
+    second = lists.collect_one(2)
+    assert (len(first), len(second)) == (2, 1)
+    numbers = (1.0, None, 0.0, 0.0, 0.0, False, False, 64, False, None, None)
+    first.sgd(*numbers)
+    assert [p[0].item() for p in params] == [-1, 1, 1]
+    second.sgd(*numbers)
+    assert [p[0].item() for p in params] == [-1, 1, 0]
