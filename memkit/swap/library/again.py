@@ -8,7 +8,6 @@ context itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,12 +23,16 @@ from .activations import library_activation
 from .attention import is_attention
 from .checkpoint import checkpointed
 from .functions import Dropouts, Functions, StockDropouts, functions_kind, why_idle
+from .rerun import method_again
 from .scans import Scan, calls_scan
 from .standardized import StandardizedConv, is_standardized
 from .twin import Twin, own_tensors
 
 ACTIVATIONS = "XIELUActivation", "Snake1d", "SnakeBeta"
 """How names end of classes that call no other modules, which might work in place."""
+
+LIBRARIES = "transformers.", "diffusers."
+"""Whose such classes and gates read what nobody changes, also where their code does not tell."""
 
 
 def may_be_idle(module: nn.Module, kind: str) -> str:
@@ -102,10 +105,12 @@ def _is_star_relu(module: Any) -> bool:
         return torch.equal(theirs(module, given), ours)
 
 
-def _again(
-    function: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any], reads: list[Tensor]
-) -> Any:
+def _again(method: Any, given: tuple[Any, ...], named: dict[str, Any], reads: list[Tensor]) -> Any:
     alone = len(given) == 1 and not named and isinstance(given[0], Tensor)
     if not (alone and is_lean() and torch.is_grad_enabled() and given[0].requires_grad):
-        return function(*given, **named)
-    return checkpointed(function, *given, reads=reads)
+        return method(*given, **named)
+    if (out := method_again(method, given[0])) is not None:
+        return out
+    if not method.__module__.startswith(LIBRARIES):
+        return method(*given)
+    return checkpointed(method, *given, reads=reads)

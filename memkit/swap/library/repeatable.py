@@ -84,7 +84,7 @@ def _collect(
     if (code, cls) in seen:
         return True
     seen.add((code, cls))
-    if code.co_freevars or "distributed" in code.co_names or not (checked or _repeats(code)):
+    if code.co_freevars or "distributed" in code.co_names or not (checked or may_repeat(code)):
         return False
     for each in dis.get_instructions(code):
         if each.opname.startswith(CHANGES) and each.argval != GRAD:
@@ -98,7 +98,8 @@ def _collect(
     )
 
 
-def _repeats(code: CodeType) -> bool:
+def may_repeat(code: CodeType) -> bool:
+    """Whether its source can be found, and its own lines change nothing."""
     source = definition(code.co_filename, code)
     return source is not None and repeats(source[1], owner_name(*source))
 
@@ -146,7 +147,7 @@ def is_layer(layer: nn.Module) -> bool:
         own = any(getattr(layer, name, None) for name in ("track_running_stats", "inplace", "max_norm"))
         return not own and all(map(is_layer, parts))
     known = reach_of(layer)
-    return known is not None and _repeats(type(layer).forward.__code__) and is_readable(layer, known)
+    return known is not None and may_repeat(type(layer).forward.__code__) and is_readable(layer, known)
 
 
 def _has_ways(cls: type[nn.Module]) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Hashable
-from typing import Any, Literal
+from types import MethodType
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +18,7 @@ from ..._modes import in_forward_mode, in_transform, is_tracing
 from .attend import may_drop
 from .checkpoint import checkpointed
 from .described import attended
-from .repeatable import CONSTANTS, Names, is_layer, is_readable, is_torchs, reach, reach_of
+from .repeatable import CONSTANTS, Names, is_layer, is_readable, is_torchs, may_repeat, reach, reach_of
 from .scaled import note_served
 from .twin import itself, near
 
@@ -66,6 +68,19 @@ def again(function: Callable[..., Any], first: Any, *given: Any) -> Any:
     return checkpointed(function, *then, reads=read)
 
 
+def method_again(method: MethodType, x: Tensor) -> Any:
+    """A call of a layer's method that backward makes again, with the layer as it is now; None where its code may not be run
+    again, or what it reads may be another by then."""
+    layer, function = cast(nn.Module, method.__self__), method.__func__
+    code = function.__code__
+    known = reach(code, function.__globals__, type(layer)) if may_repeat(code) else None
+    if known is None or not is_readable(layer, known):
+        return None
+    read: list[Tensor] = []
+    now = _as_now(layer, known, read, {})
+    return checkpointed(function, now, x, reads=read) if all(map(_is_fixed, read)) else None
+
+
 def _may_checkpoint() -> bool:
     return (
         is_lean()
@@ -100,13 +115,16 @@ def _as_now(
 ) -> nn.Module:
     """What stands for a layer in its calls, the same each time, with the attributes, parts and modes of now that they read;
     notes the tensors among that. Without names all of it: of PyTorch's layers, which hold little."""
-    if (copy := copies.get(module)) is not None:
-        return copy
-    copies[module] = copy = object.__new__(type(module))
-    held = vars(copy)
+    if (now := copies.get(module)) is not None:
+        return now
+    copies[module] = now = object.__new__(type(module))
+    held = vars(now)
     for name, value in vars(module).items():
         if known is None or name in known or name in INTERNAL:
-            held[name] = list(value) if isinstance(value, list) else value
+            held[name] = _value_now(value)
+    for name in (known or frozenset()) - held.keys():
+        if isinstance(value := getattr(type(module), name, None), CONSTANTS) and value is not None:
+            held[name] = value
     for kind in ("_parameters", "_buffers", "_modules"):
         held[kind] = {k: x for k, x in held[kind].items() if known is None or k in known}
     read += [x for kind in ("_parameters", "_buffers") for x in held[kind].values() if x is not None]
@@ -114,7 +132,16 @@ def _as_now(
     for name, part in held["_modules"].items():
         if part is not None:
             held["_modules"][name] = _as_now(part, reach_of(part), read, copies)
-    return copy
+    return now
+
+
+def _value_now(value: Any) -> Any:
+    """Of what `is_readable` lets pass; a configuration's own attributes are numbers and words."""
+    if isinstance(value, list):
+        return [_value_now(each) for each in value]
+    if isinstance(value, (tuple, Tensor, nn.Module, *CONSTANTS)):
+        return value
+    return copy.copy(value) if type(value).__name__.endswith("Config") else value
 
 
 def _worth_of(function: Callable[..., Any], given: tuple[Any, ...], tensors: list[Tensor]) -> Worth:
