@@ -38,14 +38,13 @@ CXX_FLAGS += [
     "-Wno-uninitialized",
 ]
 # -O1 is for the host's half, launches alone, which compile in half the time; kernels are optimised in full unless told not
-# to be. -compress-all: object code an eighth the size, line numbers kept.
-NVCC_FLAGS = ["-lineinfo", "-Xcompiler=-O1", "-Xcompiler=-fvisibility=hidden", "-Xfatbin=-compress-all"]
+# to be. -compress-all: object code an eighth the size. Line numbers: NVCC_APPEND_FLAGS=-lineinfo.
+NVCC_FLAGS = ["-Xcompiler=-O1", "-Xcompiler=-fvisibility=hidden", "-Xfatbin=-compress-all"]
 
 # Files of csrc compiled as one: the headers, torch above all, take longer than most of these files themselves. The files
 # of a unit may not give one name to two things. A file that fits no pattern is compiled alone.
 UNITS = {
-    "torch_1.cpp": "torch/[a-b]* torch/ch* torch/cr* torch/cu* torch/[d-f]* torch/saved_t* torch/s[cept]* torch/tap",
-    "torch_2.cpp": "torch/consumer* torch/[g-r]* torch/saved_n* torch/softmax bindings",
+    "torch.cpp": "torch/* bindings",
     "arena.cpp": "arena/*",
     "cuda_1.cu": "cuda/activation_*",
     "cuda_2.cu": "cuda/channel_*",

@@ -22,6 +22,7 @@ trap 'rm -rf "$SCRATCH"' EXIT
 failed=0
 
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+export NVCC_APPEND_FLAGS=-lineinfo # for the sanitizers
 if compgen -G '.whl/*.whl' >/dev/null; then
   "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --target "$SCRATCH/site" .whl/*.whl &&
     export PYTHONPATH="$PYTHONPATH:$SCRATCH/site" # behind: what the machine has wins

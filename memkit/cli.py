@@ -283,6 +283,8 @@ def run_plan(args: argparse.Namespace) -> int:
 
 def _check_folder(option: str, path: Path) -> None:
     """A folder that is made where a path was mistyped goes unseen."""
+    if path.is_dir():
+        raise ValueError(f"{option}: expected a file to write to, got the folder {path}")
     if not path.parent.is_dir():
         raise ValueError(
             f"{option}: expected a folder that exists to write {path.name} to, got {path.parent}"

@@ -232,6 +232,7 @@ def test_picture(plan, tmp_path, capsys):
             "solve trace.csv -o new/out.json",
             "--out: expected a folder that exists to write out.json to, got new",
         ),
+        ("solve trace.csv -o .", "--out: expected a file to write to, got the folder ."),
         ("solve empty.csv -o out.json", "empty.csv: expected a line for each buffer, got none"),
         (
             "show bad.json --png new/out.png",

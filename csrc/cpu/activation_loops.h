@@ -339,15 +339,13 @@ struct FindTable {
 
   template <template <class, bool> class Formula>
   const Table<T>* operator()() const {
-    using Op = Formula<T, coarse>;
+    using Op = Formula<T, coarse && has_coarse<Formula>>;
 #if MEMKIT_X86
-    if (isa() == Isa::v4) {
-      const bool in_place = args.out == args.x || args.out == args.grad;
-      if constexpr (few_elsewhere<Op> > 0)
-        if (args.numel <= (in_place ? few_in_place<Op> : few_elsewhere<Op>)) return &V3Loops<Op, T>::table;
-      return &V4Loops<Op, T>::table;
-    }
-    if (isa() == Isa::v3) return &V3Loops<Op, T>::table;
+    const bool in_place = args.out == args.x || args.out == args.grad;
+    if constexpr (has_v4<T>)
+      if (isa() == Isa::v4 && args.numel > (in_place ? few_in_place<Op> : few_elsewhere<Op>))
+        return &V4Loops<Op, T>::table;
+    if (isa() != Isa::base) return &V3Loops<Op, T>::table;
 #endif
     return &BaseLoops<Op, T>::table;
   }

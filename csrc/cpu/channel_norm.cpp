@@ -328,8 +328,8 @@ bool is_direct(const ChannelArgs& args, Dtype dtype) {
 
 template <class T>
 void moments(const ChannelArgs& args, int64_t begin, int64_t end, double* means, double* m2) {
-  if (args.columns()) return Compiled<ColumnMoments<T>::template Body>::run(args, begin, end, means, m2);
-  Compiled<PlaneMoments<T>::template Body>::run(args, begin, end, means, m2);
+  if (args.columns()) return Compiled<ColumnMoments<T>::template Body, has_v4<T>>::run(args, begin, end, means, m2);
+  Compiled<PlaneMoments<T>::template Body, has_v4<T>>::run(args, begin, end, means, m2);
 }
 
 }  // namespace
@@ -342,21 +342,21 @@ void channel_moments(const ChannelArgs& args, int64_t begin, int64_t end, double
 void channel_forward(const ChannelArgs& args, int64_t begin, int64_t end) {
   if (is_direct(args, Dtype::bfloat16)) return Compiled<ForwardDirect<Bfloat>::Body>::run(args, begin, end);
   if (is_direct(args, Dtype::float32)) return Compiled<ForwardDirect<float>::Body>::run(args, begin, end);
-  if (args.dtype == Dtype::float64) return Compiled<Forward<double>::Body>::run(args, begin, end);
+  if (args.dtype == Dtype::float64) return Compiled<Forward<double>::Body, has_v4<double>>::run(args, begin, end);
   Compiled<Forward<float>::Body>::run(args, begin, end);
 }
 
 void channel_backward(const ChannelArgs& args, int64_t begin, int64_t end) {
   if (is_direct(args, Dtype::bfloat16)) return Compiled<BackwardDirect<Bfloat>::Body>::run(args, begin, end);
   if (is_direct(args, Dtype::float32)) return Compiled<BackwardDirect<float>::Body>::run(args, begin, end);
-  if (args.dtype == Dtype::float64) return Compiled<Backward<double>::Body>::run(args, begin, end);
+  if (args.dtype == Dtype::float64) return Compiled<Backward<double>::Body, has_v4<double>>::run(args, begin, end);
   Compiled<Backward<float>::Body>::run(args, begin, end);
 }
 
 void channel_sums(const ChannelArgs& args, int64_t begin, int64_t end, double* sum_dz, double* sum_dz_distance,
                   void* dz) {
   if (args.dtype == Dtype::float64)
-    return Compiled<GradientSums<double>::Body>::run(args, begin, end, sum_dz, sum_dz_distance, dz);
+    return Compiled<GradientSums<double>::Body, has_v4<double>>::run(args, begin, end, sum_dz, sum_dz_distance, dz);
   Compiled<GradientSums<float>::Body>::run(args, begin, end, sum_dz, sum_dz_distance, dz);
 }
 

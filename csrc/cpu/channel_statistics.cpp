@@ -148,8 +148,8 @@ void channel_terms(const ChannelStatistics<T>& s, int64_t begin, int64_t end, co
     for (int64_t c = begin; c < end; ++c) terms.put(c, s.terms_of(c, c, c1, c2));
     return;
   }
-  if (c1) return Compiled<Terms<T, true>::template Body>::run(s, begin, end, c1, c2, terms);
-  Compiled<Terms<T, false>::template Body>::run(s, begin, end, c1, c2, terms);
+  if (c1) return Compiled<Terms<T, true>::template Body, has_v4<T>>::run(s, begin, end, c1, c2, terms);
+  Compiled<Terms<T, false>::template Body, has_v4<T>>::run(s, begin, end, c1, c2, terms);
 }
 
 template <class T>
@@ -160,25 +160,25 @@ void group_terms(const ChannelStatistics<T>& s, int64_t begin, int64_t end, cons
       terms.put(i % terms.sets, s.terms_of(i / s.count, i % s.channels, c1, c2));
     return;
   }
-  if (c1) return Compiled<GroupTerms<T, true>::template Body>::run(s, begin, end, c1, c2, terms);
-  Compiled<GroupTerms<T, false>::template Body>::run(s, begin, end, c1, c2, terms);
+  if (c1) return Compiled<GroupTerms<T, true>::template Body, has_v4<T>>::run(s, begin, end, c1, c2, terms);
+  Compiled<GroupTerms<T, false>::template Body, has_v4<T>>::run(s, begin, end, c1, c2, terms);
 }
 
 template <class T>
 void group_moments(const ChannelStatistics<T>& s, int64_t begin, int64_t end, const double* means, const double* m2) {
-  Compiled<GroupMoments<T>::template Body>::run(s, begin, end, means, m2);
+  Compiled<GroupMoments<T>::template Body, has_v4<T>>::run(s, begin, end, means, m2);
 }
 
 template <class T>
 void group_sums(const ChannelStatistics<T>& s, int64_t begin, int64_t end, const double* sums, const double* distances,
                 double* c1, double* c2) {
-  Compiled<GroupSums<T>::template Body>::run(s, begin, end, sums, distances, c1, c2);
+  Compiled<GroupSums<T>::template Body, has_v4<T>>::run(s, begin, end, sums, distances, c1, c2);
 }
 
 template <class T>
 void group_parameters(const ChannelStatistics<T>& s, const double* sums, const double* distances, double* dz,
                       double* dz_x_hat) {
-  Compiled<GroupParameters<T>::template Body>::run(s, sums, distances, dz, dz_x_hat);
+  Compiled<GroupParameters<T>::template Body, has_v4<T>>::run(s, sums, distances, dz, dz_x_hat);
 }
 
 #define MEMKIT_STATISTICS(T)                                                                                     \

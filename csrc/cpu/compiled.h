@@ -7,13 +7,14 @@ namespace memkit::cpu {
 
 // Body is a class template over the lanes (lanes.h) with one always-inline static function `run`. Also in an unnamed namespace
 // its name has to be its own among those that take the same arguments: GCC gives these functions external linkage then.
-template <template <class> class Body>
+template <template <class> class Body, bool with_v4 = true>
 struct Compiled {
   template <class... Args>
   static void run(Args&&... args) {
 #if MEMKIT_X86
-    if (isa() == Isa::v4) return v4(args...);
-    if (isa() == Isa::v3) return v3(args...);
+    if constexpr (with_v4)
+      if (isa() == Isa::v4) return v4(args...);
+    if (isa() != Isa::base) return v3(args...);
 #endif
     base(args...);
   }

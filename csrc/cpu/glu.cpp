@@ -113,9 +113,9 @@ struct Run {
 };
 
 template <class Op, class T>
-struct ForwardPass : Compiled<Glu<Op, T>::template Forward> {};
+struct ForwardPass : Compiled<Glu<Op, T>::template Forward, has_v4<T>> {};
 template <class Op, class T>
-struct BackwardPass : Compiled<Glu<Op, T>::template Backward> {};
+struct BackwardPass : Compiled<Glu<Op, T>::template Backward, has_v4<T>> {};
 
 template <template <class, class> class Pass>
 void for_dtype(const GluArgs& args, int64_t begin, int64_t end) {

@@ -7,6 +7,7 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <type_traits>
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define MEMKIT_X86 1
@@ -30,6 +31,11 @@
 namespace memkit::cpu {
 
 enum class Isa : int { base, v3, v4 };
+
+// Whether loops over T are compiled for AVX-512 as well. Those over float64 take AVX2's, in 0.3 to 1.0 of stock's time on a Xeon,
+// and a tenth less of the compiler's.
+template <class T>
+inline constexpr bool has_v4 = !std::is_same_v<T, double>;
 
 // The best that the machine has; MEMKIT_CPU_ISA=v3 or base lowers it, as ATEN_CPU_CAPABILITY does for PyTorch.
 inline Isa isa() {

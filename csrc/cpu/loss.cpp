@@ -299,7 +299,8 @@ struct Body {
 
 template <template <class, class> class Walk>
 void walk(LossPass pass, const LossArgs& args, int64_t begin, int64_t end) {
-  if (args.dtype == Dtype::float64) return Compiled<Body<Walk, double>::template Of>::run(pass, args, begin, end);
+  if (args.dtype == Dtype::float64)
+    return Compiled<Body<Walk, double>::template Of, has_v4<double>>::run(pass, args, begin, end);
   Compiled<Body<Walk, float>::template Of>::run(pass, args, begin, end);
 }
 

@@ -270,7 +270,7 @@ void run(const PoolArgs& args, int64_t begin, int64_t end) {
   const auto with = [&](auto stored) {
     using S = decltype(stored);
     if (args.wide)
-      Compiled<Pass<S, int32_t>::template Body>::run(args, begin, end);
+      Compiled<Pass<S, int32_t>::template Body, false>::run(args, begin, end);
     else
       Compiled<Pass<S, uint8_t>::template Body>::run(args, begin, end);
   };

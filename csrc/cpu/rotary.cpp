@@ -112,8 +112,8 @@ struct Rotary {
 
 template <class T>
 void run(const RotaryArgs& args, int64_t begin, int64_t end) {
-  if (args.back) return Compiled<Rotary<T, true>::template Body>::run(args, begin, end);
-  Compiled<Rotary<T, false>::template Body>::run(args, begin, end);
+  if (args.back) return Compiled<Rotary<T, true>::template Body, has_v4<T>>::run(args, begin, end);
+  Compiled<Rotary<T, false>::template Body, has_v4<T>>::run(args, begin, end);
 }
 
 }  // namespace

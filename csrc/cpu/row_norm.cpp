@@ -312,14 +312,15 @@ struct Flaws {
 
 template <class T>
 void forward(const RowNormArgs& args, int64_t begin, int64_t end) {
-  if (args.centered) return Compiled<Forward<T, true>::template Body>::run(args, begin, end);
-  Compiled<Forward<T, false>::template Body>::run(args, begin, end);
+  if (args.centered) return Compiled<Forward<T, true>::template Body, has_v4<T>>::run(args, begin, end);
+  Compiled<Forward<T, false>::template Body, has_v4<T>>::run(args, begin, end);
 }
 
 template <class T, bool centered, bool from_output>
 void backward(const RowNormArgs& args, int64_t begin, int64_t end) {
-  if (args.partial) return Compiled<Backward<T, centered, from_output, true>::template Body>::run(args, begin, end);
-  Compiled<Backward<T, centered, from_output, false>::template Body>::run(args, begin, end);
+  if (args.partial)
+    return Compiled<Backward<T, centered, from_output, true>::template Body, has_v4<T>>::run(args, begin, end);
+  Compiled<Backward<T, centered, from_output, false>::template Body, has_v4<T>>::run(args, begin, end);
 }
 
 template <class T>
@@ -344,14 +345,15 @@ void row_norm_backward(const RowNormArgs& args, int64_t begin, int64_t end) {
 void row_norm_reduce(const RowNormArgs& args, const double* partials, int64_t count, void* grad_weight, void* grad_bias,
                      int64_t begin, int64_t end) {
   if (args.dtype == Dtype::float64)
-    return Compiled<Reduce<double>::Body>::run(args, partials, count, grad_weight, grad_bias, begin, end);
+    return Compiled<Reduce<double>::Body, has_v4<double>>::run(args, partials, count, grad_weight, grad_bias, begin,
+                                                               end);
   Compiled<Reduce<float>::Body>::run(args, partials, count, grad_weight, grad_bias, begin, end);
 }
 
 int row_norm_flaws(const RowNormArgs& args) {
   int flaws = 0;
   if (args.dtype == Dtype::float64) {
-    Compiled<Flaws<double>::Body>::run(args, flaws);
+    Compiled<Flaws<double>::Body, has_v4<double>>::run(args, flaws);
   } else {
     Compiled<Flaws<float>::Body>::run(args, flaws);
   }

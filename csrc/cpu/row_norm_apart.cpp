@@ -225,15 +225,15 @@ struct BackwardApart {
 
 template <class T>
 void forward(const RowNormArgs& args, int64_t begin, int64_t end) {
-  if (args.centered) return Compiled<ForwardApart<T, true>::template Body>::run(args, begin, end);
-  Compiled<ForwardApart<T, false>::template Body>::run(args, begin, end);
+  if (args.centered) return Compiled<ForwardApart<T, true>::template Body, has_v4<T>>::run(args, begin, end);
+  Compiled<ForwardApart<T, false>::template Body, has_v4<T>>::run(args, begin, end);
 }
 
 template <class T, bool centered, bool from_output>
 void backward(const RowNormArgs& args, int64_t begin, int64_t end) {
   if (args.partial)
-    return Compiled<BackwardApart<T, centered, from_output, true>::template Body>::run(args, begin, end);
-  Compiled<BackwardApart<T, centered, from_output, false>::template Body>::run(args, begin, end);
+    return Compiled<BackwardApart<T, centered, from_output, true>::template Body, has_v4<T>>::run(args, begin, end);
+  Compiled<BackwardApart<T, centered, from_output, false>::template Body, has_v4<T>>::run(args, begin, end);
 }
 
 template <class T>

@@ -133,11 +133,14 @@ using Kernel = void (*)(SoftmaxArgs);
 
 template <class S, bool log, bool masked>
 Kernel forward_kernel(const TeamShape& shape) {
-  if (!shape.held) return forward_walk<S, log, masked>;
-  constexpr int most = kLongWords<S, masked>;
-  return shape.words == 2   ? forward_held<S, 2, log, masked>
-         : shape.words == 4 ? forward_held<S, std::min(4, most), log, masked>
-                            : forward_held<S, most, log, masked>;
+  if constexpr (!(log && masked)) {  // the logarithm behind a mask is rare: short rows are read twice too
+    constexpr int most = kLongWords<S, masked>;
+    if (shape.held)
+      return shape.words == 2   ? forward_held<S, 2, log, masked>
+             : shape.words == 4 ? forward_held<S, std::min(4, most), log, masked>
+                                : forward_held<S, most, log, masked>;
+  }
+  return forward_walk<S, log, masked>;
 }
 template <class S, bool log>
 Kernel backward_kernel(const TeamShape& shape) {

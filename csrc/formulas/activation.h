@@ -319,6 +319,24 @@ struct Hardswish {
   }
 };
 
+// Whether a function's coarse form differs from the exact one.
+template <template <class, bool> class Formula>
+inline constexpr bool has_coarse = true;
+template <>
+inline constexpr bool has_coarse<Identity> = false;
+template <>
+inline constexpr bool has_coarse<Relu> = false;
+template <>
+inline constexpr bool has_coarse<LeakyRelu> = false;
+template <>
+inline constexpr bool has_coarse<Elu> = false;
+template <>
+inline constexpr bool has_coarse<Hardtanh> = false;
+template <>
+inline constexpr bool has_coarse<Hardsigmoid> = false;
+template <>
+inline constexpr bool has_coarse<ReluSquared> = false;
+
 // Calls f.template operator()<Op>(args...) with the struct of the kind. On the host f may be the host's alone.
 #if defined(__CUDACC__)
 #pragma nv_exec_check_disable

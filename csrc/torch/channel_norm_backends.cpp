@@ -270,9 +270,9 @@ std::tuple<Tensor, Tensor> moments_op(const Tensor& input, int64_t groups) {
   return channel_moments(norm, input);
 }
 
-Tensor forward_op(const Tensor& input, int64_t groups, const Tensor& mean, const Tensor& variance,
-                  const OptionalTensor& weight, const OptionalTensor& bias, double eps, c10::string_view act,
-                  Params params, at::ScalarType dtype) {
+Tensor channel_norm_forward_op(const Tensor& input, int64_t groups, const Tensor& mean, const Tensor& variance,
+                               const OptionalTensor& weight, const OptionalTensor& bias, double eps,
+                               c10::string_view act, Params params, at::ScalarType dtype) {
   return channel_norm_forward({groups, eps, act, params}, input, mean, variance, weight, bias, dtype);
 }
 
@@ -284,9 +284,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sums_op(const Tensor& grad, const Ten
   return {s.dz, s.dz_x_hat, s.c1, s.c2};
 }
 
-Tensor backward_op(const Tensor& grad, const Tensor& input, int64_t groups, const Tensor& mean, const Tensor& variance,
-                   const OptionalTensor& weight, const OptionalTensor& bias, const OptionalTensor& c1,
-                   const OptionalTensor& c2, double eps, c10::string_view act, Params params) {
+Tensor channel_norm_backward_op(const Tensor& grad, const Tensor& input, int64_t groups, const Tensor& mean,
+                                const Tensor& variance, const OptionalTensor& weight, const OptionalTensor& bias,
+                                const OptionalTensor& c1, const OptionalTensor& c2, double eps, c10::string_view act,
+                                Params params) {
   return channel_norm_backward({groups, eps, act, params}, grad, input, mean, variance, weight, bias, c1, c2);
 }
 
@@ -323,9 +324,9 @@ void register_channel_norms(torch::Library& m) {
   m.impl("_batch_norm", batch_norm_op);
   m.impl("_group_norm", group_norm_op);
   m.impl("_channel_moments", moments_op);
-  m.impl("_channel_norm_forward", forward_op);
+  m.impl("_channel_norm_forward", channel_norm_forward_op);
   m.impl("_channel_norm_sums", sums_op);
-  m.impl("_channel_norm_backward", backward_op);
+  m.impl("_channel_norm_backward", channel_norm_backward_op);
 }
 
 }  // namespace

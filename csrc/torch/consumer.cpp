@@ -17,7 +17,7 @@
 #include "saved_node.h"
 #include "transforms.h"
 
-namespace memkit {
+namespace memkit::consumer_op {
 namespace {
 
 namespace autograd = torch::autograd;
@@ -360,11 +360,6 @@ std::optional<Tensor> norm_act_conv2d_entry(const Tensor& input, const Tensor& w
 
 }  // namespace
 
-void bind_consumer(pybind11::module_& m) {
-  eager::bind<consumer_entry, kConsumer>(m);
-  eager::bind<norm_act_conv2d_entry, kNormActConv2d>(m);
-}
-
 #define MEMKIT_BACKEND(KEY)                 \
   TORCH_LIBRARY_IMPL(memkit, KEY, m) {      \
     m.impl("_consumer", forward);           \
@@ -381,4 +376,9 @@ TORCH_LIBRARY_IMPL(memkit, Tracer, m) { m.impl("_consumer", by_parts); }
 TORCH_LIBRARY_IMPL(memkit, AutocastCPU, m) { m.impl("_consumer", in_autocast); }
 TORCH_LIBRARY_IMPL(memkit, AutocastCUDA, m) { m.impl("_consumer", in_autocast); }
 
-}  // namespace memkit
+}  // namespace memkit::consumer_op
+
+void memkit::bind_consumer(pybind11::module_& m) {
+  eager::bind<consumer_op::consumer_entry, consumer_op::kConsumer>(m);
+  eager::bind<consumer_op::norm_act_conv2d_entry, consumer_op::kNormActConv2d>(m);
+}

@@ -15,7 +15,7 @@
 #include "saved_node.h"
 #include "transforms.h"
 
-namespace memkit {
+namespace memkit::loss_op {
 namespace {
 
 namespace autograd = torch::autograd;
@@ -295,8 +295,6 @@ constexpr char kEntry[] = "cross_entropy";
 
 }  // namespace
 
-void bind_losses(pybind11::module_& m) { eager::bind<cross_entropy, kEntry>(m); }
-
 TORCH_LIBRARY_IMPL(memkit, CompositeImplicitAutograd, m) { m.impl("cross_entropy", named); }
 TORCH_LIBRARY_IMPL(memkit, Autograd, m) { m.impl("_cross_entropy", recorded); }
 TORCH_LIBRARY_IMPL(memkit, ADInplaceOrView, m) { m.impl("_cross_entropy_backward_", bumping_); }
@@ -323,4 +321,6 @@ TORCH_LIBRARY_IMPL(memkit, Meta, m) {
   m.impl("_cross_entropy_backward_", backward_meta_);
 }
 
-}  // namespace memkit
+}  // namespace memkit::loss_op
+
+void memkit::bind_losses(pybind11::module_& m) { eager::bind<loss_op::cross_entropy, loss_op::kEntry>(m); }

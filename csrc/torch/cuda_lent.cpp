@@ -39,7 +39,7 @@ constexpr std::size_t kCount = std::size(kCounters);
 
 // torch counts all, and small and large ones apart.
 constexpr std::size_t kAll = 0, kKinds = 3, kLargeFrom = (1 << 20) + 1;
-std::size_t kind_of(const Lent& lent) { return lent.rounded < kLargeFrom ? 1 : 2; }
+std::size_t size_kind_of(const Lent& lent) { return lent.rounded < kLargeFrom ? 1 : 2; }
 
 // Of one device. A peak is one of torch's bytes and of the pools' together.
 struct Tally {
@@ -143,7 +143,7 @@ void count_lent(const Lent& lent) {
   {
     const std::lock_guard<std::mutex> guard(own.mutex);
     for (std::size_t i = 0; i < kCount; ++i)
-      for (const std::size_t kind : {kAll, kind_of(lent)}) {
+      for (const std::size_t kind : {kAll, size_kind_of(lent)}) {
         Stat& stat = own.stats[i][kind];
         const std::int64_t peak = stat.peak;  // of the sum with torch's, which is looked at next
         stat.increase(kCounters[i].amount(lent));
@@ -159,7 +159,7 @@ void count_returned(const Lent& lent) {
   {
     const std::lock_guard<std::mutex> guard(own.mutex);
     for (std::size_t i = 0; i < kCount; ++i)
-      for (const std::size_t kind : {kAll, kind_of(lent)}) own.stats[i][kind].decrease(kCounters[i].amount(lent));
+      for (const std::size_t kind : {kAll, size_kind_of(lent)}) own.stats[i][kind].decrease(kCounters[i].amount(lent));
   }
   own.alive.fetch_sub(1, std::memory_order_relaxed);
   if (!caching::isHistoryEnabled()) return;

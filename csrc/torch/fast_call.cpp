@@ -58,14 +58,15 @@ PyObject* activation_entry(PyObject*, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-PyMethodDef kMethods[] = {{"activation", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(activation_entry)),
-                           METH_FASTCALL, "activation(op, input, bias, dim, params, inplace, save) -> Tensor or None"},
-                          {nullptr, nullptr, 0, nullptr}};
+PyMethodDef kCallMethods[] = {
+    {"activation", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(activation_entry)), METH_FASTCALL,
+     "activation(op, input, bias, dim, params, inplace, save) -> Tensor or None"},
+    {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
 
 void bind_fast_call(pybind11::module_& m) {
-  if (PyModule_AddFunctions(m.ptr(), kMethods) != 0) throw pybind11::error_already_set();
+  if (PyModule_AddFunctions(m.ptr(), kCallMethods) != 0) throw pybind11::error_already_set();
 }
 
 }  // namespace memkit

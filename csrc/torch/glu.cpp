@@ -20,7 +20,7 @@
 #include "stock.h"
 #include "transforms.h"
 
-namespace memkit {
+namespace memkit::glu_op {
 namespace {
 
 namespace autograd = torch::autograd;
@@ -306,8 +306,6 @@ constexpr char kGlu[] = "glu";
 
 }  // namespace
 
-void bind_glu(pybind11::module_& m) { eager::bind<glu_entry, kGlu>(m); }
-
 TORCH_LIBRARY_IMPL(memkit, CPU, m) { register_glu(m); }
 TORCH_LIBRARY_IMPL(memkit, CUDA, m) { register_glu(m); }
 TORCH_LIBRARY_IMPL(memkit, Meta, m) { register_glu(m); }
@@ -315,4 +313,6 @@ TORCH_LIBRARY_IMPL(memkit, Autograd, m) { m.impl("_glu", glu_autograd); }
 TORCH_LIBRARY_IMPL(memkit, FuncTorchBatched, m) { m.impl("_glu", glu_by_stock); }
 TORCH_LIBRARY_IMPL(memkit, CompositeImplicitAutograd, m) { m.impl("glu", named_glu); }
 
-}  // namespace memkit
+}  // namespace memkit::glu_op
+
+void memkit::bind_glu(pybind11::module_& m) { eager::bind<glu_op::glu_entry, glu_op::kGlu>(m); }

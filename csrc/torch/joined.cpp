@@ -47,7 +47,7 @@ struct Slice {
 };
 
 // The last concatenation of which its tensors are known, with their versions then.
-struct Known {
+struct KnownJoin {
   Place place;
   std::vector<int64_t> versions;
 
@@ -56,7 +56,7 @@ struct Known {
     return is_it ? versions[i] : -1;
   }
 };
-thread_local Known known_joined;
+thread_local KnownJoin known_joined;
 
 // What graphs keep, of any thread. Entries outlive what they stand for until there are twice as many as were alive.
 // Everything that is kept is put here, and where nothing is concatenated nobody asks for it: it is sorted when somebody does.
@@ -263,7 +263,7 @@ bool is_joined(const Node& node, uint32_t output) {
 
 void note_joined(const Tensor& x, const std::vector<Tensor>& tensors) {
   if (!cat_of(x)) return;
-  known_joined = Known{place_of(*x.grad_fn(), x.output_nr()), {}};
+  known_joined = KnownJoin{place_of(*x.grad_fn(), x.output_nr()), {}};
   for (const Tensor& tensor : tensors)
     known_joined.versions.push_back(tensor.is_inference() ? -1 : int64_t(tensor._version()));
 }

@@ -340,14 +340,14 @@ PyObject* spread(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 PyObject* the_pack = nullptr;  // the module's function
 
-PyMethodDef kMethods[] = {{"recipe", reinterpret_cast<PyCFunction>(recipe), METH_FASTCALL, nullptr},
-                          {"pack", pack, METH_O, nullptr},
-                          {"unpack", unpack, METH_O, nullptr},
-                          {"nonzeros", nonzeros, METH_O, nullptr},
-                          {"keep", reinterpret_cast<PyCFunction>(keep), METH_FASTCALL, nullptr},
-                          {"concatenation", reinterpret_cast<PyCFunction>(concatenation), METH_FASTCALL, nullptr},
-                          {"spread", reinterpret_cast<PyCFunction>(spread), METH_FASTCALL, nullptr},
-                          {nullptr, nullptr, 0, nullptr}};
+PyMethodDef kLeanMethods[] = {{"recipe", reinterpret_cast<PyCFunction>(recipe), METH_FASTCALL, nullptr},
+                              {"pack", pack, METH_O, nullptr},
+                              {"unpack", unpack, METH_O, nullptr},
+                              {"nonzeros", nonzeros, METH_O, nullptr},
+                              {"keep", reinterpret_cast<PyCFunction>(keep), METH_FASTCALL, nullptr},
+                              {"concatenation", reinterpret_cast<PyCFunction>(concatenation), METH_FASTCALL, nullptr},
+                              {"spread", reinterpret_cast<PyCFunction>(spread), METH_FASTCALL, nullptr},
+                              {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
 
@@ -365,7 +365,7 @@ bool lean_keeps(const Tensor& x) {
 }
 
 void bind_lean(pybind11::module_& m) {
-  if (PyType_Ready(&packed_type) != 0 || PyModule_AddFunctions(m.ptr(), kMethods) != 0)
+  if (PyType_Ready(&packed_type) != 0 || PyModule_AddFunctions(m.ptr(), kLeanMethods) != 0)
     throw pybind11::error_already_set();
   the_pack = m.attr("pack").ptr();
   m.def("note_joined", note_joined);

@@ -66,7 +66,7 @@ void report(const Held& held, int64_t change) try {
 } catch (const std::exception&) {  // of an allocator that does not count
 }
 
-Lent lent_of(const Held& held) {
+Lent lent_from(const Held& held) {
   return {held.stream.device_index(), held.stream.stream(), held.block->data(), held.nbytes, held.block->size};
 }
 
@@ -77,10 +77,10 @@ void follow(const CUDAStream& stream, const CUDAStream& other) noexcept try {
 } catch (const c10::Error&) {  // the device's error: its own next call raises it
 }
 
-void release(void* context) {
+void release_block(void* context) {
   const std::unique_ptr<Held> held(static_cast<Held*>(context));
   if (held->generation != arena::fork_generation.load(std::memory_order_relaxed)) return;  // the parent's
-  if (held->lent) count_returned(lent_of(*held));
+  if (held->lent) count_returned(lent_from(*held));
   report(*held, -static_cast<int64_t>(held->nbytes));
   Block* block = held->block;
   // A graph's result belongs to the stream that recorded it, and is used on others, after a replay.
@@ -183,9 +183,9 @@ class CudaDevice final : public PoolDevice {
     const CUDAStream stream = c10::cuda::getCurrentCUDAStream(index_);
     const int generation = arena::fork_generation.load(std::memory_order_relaxed);
     auto* held = new Held{block, streams_, stream, capture_of(stream).active, lent, nbytes, generation, {}, {}};
-    if (lent) count_lent(lent_of(*held));
+    if (lent) count_lent(lent_from(*held));
     report(*held, static_cast<int64_t>(nbytes));
-    return {block->data(), held, &release, device()};
+    return {block->data(), held, &release_block, device()};
   }
 
   // Through a piece of host memory, after all work of the device.
@@ -210,7 +210,7 @@ class CudaDevice final : public PoolDevice {
 
 }  // namespace
 
-bool is_cuda_pool_memory(const c10::DataPtr& data) { return data.get_deleter() == &release; }
+bool is_cuda_pool_memory(const c10::DataPtr& data) { return data.get_deleter() == &release_block; }
 
 void record_cuda_stream(const c10::DataPtr& data, CUDAStream user) {
   auto* held = static_cast<Held*>(data.get_context());

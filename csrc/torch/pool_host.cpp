@@ -28,7 +28,7 @@ std::size_t page_size() {
 }
 
 // Has every page backed now, contents kept: a first touch later costs some 0.25 ms a MiB.
-bool populate(void* memory, std::size_t bytes) {
+bool populate_pages(void* memory, std::size_t bytes) {
 #ifdef MADV_POPULATE_WRITE
   static const bool known = [] {  // since Linux 5.14
     alignas(64) static char own[1];
@@ -107,7 +107,7 @@ class HostUpstream final : public arena::Upstream {
     if (!bytes) return true;
     if (mprotect(memory, bytes, PROT_READ | PROT_WRITE) != 0) return false;
     madvise(memory, bytes, MADV_HUGEPAGE);
-    return populate(memory, bytes);
+    return populate_pages(memory, bytes);
   }
   // The pages, and not the addresses: each piece that may not be touched would be one more of the kernel's few.
   static void unmake(std::uintptr_t start, std::size_t bytes) {
@@ -193,7 +193,7 @@ class CpuDevice : public PoolDevice {
   }
   void restore(void* memory, std::size_t bytes) override {
     const auto start = reinterpret_cast<std::uintptr_t>(memory), first = start & ~(page_size() - 1);
-    TORCH_CHECK(populate(reinterpret_cast<void*>(first), arena::round_up(start + bytes, page_size()) - first),
+    TORCH_CHECK(populate_pages(reinterpret_cast<void*>(first), arena::round_up(start + bytes, page_size()) - first),
                 "Pool: expected ", bytes, " bytes of memory for what slept, got none from the system");
   }
 };

@@ -15,7 +15,7 @@
 #include "saved_node.h"
 #include "transforms.h"
 
-namespace memkit {
+namespace memkit::rotary_op {
 namespace {
 
 namespace autograd = torch::autograd;
@@ -400,11 +400,6 @@ void register_rotary(torch::Library& m) {
 
 }  // namespace
 
-void bind_rotary(pybind11::module_& m) {
-  eager::bind<rotary_both, kBoth>(m);
-  eager::bind<rotary_one, kOne>(m);
-}
-
 TORCH_LIBRARY_IMPL(memkit, CPU, m) { register_rotary(m); }
 TORCH_LIBRARY_IMPL(memkit, CUDA, m) { register_rotary(m); }
 TORCH_LIBRARY_IMPL(memkit, Meta, m) { register_rotary(m); }
@@ -415,4 +410,9 @@ TORCH_LIBRARY_IMPL(memkit, Autograd, m) {
 TORCH_LIBRARY_IMPL(memkit, ADInplaceOrView, m) { m.impl("_rotary_", rotary_bumping_); }
 TORCH_LIBRARY_IMPL(memkit, FuncTorchBatched, m) { m.impl("_rotary", rotary_batched); }
 
-}  // namespace memkit
+}  // namespace memkit::rotary_op
+
+void memkit::bind_rotary(pybind11::module_& m) {
+  eager::bind<rotary_op::rotary_both, rotary_op::kBoth>(m);
+  eager::bind<rotary_op::rotary_one, rotary_op::kOne>(m);
+}

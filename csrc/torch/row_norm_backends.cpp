@@ -218,21 +218,23 @@ namespace {
 // Operators return tensors: where there is nothing, one without elements.
 Tensor or_nothing(const Tensor& x, const Tensor& like) { return x.defined() ? x : at::empty({0}, like.options()); }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> forward_op(const Tensor& input, const OptionalTensor& residual, int64_t dims,
-                                                      int64_t behind, const OptionalTensor& weight,
-                                                      const OptionalTensor& bias, double eps, bool centered,
-                                                      at::ScalarType dtype, c10::string_view denominator) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> row_norm_forward_op(const Tensor& input, const OptionalTensor& residual,
+                                                               int64_t dims, int64_t behind,
+                                                               const OptionalTensor& weight, const OptionalTensor& bias,
+                                                               double eps, bool centered, at::ScalarType dtype,
+                                                               c10::string_view denominator) {
   const RowNorm norm{dims, eps, centered, dtype, behind, denominator_of(denominator)};
   RowNormed r = row_norm_forward(norm, input, residual, weight, bias, Statistics::mean_and_rstd);
   return {r.out, or_nothing(r.sum, input), or_nothing(r.mean, r.rstd), r.rstd};
 }
 
-std::tuple<Tensor, Tensor, Tensor> backward_op(const Tensor& grad, const OptionalTensor& grad_sum, const Tensor& saved,
-                                               int64_t dims, int64_t behind, const OptionalTensor& weight,
-                                               const OptionalTensor& bias, const OptionalTensor& mean,
-                                               const Tensor& rstd, bool centered, bool from_output,
-                                               at::ScalarType input_dtype, std::array<bool, 3> wanted, double eps,
-                                               c10::string_view denominator) {
+std::tuple<Tensor, Tensor, Tensor> row_norm_backward_op(const Tensor& grad, const OptionalTensor& grad_sum,
+                                                        const Tensor& saved, int64_t dims, int64_t behind,
+                                                        const OptionalTensor& weight, const OptionalTensor& bias,
+                                                        const OptionalTensor& mean, const Tensor& rstd, bool centered,
+                                                        bool from_output, at::ScalarType input_dtype,
+                                                        std::array<bool, 3> wanted, double eps,
+                                                        c10::string_view denominator) {
   const RowNorm norm{dims, eps, centered, grad.scalar_type(), behind, denominator_of(denominator)};
   RowNormGradients r = row_norm_backward(norm, grad, grad_sum, saved, weight, bias, mean.value_or(Tensor()), rstd,
                                          from_output, input_dtype, wanted);
@@ -256,8 +258,8 @@ std::tuple<Tensor, Tensor> add_norm_op(const Tensor& input, const Tensor& residu
 void register_row_norms(torch::Library& m) {
   m.impl("_row_norm", norm_op);
   m.impl("_add_row_norm", add_norm_op);
-  m.impl("_row_norm_forward", forward_op);
-  m.impl("_row_norm_backward", backward_op);
+  m.impl("_row_norm_forward", row_norm_forward_op);
+  m.impl("_row_norm_backward", row_norm_backward_op);
 }
 
 }  // namespace

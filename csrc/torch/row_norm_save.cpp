@@ -18,10 +18,10 @@ using at::Tensor;
 
 // In shorter rows that were not centred, the gradient that is left when what lies along the output has been taken off may
 // be any small part of it, and the output's rounding is not.
-constexpr int64_t kShortRow = 8;
+constexpr int64_t kFewColumns = 8;
 
 bool is_short(const RowNorm& norm, const Tensor& input) {
-  return !norm.centered && c10::multiply_integers(norm.shape(input.sizes())) < kShortRow;
+  return !norm.centered && c10::multiply_integers(norm.shape(input.sizes())) < kFewColumns;
 }
 
 // Whether there is a bias of more digits than the output. With eps beside a deviation backward multiplies x_hat by the quotient

@@ -20,7 +20,7 @@
 #include "saved_node.h"
 #include "transforms.h"
 
-namespace memkit {
+namespace memkit::softmax_op {
 namespace {
 
 namespace autograd = torch::autograd;
@@ -394,8 +394,6 @@ void register_softmax(torch::Library& m) {
 
 }  // namespace
 
-void bind_softmax(pybind11::module_& m) { eager::bind<softmax_entry, kEntry>(m); }
-
 TORCH_LIBRARY_IMPL(memkit, CPU, m) { register_softmax(m); }
 TORCH_LIBRARY_IMPL(memkit, CUDA, m) { register_softmax(m); }
 TORCH_LIBRARY_IMPL(memkit, Meta, m) { register_softmax(m); }
@@ -413,4 +411,6 @@ TORCH_LIBRARY_IMPL(memkit, Functionalize, m) {
 }
 TORCH_LIBRARY_IMPL(memkit, FuncTorchBatched, m) { m.impl("_softmax", softmax_batched); }
 
-}  // namespace memkit
+}  // namespace memkit::softmax_op
+
+void memkit::bind_softmax(pybind11::module_& m) { eager::bind<softmax_op::softmax_entry, softmax_op::kEntry>(m); }

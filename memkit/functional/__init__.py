@@ -1,8 +1,9 @@
 """Fused operators with the names and arguments of ``torch.nn.functional``, one module a family.
 
 Two arguments by keyword choose the memory: ``inplace`` (False: a new tensor; True: the input is overwritten, or an error
-where that would corrupt something; "auto": overwritten where that is proven safe; where the twin has it, by position too)
-and ``save``, what backward computes the gradient from ("input", "output", "auto", for some "bit").
+where that would corrupt something; "auto": overwritten where no graph and no other tensor needs it, which sees no later
+read by your own code, as in ``gelu(h, inplace="auto") + h``; where the twin has it, by position too) and ``save``, what
+backward computes the gradient from ("input", "output", "auto", for some "bit").
 
 What each family keeps for backward, when it works in place and how exact it is stands in the family's own docstring:
 ``help(memkit.functional.gelu.__module__)`` shows it.

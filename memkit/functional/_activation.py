@@ -293,8 +293,8 @@ describe(
     of the bias, an unknown ``inplace``, ``save``, ``approximate`` or ``act``, a parameter out of range. ``RuntimeError``: a
     device or layout without a kernel; in place refused; backward through an output changed afterwards.
 
-    ``inplace``: False, a new tensor; True, the input is overwritten or an error raised; "auto", overwritten where that is
-    safe. ``save``: what backward computes the slope from, "input", "output" or "auto"; for functions of two slopes "bit"
-    too.
+    ``inplace``: False, a new tensor; True, the input is overwritten or an error raised; "auto", overwritten where no
+    graph and no other tensor needs it. ``save``: what backward computes the slope from, "input", "output" or "auto"; for
+    functions of two slopes "bit" too.
     """,
 )

@@ -24,7 +24,8 @@ class _Variant:
 
     ``inplace``
         ``False``: a new tensor. ``True``: the input is overwritten; raises where that would corrupt a value or a gradient.
-        ``"auto"``: overwritten where that is proven safe.
+        ``"auto"``: overwritten where no graph and no other tensor needs it; a later read by your own code (``act(h) + h``)
+        is not seen.
     ``save``
         What backward computes the gradient from: ``"input"``; ``"output"``, which is free where the next layer keeps its
         input; or ``"auto"``. For ReLU, LeakyReLU, ReLU6, Hardtanh and Hardsigmoid also ``"bit"``: one bit an element.

@@ -23,6 +23,7 @@
 
 #define __global__
 #define __device__
+#define __noinline__
 #define __host__
 #define __grid_constant__
 #define __launch_bounds__(...)
