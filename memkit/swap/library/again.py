@@ -20,6 +20,7 @@ from ..._hooks import has_hooks
 from ..._lean import is_lean
 from ..._sharding import is_dtensor
 from ..layers import serves
+from ..untouched import without_hooks
 from .activations import library_activation
 from .attention import is_attention
 from .checkpoint import checkpointed
@@ -96,7 +97,7 @@ def _is_star_relu(module: Any) -> bool:
     if any(x is None or x.numel() != 1 or x.is_meta or is_dtensor(x) for x in held.values()):
         return False
     x = torch.linspace(-2, 2, 9).to(module.scale)
-    with torch.no_grad():
+    with torch.no_grad(), without_hooks(module):
         given, theirs = x.clone(), type(module).forward
         ours = module.scale * x.relu().square() + module.bias
         return torch.equal(theirs(module, given), ours)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..layers import Norm
 from ..trial import exact_convolutions, own_copy
 from ..types import HALVES
-from ..untouched import untouched
+from ..untouched import untouched, without_hooks
 from .match import Match
 from .norms import further_probes
 from .reads import (
@@ -302,7 +302,7 @@ def _both(
     stock = type(module)
     twin = twin_of(match.kind, stock)
     changed: Any = module
-    with untouched(module, deep=False), torch.enable_grad():
+    with untouched(module, deep=False), without_hooks(module), torch.enable_grad():
         try:
             for at, part in enumerate(module.modules()):
                 mode = training and not _is_dropout(part)
