@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from contextlib import nullcontext
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +26,12 @@ from .reads import (
     instead,
     marks,
     numbers_read,
-    uses,
+    read_of_class,
     value_of,
+    why_stock_has_to_run,
 )
 from .twin import MIXINS, TOLERANCE, numbers, twin_of, why_not_fits
+from .writes import is_foreign
 
 
 class Verifier:
@@ -67,8 +69,11 @@ class Verifier:
         unread = self._unread_of.get(alike)
         if unread is None:
             unread = self._unread_of[alike] = _unread(module, match)
-        for read in unread:
-            if isinstance(value_of(module, read), Tensor) or match.method != "forward":
+        shadowed = read_of_class(module, match.method) & vars(module).keys()
+        for read in (*unread, *(("", name) for name in shadowed)):
+            value = value_of(module, read)
+            followed = not isinstance(value, Tensor) and _is_hashable(value) and read[1] not in shadowed
+            if not followed or match.method != "forward":
                 return f"{type(module).__name__} computes with {read[1]}, which memkit's {match.op} does not"
         self._unread[kind] = unread
         return ""
@@ -83,8 +88,8 @@ class Verifier:
         twin = twin_of(match.kind, type(module))
         if why := why_not_fits(module, twin):
             return why
-        if sets := uses(type(module), match.method).sets:
-            return f"{type(module).__name__} sets {', '.join(sorted(sets))} in each call"
+        if why := _why_stock_has_to_run(module, match):
+            return why
         device = match.probe[0].device
         # Under autocast norms stay stock's, if asked to be exact: nothing would be compared.
         plain = torch.autocast(device.type, enabled=False) if issubclass(twin, Norm) else nullcontext()
@@ -106,11 +111,30 @@ class Verifier:
         return ""
 
 
+def _why_stock_has_to_run(module: nn.Module, match: Match) -> str:
+    """By its code, and that of the parts whose forwards the twin does not call."""
+    parts: list[Any] = [part for part in match.takes if part is not module and is_foreign(part)]
+    if match.kind == "bert_layer":
+        parts += [module._modules["intermediate"], module._modules["output"]]
+    why = (why_stock_has_to_run(module, match.method), *map(why_stock_has_to_run, parts))
+    return next(filter(None, why), "")
+
+
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
 def _unread(module: nn.Module, match: Match) -> tuple[Read, ...]:
     """What stock's values depend on, and the twin's do not."""
     found = []
+    asked = read_of_class(module, match.method)
     for read, value in numbers_read(module, match.method).items():
-        if read[1].endswith(INDEX):  # which may be compared with one
+        # An index may be compared with one.
+        if read[1].endswith(INDEX) or (not read[0] and read[1] in asked):
             found.append(read)
             continue
         changed = another(value)
@@ -119,10 +143,27 @@ def _unread(module: nn.Module, match: Match) -> tuple[Read, ...]:
             continue
         probe = tuple(x.float() if x.dtype in HALVES else x for x in match.probe)
         with instead(wide, read, changed), torch.autocast(probe[0].device.type, enabled=False):
-            theirs, ours = _both(wide, match._replace(probe=probe), module.training)
-        if not isinstance(theirs, Exception) and not _is_same(match, ours, theirs):
+            probed = match._replace(probe=probe)
+            theirs, ours = _both(wide, probed, module.training)
+            raises = isinstance(theirs, Exception)
+            same = _twin_raises(wide, probed) if raises else _is_same(match, ours, theirs)  # type: ignore[arg-type]
+        if not same:
             found.append(read)
     return tuple(found)
+
+
+def _twin_raises(module: nn.Module, match: Match) -> bool:
+    """As stock does."""
+    stock, changed = type(module), cast(Any, module)
+    with untouched(module, deep=False), without_hooks(module), torch.enable_grad():
+        changed._swap, changed.__class__ = match.choice, twin_of(match.kind, stock)
+        try:
+            _values(module, match, 0)
+        except Exception:
+            return True
+        finally:
+            changed.__class__ = stock
+    return False
 
 
 def _of_other_numbers(module: nn.Module) -> tuple[nn.Module, ...]:
@@ -364,7 +405,7 @@ def _agree(ours: Values, theirs: Values, inputs: int, tolerance: float) -> bool:
             if a is not b:
                 return False
             continue
-        if a.dtype != b.dtype or a.shape != b.shape:
+        if type(a) is not type(b) or a.dtype != b.dtype or a.shape != b.shape:
             return False
         scale = max(norms[i], least if i > inputs else 0.0, 1e-30)
         if not float((a.double() - b.double()).norm()) <= tolerance * scale:
