@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..types import innermost_of
 from ..untouched import MEMBERS, STATELESS, attributes_of
 from .twin import Twin
-from .writes import ADDS, IN_PLACE, MAY_ADD, Followed, Write, codes_of, is_foreign, matters
+from .writes import ADDS, IN_PLACE, MAY_ADD, OWN, Followed, Write, codes_of, is_foreign, matters
 
 INTERNAL = frozenset(vars(nn.Module()))
 """Attributes of every module, its mode among them."""
@@ -194,6 +194,12 @@ def why_stock_has_to_run(module: nn.Module, method: str = "forward") -> str:
     return f"{name} changes {', '.join(sorted(changed))} in each call" if changed else ""
 
 
+def written_in_place(module: nn.Module, method: str = "forward") -> set[str]:
+    """Its buffers that its code changes, on some path."""
+    found = {path[1] for path, how in uses(type(module), method).writes if path[0] == OWN and len(path) == 2}
+    return {name for name in found if module._buffers.get(name) is not None}
+
+
 def _records(held: Any, names: frozenset[str], user: str) -> bool:
     """Whether what an attribute holds, if it is called, writes to what others have."""
     if isinstance(held, partial):
@@ -305,7 +311,7 @@ def marks(module: nn.Module) -> dict[tuple[int, str], Any]:
     """Of all that it and its parts hold, what tells whether it was changed."""
     found: dict[tuple[int, str], Any] = {}
     for at, part in enumerate(module.modules()):
-        for name, value in (*vars(part).items(), *part._buffers.items()):
+        for name, value in (*vars(part).items(), *part._buffers.items(), *part._parameters.items()):
             if name not in INTERNAL:
                 found[at, name] = _mark(value)
     return found

@@ -29,6 +29,7 @@ from .reads import (
     read_of_class,
     value_of,
     why_stock_has_to_run,
+    written_in_place,
 )
 from .twin import MIXINS, TOLERANCE, numbers, twin_of, why_not_fits
 from .writes import is_foreign
@@ -95,6 +96,8 @@ class Verifier:
         plain = torch.autocast(device.type, enabled=False) if issubclass(twin, Norm) else nullcontext()
         tried = _of_other_numbers(module) if issubclass(twin, Norm) else (module,)
         with exact_convolutions(device), plain:
+            if unseen := written_in_place(module, match.method) - _changed(tried[0], match):
+                return f"{type(module).__name__} changes {', '.join(sorted(unseen))} in some calls"
             # In both modes: a dropout that its forward writes out would not show in evaluation.
             for training in (module.training, not module.training):
                 for each, probe in product(tried, (match.probe, *match.further)):
@@ -118,6 +121,16 @@ def _why_stock_has_to_run(module: nn.Module, match: Match) -> str:
         parts += [module._modules["intermediate"], module._modules["output"]]
     why = (why_stock_has_to_run(module, match.method), *map(why_stock_has_to_run, parts))
     return next(filter(None, why), "")
+
+
+def _changed(module: nn.Module, match: Match) -> set[str]:
+    """What a run of stock's changes, in one of the modes."""
+    found = set()
+    for training in (True, False) if written_in_place(module, match.method) else ():
+        noted: list[dict[Any, Any]] = []
+        _both(module, match, training, noted=noted)
+        found |= {name for at, name in differing(*noted[:2]) if not at} if noted[1:] else set()
+    return found
 
 
 def _is_hashable(value: Any) -> bool:
