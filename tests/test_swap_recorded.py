@@ -377,3 +377,20 @@ def test_members_are_compared_by_what_they_are() -> None:
         assert marks(part) == before
         part.note(torch.zeros(3))
         assert marks(part) != before
+
+
+class Snake1d(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha, self.seen = nn.Parameter(torch.ones(1)), []  # type: ignore[var-annotated]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(x.shape)
+        return x + torch.sin(self.alpha * x) ** 2 / self.alpha
+
+
+def test_what_records_is_not_run_again() -> None:
+    model: Any = model_of(Snake1d())
+    swap(model, lean="call")
+    model(inputs()).sum().backward()
+    assert len(model[1].seen) == 1

@@ -75,13 +75,13 @@ class GateAgain(Twin, kind="gate_again"):
 def made_again(module: nn.Module, names: frozenset[str]) -> str:
     """The kind of twin that makes it again, if one does."""
     cls = type(module)
-    if "gated" in names and hasattr(cls, "_apply_gate"):
+    if "gated" in names and hasattr(cls, "_apply_gate") and not why_stock_has_to_run(module, "_apply_gate"):
         return GateAgain.kind
     if "attention" in names and calls_scan(cls):
         return Scan.kind
     if "conv2d" in names and is_standardized(cls):
         return StandardizedConv.kind
-    if "act_linear" in names and cls.__name__.endswith(ACTIVATIONS):
+    if "act_linear" in names and cls.__name__.endswith(ACTIVATIONS) and not why_stock_has_to_run(module):
         return ActivationAgain.kind
     if "relu_squared" in names and cls.__name__ == "StarReLU" and _is_star_relu(module):
         return StarReLU.kind

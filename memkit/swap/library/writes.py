@@ -229,7 +229,8 @@ class Followed:
             if verb == "LOAD":
                 stack.append(self._variables.get(self._key(code, name), frozenset()))
             elif verb == "STORE":
-                self._put(code, name, _pop(stack))
+                # What handles an error puts back a comprehension's variable.
+                self._put(code, name, stack.pop() if stack else frozenset())
                 if (name,) in self.objects and name in code.co_freevars:  # of who made the function
                     self.writes.add(Write((name,), STORES))
 
