@@ -251,12 +251,15 @@ class _Search:
     def match(self, module: nn.Module, where: str) -> Match | None:
         """The recipe for a library's module; where one looks right and is not, a row says why."""
         reason = ""
-        for match in candidates(module, self.names, self.exact):
-            replaced = "forward" in vars(module)
-            why_not = "its forward is replaced" if replaced else self.verifier.why_not(module, match)
-            if not why_not:
-                return match
-            reason = reason or why_not
+        try:
+            for match in candidates(module, self.names, self.exact):
+                replaced = "forward" in vars(module)
+                why_not = "its forward is replaced" if replaced else self.verifier.why_not(module, match)
+                if not why_not:
+                    return match
+                reason = reason or why_not
+        except Exception as error:  # of a class that says of itself what no module does
+            reason = f"{type(module).__name__} cannot be verified: {type(error).__name__}"
         if reason and not (self.lean and made_again(module, self.names)):
             self.left(where, type(module).__name__, reason)
         return None

@@ -287,7 +287,7 @@ def _slant(root: Tensor) -> Tensor:
 
 
 def _digest(tensor: Tensor) -> tuple[float, Tensor]:
-    tensor = tensor.detach()
+    tensor = _strided(tensor.detach())
     flat = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).reshape(-1)
     probes = flat[:: max(1, flat.numel() // PROBES)].double().cpu()
     wide = torch.float64 if flat.dtype == torch.float64 else torch.float32
@@ -297,6 +297,25 @@ def _digest(tensor: Tensor) -> tuple[float, Tensor]:
     ):  # as squares may not be of what is, logits that are masked by the least number
         norm = torch.linalg.vector_norm(flat, dtype=torch.float64).item()
     return norm, probes
+
+
+def _strided(tensor: Tensor) -> Tensor:
+    """What a sparse one holds, each row or number by a factor that goes by its place: an embedding's gradient as a whole may
+    be larger than all else."""
+    if tensor.layout == torch.strided:
+        return tensor
+    if tensor.layout not in _SPARSE:
+        return tensor.to_dense()
+    tensor = (tensor if tensor.is_sparse else tensor.to_sparse()).coalesce()
+    places, values = tensor.indices().double(), tensor.values()
+    irrational = torch.tensor(
+        [(i + 2) ** 0.5 for i in range(len(places))], dtype=torch.float64, device=places.device
+    )
+    factors = 1 + (irrational @ places) % 1
+    return values * factors.view(-1, *[1] * (values.dim() - 1)).to(values.dtype)
+
+
+_SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 
 
 def _agree(ours: Digests, theirs: Digests, tolerance: float) -> bool:

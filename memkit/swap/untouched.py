@@ -10,11 +10,14 @@ from argparse import Namespace
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Set
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from .._hooks import was_read
 
 LOOKED_AT = 10_000
 """So many members of containers and attributes of objects, beside modules' own attributes, are looked at."""
@@ -51,6 +54,33 @@ def untouched(
                 _keep_gradient(stack, tensor)
         _keep_every_layer(stack, model)
         yield
+
+
+@contextmanager
+def without_hooks(model: nn.Module) -> Iterator[None]:
+    """No hooks of the user's see a run: of PyTorch's own some make a weight, and those that were read have one gathered."""
+    with ExitStack() as stack:
+        for parameter in model.parameters():
+            if hooks := parameter._backward_hooks:
+                parameter._backward_hooks = None
+                stack.callback(setattr, parameter, "_backward_hooks", hooks)
+        for module in model.modules():
+            own = vars(module)
+            for name in HOOKS:
+                if hooks := own.get(name):
+                    own[name] = type(hooks)((at, hook) for at, hook in hooks.items() if _stays(hook))
+                    stack.callback(operator.setitem, own, name, hooks)
+        yield
+
+
+HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+
+
+def _stays(hook: Any) -> bool:
+    while isinstance(hook, partial):
+        hook = hook.func
+    where = getattr(hook, "__module__", None) or type(hook).__module__
+    return was_read(hook) or str(where).partition(".")[0] == "torch"
 
 
 def memory_of(tensor: Tensor) -> Any:
@@ -149,7 +179,7 @@ class Held:
         if issubclass(kind, nn.Module):
             own = vars(held)
             return [*own.get("_parameters", {}).values(), *own.get("_buffers", {}).values(), *_inner(own)]
-        container = held if kind in _CONTAINERS else _attributes(held)
+        container = held if kind in _CONTAINERS else attributes_of(held)
         if container is None or len(container) > MEMBERS:
             return []
         self.containers.append(container)
@@ -159,7 +189,7 @@ class Held:
 _OWN = frozenset(vars(nn.Module()))
 _CONTAINERS = {dict, OrderedDict, defaultdict, list, set, deque}
 _NAMESPACES = {SimpleNamespace, Namespace}
-_STATELESS = {"torch", "memkit", *sys.stdlib_module_names}
+STATELESS = {"torch", "memkit", *sys.stdlib_module_names}
 
 
 def _inner(own: dict[str, Any]) -> list[Any]:
@@ -167,9 +197,9 @@ def _inner(own: dict[str, Any]) -> list[Any]:
     return [value for name, value in list(own.items()) if name not in _OWN]
 
 
-def _attributes(held: Any) -> dict[str, Any] | None:
+def attributes_of(held: Any) -> dict[str, Any] | None:
     kind = type(held)
-    if str(kind.__module__).partition(".")[0] in _STATELESS and kind not in _NAMESPACES:
+    if str(kind.__module__).partition(".")[0] in STATELESS and kind not in _NAMESPACES:
         return None
     try:
         found = object.__getattribute__(held, "__dict__")

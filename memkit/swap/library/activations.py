@@ -20,7 +20,17 @@ from ...functional._activation import _PARAMETERS
 from ..recipes import FUNCTIONS
 from ..trial import own_copy
 from ..types import TWINS, Swapped
-from .reads import INTERNAL, another, differing, instead, marks, numbers_read, uses
+from .reads import (
+    INTERNAL,
+    another,
+    differing,
+    instead,
+    marks,
+    numbers_read,
+    read_of_class,
+    uses,
+    why_stock_has_to_run,
+)
 from .twin import Twin, itself, twin_of
 
 CLASSES = {
@@ -99,7 +109,9 @@ def _told(held: Any) -> Any:
 
 def _is_activation(module: nn.Module, op: str) -> bool:
     """In both modes, whatever the numbers are that it reads, and with nothing written down."""
-    if module._parameters or module._buffers or module._modules or uses(type(module)).sets:
+    if module._parameters or module._buffers or module._modules:
+        return False
+    if why_stock_has_to_run(module) or read_of_class(module):
         return False
     tried = own_copy(module)  # another thread may call the module itself
     if tried is None:
@@ -125,16 +137,22 @@ def computes(activation: Any, op: str) -> bool:
     def of(function: Any) -> tuple[torch.Tensor, torch.Tensor]:
         x = _PROBE.clone().requires_grad_()
         y = function(x * 1.0)  # not a leaf, which it may not overwrite
+        if type(y) is not torch.Tensor or y.dtype != x.dtype or y.shape != x.shape:
+            raise TypeError("no activation")
         return y.detach(), torch.autograd.grad(y.sum(), x)[0]
 
     try:
         if len(inspect.signature(activation).parameters) != 1:
             return False
+        with torch.no_grad():
+            for dtype in (torch.float32, torch.bfloat16):
+                if activation(_PROBE.to(dtype)).dtype != dtype:
+                    return False
         with torch.enable_grad():
             theirs, ours = of(activation), of(lambda x: F.act_dropout(x, op, 0.0))
+        return all(torch.allclose(a, b, rtol=1e-8, atol=1e-9) for a, b in zip(theirs, ours, strict=True))
     except Exception:  # whatever it wants, it is not a function of one tensor
         return False
-    return all(torch.allclose(a, b, rtol=1e-8, atol=1e-9) for a, b in zip(theirs, ours, strict=True))
 
 
 def activation_twin(name: str, module: nn.Module) -> type[Any]:

@@ -19,10 +19,12 @@ from ..._hooks import has_hooks
 from ..._lean import is_lean
 from ..._sharding import is_dtensor
 from ..layers import serves
+from ..untouched import without_hooks
 from .activations import library_activation
 from .attention import is_attention
 from .checkpoint import checkpointed
 from .functions import Dropouts, Functions, StockDropouts, functions_kind, why_idle
+from .reads import why_stock_has_to_run
 from .rerun import method_again
 from .scans import Scan, calls_scan
 from .standardized import StandardizedConv, is_standardized
@@ -76,13 +78,13 @@ class GateAgain(Twin, kind="gate_again"):
 def made_again(module: nn.Module, names: frozenset[str]) -> str:
     """The kind of twin that makes it again, if one does."""
     cls = type(module)
-    if "gated" in names and hasattr(cls, "_apply_gate"):
+    if "gated" in names and hasattr(cls, "_apply_gate") and not why_stock_has_to_run(module, "_apply_gate"):
         return GateAgain.kind
     if "attention" in names and calls_scan(cls):
         return Scan.kind
     if "conv2d" in names and is_standardized(cls):
         return StandardizedConv.kind
-    if "act_linear" in names and cls.__name__.endswith(ACTIVATIONS):
+    if "act_linear" in names and cls.__name__.endswith(ACTIVATIONS) and not why_stock_has_to_run(module):
         return ActivationAgain.kind
     if "relu_squared" in names and cls.__name__ == "StarReLU" and _is_star_relu(module):
         return StarReLU.kind
@@ -98,11 +100,16 @@ def _is_star_relu(module: Any) -> bool:
         return False
     if any(x is None or x.numel() != 1 or x.is_meta or is_dtensor(x) for x in held.values()):
         return False
+    if why_stock_has_to_run(module):
+        return False
     x = torch.linspace(-2, 2, 9).to(module.scale)
-    with torch.no_grad():
-        given, theirs = x.clone(), type(module).forward
+    with torch.no_grad(), without_hooks(module):
         ours = module.scale * x.relu().square() + module.bias
-        return torch.equal(theirs(module, given), ours)
+        try:
+            theirs = type(module).forward(module, x.clone())
+        except Exception:  # whatever it wants, it is not a function of one tensor
+            return False
+        return type(theirs) is Tensor and theirs.dtype == ours.dtype and torch.equal(theirs, ours)
 
 
 def _again(method: Any, given: tuple[Any, ...], named: dict[str, Any], reads: list[Tensor]) -> Any:

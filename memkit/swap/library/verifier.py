@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from contextlib import nullcontext
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..layers import Norm
 from ..trial import exact_convolutions, own_copy
 from ..types import HALVES
-from ..untouched import untouched
+from ..untouched import untouched, without_hooks
 from .match import Match
 from .norms import further_probes
 from .reads import (
@@ -26,10 +26,13 @@ from .reads import (
     instead,
     marks,
     numbers_read,
-    uses,
+    read_of_class,
     value_of,
+    why_stock_has_to_run,
+    written_in_place,
 )
 from .twin import MIXINS, TOLERANCE, numbers, twin_of, why_not_fits
+from .writes import is_foreign
 
 
 class Verifier:
@@ -67,8 +70,11 @@ class Verifier:
         unread = self._unread_of.get(alike)
         if unread is None:
             unread = self._unread_of[alike] = _unread(module, match)
-        for read in unread:
-            if isinstance(value_of(module, read), Tensor) or match.method != "forward":
+        shadowed = read_of_class(module, match.method) & vars(module).keys()
+        for read in (*unread, *(("", name) for name in shadowed)):
+            value = value_of(module, read)
+            followed = not isinstance(value, Tensor) and _is_hashable(value) and read[1] not in shadowed
+            if not followed or match.method != "forward":
                 return f"{type(module).__name__} computes with {read[1]}, which memkit's {match.op} does not"
         self._unread[kind] = unread
         return ""
@@ -83,13 +89,15 @@ class Verifier:
         twin = twin_of(match.kind, type(module))
         if why := why_not_fits(module, twin):
             return why
-        if sets := uses(type(module), match.method).sets:
-            return f"{type(module).__name__} sets {', '.join(sorted(sets))} in each call"
+        if why := _why_stock_has_to_run(module, match):
+            return why
         device = match.probe[0].device
         # Under autocast norms stay stock's, if asked to be exact: nothing would be compared.
         plain = torch.autocast(device.type, enabled=False) if issubclass(twin, Norm) else nullcontext()
         tried = _of_other_numbers(module) if issubclass(twin, Norm) else (module,)
         with exact_convolutions(device), plain:
+            if unseen := written_in_place(module, match.method) - _changed(tried[0], match):
+                return f"{type(module).__name__} changes {', '.join(sorted(unseen))} in some calls"
             # In both modes: a dropout that its forward writes out would not show in evaluation.
             for training in (module.training, not module.training):
                 for each, probe in product(tried, (match.probe, *match.further)):
@@ -106,11 +114,40 @@ class Verifier:
         return ""
 
 
+def _why_stock_has_to_run(module: nn.Module, match: Match) -> str:
+    """By its code, and that of the parts whose forwards the twin does not call."""
+    parts: list[Any] = [part for part in match.takes if part is not module and is_foreign(part)]
+    if match.kind == "bert_layer":
+        parts += [module._modules["intermediate"], module._modules["output"]]
+    why = (why_stock_has_to_run(module, match.method), *map(why_stock_has_to_run, parts))
+    return next(filter(None, why), "")
+
+
+def _changed(module: nn.Module, match: Match) -> set[str]:
+    """What a run of stock's changes, in one of the modes."""
+    found = set()
+    for training in (True, False) if written_in_place(module, match.method) else ():
+        noted: list[dict[Any, Any]] = []
+        _both(module, match, training, noted=noted)
+        found |= {name for at, name in differing(*noted[:2]) if not at} if noted[1:] else set()
+    return found
+
+
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
 def _unread(module: nn.Module, match: Match) -> tuple[Read, ...]:
     """What stock's values depend on, and the twin's do not."""
     found = []
+    asked = read_of_class(module, match.method)
     for read, value in numbers_read(module, match.method).items():
-        if read[1].endswith(INDEX):  # which may be compared with one
+        # An index may be compared with one.
+        if read[1].endswith(INDEX) or (not read[0] and read[1] in asked):
             found.append(read)
             continue
         changed = another(value)
@@ -119,10 +156,27 @@ def _unread(module: nn.Module, match: Match) -> tuple[Read, ...]:
             continue
         probe = tuple(x.float() if x.dtype in HALVES else x for x in match.probe)
         with instead(wide, read, changed), torch.autocast(probe[0].device.type, enabled=False):
-            theirs, ours = _both(wide, match._replace(probe=probe), module.training)
-        if not isinstance(theirs, Exception) and not _is_same(match, ours, theirs):
+            probed = match._replace(probe=probe)
+            theirs, ours = _both(wide, probed, module.training)
+            raises = isinstance(theirs, Exception)
+            same = _twin_raises(wide, probed) if raises else _is_same(match, ours, theirs)  # type: ignore[arg-type]
+        if not same:
             found.append(read)
     return tuple(found)
+
+
+def _twin_raises(module: nn.Module, match: Match) -> bool:
+    """As stock does."""
+    stock, changed = type(module), cast(Any, module)
+    with untouched(module, deep=False), without_hooks(module), torch.enable_grad():
+        changed._swap, changed.__class__ = match.choice, twin_of(match.kind, stock)
+        try:
+            _values(module, match, 0)
+        except Exception:
+            return True
+        finally:
+            changed.__class__ = stock
+    return False
 
 
 def _of_other_numbers(module: nn.Module) -> tuple[nn.Module, ...]:
@@ -302,7 +356,7 @@ def _both(
     stock = type(module)
     twin = twin_of(match.kind, stock)
     changed: Any = module
-    with untouched(module, deep=False), torch.enable_grad():
+    with untouched(module, deep=False), without_hooks(module), torch.enable_grad():
         try:
             for at, part in enumerate(module.modules()):
                 mode = training and not _is_dropout(part)
@@ -364,7 +418,7 @@ def _agree(ours: Values, theirs: Values, inputs: int, tolerance: float) -> bool:
             if a is not b:
                 return False
             continue
-        if a.dtype != b.dtype or a.shape != b.shape:
+        if type(a) is not type(b) or a.dtype != b.dtype or a.shape != b.shape:
             return False
         scale = max(norms[i], least if i > inputs else 0.0, 1e-30)
         if not float((a.double() - b.double()).norm()) <= tolerance * scale:
