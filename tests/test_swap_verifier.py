@@ -153,6 +153,7 @@ CONDITIONS = {
     "many rows": lambda module, x: x.dim() > 2 and x.shape[1] > 16,
     "a large batch": lambda module, x: len(x) >= 100,
     "as many as it says": lambda module, x: x.dim() > 2 and x.shape[1] == module.longest,
+    "more than its features": lambda module, x: x.dim() > 2 and x.shape[1] > module.width,
     "no gradients": lambda module, x: not torch.is_grad_enabled(),
     "in evaluation without gradients": lambda module, x: not (module.training or torch.is_grad_enabled()),
     "data": lambda module, x: not x.requires_grad,
@@ -168,7 +169,7 @@ OF_FEED_FORWARD = {
 
 def _branching(base, decides):
     class Branches(base):
-        longest = 77
+        longest, width = 77, D
 
         def forward(self, x):
             out = super().forward(x)

@@ -127,11 +127,15 @@ HERE = Place()
 
 
 def sizes_of(module: nn.Module, match: Match) -> frozenset[int]:
-    """Numbers of its own that its code reads, but for how many features it has."""
-    held = (*module.parameters(), *module.buffers(), *match.probe)
-    features = {size for tensor in held for size in tensor.shape}
+    """Numbers of its own that its code reads."""
     read = numbers_read(module, match.method).values()
-    return frozenset(value for value in read if type(value) is int and 0 < value <= LARGEST_SIZE) - features
+    return frozenset(value for value in read if type(value) is int and 0 < value <= LARGEST_SIZE)
+
+
+def features_of(module: nn.Module, match: Match) -> frozenset[int]:
+    """Sizes of all that it holds, which its own numbers may be, without deciding anything."""
+    held = (*module.parameters(), *module.buffers(), *match.probe)
+    return frozenset(size for tensor in held for size in tensor.shape)
 
 
 def other_shapes(match: Match, asks: Asks, sizes: Iterable[int] = ()) -> Iterator[tuple[Tensor, ...]]:
@@ -168,8 +172,9 @@ def _parts(probe: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, ...]]:
     yield tuple(x[0] for x in probe)
     if probe[0].dim() > 2:
         yield tuple(x[:, :1] for x in probe)
-        yield tuple(x[..., :1, :] for x in probe)
         yield tuple(x[0, 0] for x in probe)
+    if probe[0].dim() > 3:
+        yield tuple(x[..., :1, :] for x in probe)
     yield tuple(torch.stack([x, x.flip(0)], 1) for x in probe)
     yield tuple(torch.stack([x, x.flip(0)], 1)[None] for x in probe)
     yield tuple(x.transpose(0, -1).contiguous().transpose(0, -1) for x in probe)

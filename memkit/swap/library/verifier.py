@@ -16,7 +16,7 @@ from ..layers import Norm
 from ..trial import exact_convolutions, own_copy
 from ..types import HALVES
 from ..untouched import untouched
-from .elsewhere import DTYPES, HERE, Asks, Place, asks_of, other_shapes, sizes_of
+from .elsewhere import DTYPES, HERE, Asks, Place, asks_of, features_of, other_shapes, sizes_of
 from .match import Match
 from .norms import further_probes
 from .reads import (
@@ -69,7 +69,7 @@ class Verifier:
         alike = match.kind, match.choice, _alike(module)
         asks = asks_of(type(module), match.method)
         sizes = sizes_of(module, match) if asks.shapes else frozenset[int]()
-        at = alike, sizes
+        at = alike, sizes - features_of(module, match)
         if at not in self._elsewhere:
             self._elsewhere[at] = _why_not_elsewhere(module, match, asks, sizes)
         if self._elsewhere[at]:
