@@ -228,26 +228,30 @@ def test_a_block_that_is_another_in_half_precision():
         def forward(self, x):
             return super().forward(x) * (1.5 if x.dtype == torch.bfloat16 else 1)
 
-    assert all(row.changed for row in swap(Other(16, 16), lean=True).rows)
-    (row,) = (row for row in swap(Other(16, 16).bfloat16(), lean=True).rows if row.before == "Other")
-    assert row.reason == "Other computes something else than memkit's batch_norm_act"
+    assert all(row.changed for row in swap(resnet.BasicBlock(16, 16), lean=True).rows)
+    for block, where in ((Other(16, 16).bfloat16(), ""), (Other(16, 16), "under autocast ")):
+        (row,) = (row for row in swap(block, lean=True).rows if row.before == "Other")
+        assert row.reason == f"Other computes something else {where}than memkit's batch_norm_act"
 
 
 @pytest.mark.parametrize("factor", [1.05, 1.02])
 def test_a_norm_that_is_larger_in_half_precision(factor):
     class LlamaRMSNorm(nn.Module):
-        def __init__(self):
+        def __init__(self, factor):
             super().__init__()
             self.weight, self.variance_epsilon = nn.Parameter(torch.ones(64)), 1e-6
+            self.factor = factor
 
         def forward(self, x):
             kind, wide = x.dtype, x.float()
             wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
             out = self.weight * wide.to(kind)
-            return out * factor if kind == torch.bfloat16 else out
+            return out * self.factor if kind == torch.bfloat16 else out
 
-    assert swap(LlamaRMSNorm()).changed
-    assert not verifier._rounds_alike(*_its_match(LlamaRMSNorm().bfloat16()), True)
+    assert swap(LlamaRMSNorm(1.0)).changed
+    (row,) = swap(LlamaRMSNorm(factor)).rows
+    assert row.reason == "LlamaRMSNorm computes something else in torch.bfloat16 than memkit's rms_norm"
+    assert not verifier._rounds_alike(*_its_match(LlamaRMSNorm(factor).bfloat16()), True)
 
 
 def _its_match(module):

@@ -33,10 +33,10 @@ def untouched(
     *,
     deep: bool = True,
 ) -> Iterator[None]:
-    """Puts back what a run changes: random generators, gradients, buffers, modules' attributes. No layer is skipped.
+    """Puts back what a run changes: random generators, gradients, buffers, modules' attributes.
 
     ``written``: the parameters whose values a run changes; ``memory``: what else it writes to; ``deep``: also what is in the
-    attributes, see `Held`.
+    attributes, see `Held`, and no layer is skipped; else one module runs, which may be what skips itself.
     """
     with ExitStack() as stack:
         _keep_random_state(stack)
@@ -52,7 +52,7 @@ def untouched(
                 _keep_members(stack, container)
             for tensor in held.tensors:
                 _keep_gradient(stack, tensor)
-        _keep_every_layer(stack, model)
+            _keep_every_layer(stack, model)
         yield
 
 

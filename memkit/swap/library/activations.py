@@ -17,9 +17,11 @@ from ... import functional as F
 from ..._hooks import only_read
 from ..._modes import in_forward_mode, in_transform
 from ...functional._activation import _PARAMETERS
+from ..drawn import and_draws_nothing
 from ..recipes import FUNCTIONS
 from ..trial import own_copy
 from ..types import TWINS, Swapped
+from .elsewhere import asks_of
 from .reads import (
     INTERNAL,
     another,
@@ -89,7 +91,8 @@ def library_activation(module: nn.Module) -> str | None:
     if same is None:  # of a model that was unpickled, say: in its first call
         if is_compiling() or in_transform() or in_forward_mode():
             return None
-        same = known[values] = _is_activation(module, op)
+        plain = not asks_of(cls).goes_by_them and and_draws_nothing(lambda: _is_activation(module, op))
+        same = known[values] = plain
     return op if same else None
 
 

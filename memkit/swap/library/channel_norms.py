@@ -41,7 +41,9 @@ class ChannelNorm(Norm, Twin):
 
     @staticmethod
     def row_shape(module: Any, shape: Sequence[int]) -> tuple[int, ...]:
-        return tuple(shape[1:2])
+        """By its weight, as stock may take other inputs too."""
+        weight = row_of(parameter_of(module, "weight", *GAINS))
+        return tuple(shape[1:2] if weight is None else weight.shape)
 
     def _weight(self) -> Tensor | None:
         return row_of(parameter_of(self, "weight", *GAINS))

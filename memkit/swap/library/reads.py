@@ -63,7 +63,7 @@ def uses(cls: type[nn.Module], method: str = "forward") -> Uses:
     cls = innermost_of(cls)
     known = _uses.setdefault(cls, {})
     if method not in known:
-        known[method] = _uses_of(cls, _methods(cls, method))
+        known[method] = _uses_of(cls, methods_of(cls, method))
     return known[method]
 
 
@@ -91,7 +91,7 @@ def _uses_of(cls: type[nn.Module], functions: Iterable[Function]) -> Uses:
         own = {*known.asks, *(name for code in codes_of(function.__code__) for name in code.co_names)}
         names |= own
         for name in own:
-            todo += _methods(cls, name)
+            todo += methods_of(cls, name)
         for path, other in known.objects.items():
             if isinstance(other, int | float):
                 of = known.objects.get(path[:-1]) if path[:-1] else sys.modules.get(_file(function))
@@ -122,7 +122,7 @@ def _file(function: FunctionType) -> str:
     return str(function.__globals__.get("__name__", ""))
 
 
-def _methods(cls: type[nn.Module], name: str) -> Iterator[Function]:
+def methods_of(cls: type[nn.Module], name: str) -> Iterator[Function]:
     """All of this name, as one may call that of its base, and what is around them."""
     for base in cls.__mro__:
         if base is nn.Module or base.__module__.startswith(("torch.", "memkit.")):

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from contextlib import nullcontext
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import product
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
+from ..drawn import Generators, drew_alike, generators, seed_all
 from ..layers import Norm
 from ..trial import exact_convolutions, own_copy
 from ..types import HALVES
 from ..untouched import untouched, without_hooks
+from .elsewhere import DTYPES, HERE, Asks, Place, asks_of, features_of, other_shapes, sizes_of
 from .match import Match
 from .norms import further_probes
 from .reads import (
@@ -27,6 +29,7 @@ from .reads import (
     marks,
     numbers_read,
     read_of_class,
+    uses,
     value_of,
     why_stock_has_to_run,
     written_in_place,
@@ -42,6 +45,7 @@ class Verifier:
         self._known: dict[Hashable, str] = {}
         self._unread: dict[Hashable, tuple[Read, ...]] = {}
         self._unread_of: dict[Hashable, tuple[Read, ...]] = {}
+        self._elsewhere: dict[Hashable, str] = {}
 
     def why_not(self, module: nn.Module, match: Match) -> str:
         """Why a module does not get this twin; nothing if it does."""
@@ -67,6 +71,13 @@ class Verifier:
     def _look(self, module: nn.Module, match: Match, kind: Hashable) -> str:
         self._unread[kind] = ()
         alike = match.kind, match.choice, _alike(module)
+        asks = asks_of(type(module), match.method)
+        sizes = sizes_of(module, match) if asks.shapes else frozenset[int]()
+        at = alike, sizes - features_of(module, match)
+        if at not in self._elsewhere:
+            self._elsewhere[at] = _why_not_elsewhere(module, match, asks, sizes)
+        if self._elsewhere[at]:
+            return self._elsewhere[at]
         unread = self._unread_of.get(alike)
         if unread is None:
             unread = self._unread_of[alike] = _unread(module, match)
@@ -101,10 +112,11 @@ class Verifier:
             # In both modes: a dropout that its forward writes out would not show in evaluation.
             for training in (module.training, not module.training):
                 for each, probe in product(tried, (match.probe, *match.further)):
-                    probed = match._replace(probe=probe)
-                    if (reason := _why_not(each, probed, training)) and not _rounds_alike(
-                        each, probed, training
-                    ):
+                    probed, noted = match._replace(probe=probe), list[Noted]()
+                    reason = _why_not(each, probed, training, noted)
+                    if reason and not _rounds_alike(each, probed, training):
+                        return reason
+                    if reason := _why_not_beside(each, match, noted):
                         return reason
                 if issubclass(twin, Norm) and (reason := _why_not_wide(tried[-1], match, training)):
                     return reason
@@ -127,9 +139,10 @@ def _changed(module: nn.Module, match: Match) -> set[str]:
     """What a run of stock's changes, in one of the modes."""
     found = set()
     for training in (True, False) if written_in_place(module, match.method) else ():
-        noted: list[dict[Any, Any]] = []
+        noted: list[Noted] = []
         _both(module, match, training, noted=noted)
-        found |= {name for at, name in differing(*noted[:2]) if not at} if noted[1:] else set()
+        if noted[1:]:
+            found |= {name for at, name in differing(noted[0].marks, noted[1].marks) if not at}
     return found
 
 
@@ -142,26 +155,41 @@ def _is_hashable(value: Any) -> bool:
 
 
 def _unread(module: nn.Module, match: Match) -> tuple[Read, ...]:
-    """What stock's values depend on, and the twin's do not."""
+    """What stock's values depend on, or whether it draws numbers, and the twin's do not."""
     found = []
     asked = read_of_class(module, match.method)
+    wide = _wide(module, match)
+    here = match._replace(probe=_widened(match.probe))
+
+    def differs(wide: nn.Module) -> bool:
+        noted: list[Noted] = []
+        theirs, ours = _both(wide, here, module.training, noted=noted)
+        if isinstance(theirs, Exception):
+            return not _twin_raises(wide, here)
+        drew = len(noted) == 3 and not drew_alike(noted[1].generators, noted[2].generators)
+        return drew or not _is_same(match, ours, theirs)
+
     for read, value in numbers_read(module, match.method).items():
         # An index may be compared with one.
         if read[1].endswith(INDEX) or (not read[0] and read[1] in asked):
             found.append(read)
             continue
-        changed = another(value)
-        wide = _wide(module, match)
-        if changed is None or wide is None:
-            continue
-        probe = tuple(x.float() if x.dtype in HALVES else x for x in match.probe)
-        with instead(wide, read, changed), torch.autocast(probe[0].device.type, enabled=False):
-            probed = match._replace(probe=probe)
-            theirs, ours = _both(wide, probed, module.training)
-            raises = isinstance(theirs, Exception)
-            same = _twin_raises(wide, probed) if raises else _is_same(match, ours, theirs)  # type: ignore[arg-type]
-        if not same:
-            found.append(read)
+        for changed in _others(value):
+            if wide is None:
+                break
+            with instead(wide, read, changed), torch.autocast(here.probe[0].device.type, enabled=False):
+                if differs(wide):
+                    found.append(read)
+                    break
+    if wide is None or issubclass(MIXINS[match.kind], Norm):  # of which other parameters are tried
+        return tuple(found)
+    with torch.autocast(here.probe[0].device.type, enabled=False):
+        for name, parameter in _without_gradients(wide, here).items():
+            for changed in _others(parameter.data):
+                with _of_value(parameter, changed):
+                    if differs(wide):
+                        found.append(("", name))
+                        break
     return tuple(found)
 
 
@@ -179,6 +207,40 @@ def _twin_raises(module: nn.Module, match: Match) -> bool:
     return False
 
 
+def _others(value: Any) -> list[Any]:
+    """Values to see what depends on one. Of whole numbers, which may be indices, some that are in range too."""
+    if isinstance(value, Tensor) and value.dtype in WHOLE:
+        order = value.flip(0) if value.dim() else value
+        return [each for each in (order, value + 1, value - 1) if not torch.equal(each, value)]
+    changed = another(value)
+    return [] if changed is None else [changed]
+
+
+def _without_gradients(module: nn.Module, match: Match) -> dict[str, nn.Parameter]:
+    """Parameters of its own that its code names, and may read past autograd: detached, or as numbers."""
+    names = uses(type(module), match.method).names
+    named = {name: p for name, p in module._parameters.items() if p is not None and name in names}
+    if not named:
+        return {}
+    theirs, _ = _both(module, match, module.training)
+    if isinstance(theirs, Exception):
+        return {}
+    trained = (p for p in module.parameters() if p.is_floating_point())
+    gradients = zip(trained, theirs[1 + len(match.probe) :], strict=True)
+    used = {p for p, gradient in gradients if gradient is not None}
+    return {name: p for name, p in named.items() if p not in used}
+
+
+@contextmanager
+def _of_value(parameter: nn.Parameter, value: Tensor) -> Iterator[None]:
+    before = parameter.data
+    parameter.data = value
+    try:
+        yield
+    finally:
+        parameter.data = before
+
+
 def _of_other_numbers(module: nn.Module) -> tuple[nn.Module, ...]:
     """A copy, as a norm may set its parameters by what it is given first, and one with other parameters than it starts with,
     which are ones and zeros."""
@@ -193,6 +255,12 @@ def _of_other_numbers(module: nn.Module) -> tuple[nn.Module, ...]:
 
 
 FAR = 1e4
+ELSEWHERE = {
+    Place(inputs=False, gradients=False): "without gradients",
+    Place(inputs=False): "of inputs without gradients",
+    Place(parameters=False): "with frozen parameters",
+}
+CALLED, UNDER_AUTOCAST = Place(), Place(autocast=True)
 
 
 def _why_not_far(module: nn.Module, match: Match, training: bool) -> str:
@@ -201,7 +269,7 @@ def _why_not_far(module: nn.Module, match: Match, training: bool) -> str:
     wide = _wide(module, match)
     if wide is None:
         return f"{type(module).__name__} {_NO_COPY}"
-    probe = tuple(FAR * (x.float() if x.dtype in HALVES else x) for x in match.probe)
+    probe = tuple(FAR * x for x in _widened(match.probe))
     with torch.autocast(probe[0].device.type, enabled=False):
         return _why_not(wide, match._replace(probe=probe), training)
 
@@ -215,6 +283,73 @@ def _why_not_wide(module: nn.Module, match: Match, training: bool) -> str:
         return f"{type(module).__name__} {_NO_COPY}"
     probes = (tuple(x.float() for x in match.probe), *further_probes(wide, match.kind))
     return next(filter(None, (_why_not(wide, match._replace(probe=probe), training) for probe in probes)), "")
+
+
+def _why_not_elsewhere(module: nn.Module, match: Match, asks: Asks, sizes: frozenset[int]) -> str:
+    """The same for inputs of other shapes, without gradients, with frozen parameters, under autocast, and in other dtypes if
+    its code asks for them: where its code may do something else, and stock does not refuse them. But for dtypes in float32,
+    as in `_why_not_far`."""
+    wide, device = _wide(module, match), match.probe[0].device
+    if wide is None:
+        return f"{type(module).__name__} {_NO_COPY}"
+    here, else_ = (
+        match._replace(probe=_widened(match.probe)),
+        f"{type(module).__name__} computes something else",
+    )
+    with exact_convolutions(device), torch.autocast(device.type, enabled=False):
+        for place, where in ELSEWHERE.items():
+            for training in (True, False) if asks.modes else (False,):
+                if not _gives_alike(wide, here, training, place):
+                    return f"{else_} {where} than memkit's {match.op}"
+        for factor, training in product((1e-2 * FAR, FAR), (True, False)):
+            large = here._replace(probe=tuple(factor * x for x in here.probe))
+            if not _gives_alike(wide, large, training, CALLED):
+                return f"{else_} of large inputs than memkit's {match.op}"
+        for probe in other_shapes(here, asks, sizes):
+            if not _gives_alike(wide, here._replace(probe=probe), module.training, CALLED):
+                shape = tuple(probe[0].shape)
+                return f"{else_} of inputs of shape {shape} than memkit's {match.op}"
+        # Norms are stock's there, if asked to be exact, and else of another dtype.
+        if not issubclass(MIXINS[match.kind], Norm) and getattr(match.choice, "exact", True):
+            half = torch.get_autocast_dtype(device.type)
+            for given in (here.probe, tuple(x.to(half) for x in here.probe)):
+                if not _gives_alike(wide, here._replace(probe=given), module.training, UNDER_AUTOCAST):
+                    return f"{else_} under autocast than memkit's {match.op}"
+        for dtype in DTYPES if asks.dtypes else ():
+            if dtype != match.probe[0].dtype and not _is_same_in(dtype, module, match):
+                return f"{else_} in {dtype} than memkit's {match.op}"
+    return ""
+
+
+def _gives_alike(module: nn.Module, match: Match, training: bool, place: Place) -> bool:
+    """Whether both give the same there, or stock raises."""
+    theirs, ours = _both(module, match, training, place=place)
+    if isinstance(theirs, Exception):
+        return True
+    if not place.autocast:
+        return _is_same(match, ours, theirs)
+    if ours is None or (a := ours[0]) is None or (b := theirs[0]) is None:
+        return False
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return bool((a.double() - b.double()).norm() <= TOLERANCE[torch.bfloat16] * b.double().norm())
+
+
+def _is_same_in(dtype: torch.dtype, module: nn.Module, match: Match) -> bool:
+    """Or stock raises. What cannot be copied is not the same."""
+    copy = own_copy(module)
+    if copy is None:
+        return False
+    copy.to(dtype)
+    there = match._replace(probe=tuple(x.to(dtype) for x in match.probe), further=())
+    theirs, ours = _both(copy, there, module.training)
+    if isinstance(theirs, Exception):
+        return True
+    return _rounds_alike(copy, there, module.training) if dtype in HALVES else _is_same(there, ours, theirs)
+
+
+def _widened(probe: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(x.float() if x.dtype in HALVES else x for x in probe)
 
 
 def _wide(module: nn.Module, match: Match) -> nn.Module | None:
@@ -246,7 +381,7 @@ def _rounds_alike(module: nn.Module, match: Match, training: bool) -> bool:
 def _is_near(module: nn.Module, wide: nn.Module, match: Match, training: bool, half: torch.dtype) -> bool:
     """`wide` is the module in float32."""
     theirs, ours = _both(module, match, training)
-    widened = match._replace(probe=tuple(x.float() if x.dtype in HALVES else x for x in match.probe))
+    widened = match._replace(probe=_widened(match.probe))
     with torch.autocast(match.probe[0].device.type, enabled=False):
         exact, own = _both(wide, widened, training)
     if isinstance(theirs, Exception) or isinstance(exact, Exception) or ours is None or own is None:
@@ -282,9 +417,9 @@ def _is_as_near(ours: Tensor | None, theirs: Tensor | None, exact: Tensor | None
     return mine <= 2 * stock + TOLERANCE[torch.float32] * float(exact.double().norm()) + slack
 
 
-def _why_not(module: nn.Module, match: Match, training: bool) -> str:
+def _why_not(module: nn.Module, match: Match, training: bool, noted: list[Noted] | None = None) -> str:
+    """``noted``: see `_both`."""
     name = type(module).__name__
-    noted: list[dict[Any, Any]] = []
     theirs, ours = _both(module, match, training, noted=noted)
     if isinstance(theirs, AttributeError) and theirs.args == (_NO_MODE,):
         return f"{name} has {_NO_MODE}"
@@ -297,19 +432,27 @@ def _why_not(module: nn.Module, match: Match, training: bool) -> str:
     if not same:
         others, _ = _both(module, match, training, seed=1)
         if not isinstance(others, Exception) and not _is_same(match, others, theirs):
-            return f"{name} draws random numbers, as dropout does, which memkit's {match.op} does not"
+            return f"{name} {_DRAWS} {match.op} does not"
     elif any(map(_is_dropout, module.modules())):
         theirs, ours = _both(module, match, training, scales=True)
         same = not isinstance(theirs, Exception) and _is_same(match, ours, theirs)
         if not same:
             return f"{name} calls its dropouts elsewhere than memkit's {match.op}"
-    if not same:
-        return f"{name} computes something else than memkit's {match.op}"
+    return "" if same else f"{name} computes something else than memkit's {match.op}"
+
+
+def _why_not_beside(module: nn.Module, match: Match, noted: list[Noted]) -> str:
+    """What stock does beside its result and the twin does not, whatever both compute: it draws numbers, by which it may
+    skip itself another time, or writes something down."""
+    if len(noted) < 3:
+        return ""
     before, stock, twin = noted
-    lost = differing(before, stock) - differing(stock, twin)
-    return (
-        f"{name} changes {', '.join(sorted(attribute for _, attribute in lost))} in each call" if lost else ""
-    )
+    name = type(module).__name__
+    if not drew_alike(stock.generators, twin.generators):
+        return f"{name} {_DRAWS} {match.op} does not"
+    lost = differing(before.marks, stock.marks) - differing(stock.marks, twin.marks)
+    changed = ", ".join(sorted(attribute for _, attribute in lost))
+    return f"{name} changes {changed} in each call" if lost else ""
 
 
 def _is_same(match: Match, ours: Values | None, theirs: Values) -> bool:
@@ -337,8 +480,19 @@ def _scaled(factor: float, input: Tensor) -> Tensor:
 
 
 Values = list[Tensor | None]
+
+
+class Noted(NamedTuple):
+    """What there is to see of a module's attributes, and of the random generators."""
+
+    marks: dict[Any, Any]
+    generators: Generators
+
+
 INDEX = "idx", "index"
+WHOLE = torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64
 _NO_COPY = "cannot be copied to be verified in float32"
+_DRAWS = "draws random numbers, as dropout does, which memkit's"
 _NO_MODE = "a part whose mode cannot be set"
 
 
@@ -348,15 +502,16 @@ def _both(
     training: bool,
     seed: int = 0,
     scales: bool = False,
-    noted: list[dict[Any, Any]] | None = None,
+    noted: list[Noted] | None = None,
+    place: Place = HERE,
 ) -> tuple[Values | Exception, Values | None]:
     """Of stock, or what it raises, and of its twin, if that does not raise. ``scales``: with a factor of its own in the
     place of each dropout, which shows where and how often it is called; else they do nothing. ``noted``: gets what there is
-    to see of the module's attributes before, after stock and after its twin."""
+    to see before, after stock and after its twin."""
     stock = type(module)
     twin = twin_of(match.kind, stock)
     changed: Any = module
-    with untouched(module, deep=False), without_hooks(module), torch.enable_grad():
+    with untouched(module, deep=False), without_hooks(module), torch.set_grad_enabled(place.gradients):
         try:
             for at, part in enumerate(module.modules()):
                 mode = training and not _is_dropout(part)
@@ -367,20 +522,20 @@ def _both(
         except AttributeError:
             return AttributeError(_NO_MODE), None
         for parameter in module.parameters():  # frozen ones too: what they are used for is compared
-            parameter.requires_grad_(parameter.is_floating_point())
+            parameter.requires_grad_(place.parameters and parameter.is_floating_point())
         _note(noted, module)
         try:
-            theirs = _values(module, match, seed)
+            theirs = _values(module, match, seed, place)
         except Exception as error:
             return error, None
         _note(noted, module)
         changed._swap, changed.__class__ = match.choice, twin
         try:
-            if isinstance(changed, Norm):  # which may leave it to stock
+            if isinstance(changed, Norm) and place is HERE:  # which may leave it to stock
                 changed._memkit(match.probe[0])
                 if changed._stays(match.probe[0]):
                     return theirs, None
-            ours = _values(module, match, seed)
+            ours = _values(module, match, seed, place)
             changed.__class__ = stock
             _note(noted, module)
             return theirs, ours
@@ -390,19 +545,23 @@ def _both(
             changed.__class__ = stock
 
 
-def _note(noted: list[dict[Any, Any]] | None, module: nn.Module) -> None:
+def _note(noted: list[Noted] | None, module: nn.Module) -> None:
     if noted is not None:
-        noted.append(marks(module))
+        noted.append(Noted(marks(module), generators()))
 
 
-def _values(module: nn.Module, match: Match, seed: int) -> Values:
-    """What it gives, and the gradients of what it was given and of its parameters; None of those that it does not use.
+def _values(module: nn.Module, match: Match, seed: int, place: Place = HERE) -> Values:
+    """What it gives, and the gradients of what it was given and of its parameters; None of those that it does not use, and
+    elsewhere than here of none.
 
     A parameter of its own may start at a value that changes nothing, which only its gradient shows.
     """
-    torch.manual_seed(seed)
-    inputs = [tensor.clone().requires_grad_() for tensor in match.probe]
-    output = getattr(module, match.method)(*inputs)
+    seed_all(seed)
+    inputs = [tensor.clone().requires_grad_(place.inputs) for tensor in match.probe]
+    with torch.autocast(inputs[0].device.type) if place.autocast else nullcontext():
+        output = getattr(module, match.method)(*inputs)
+    if place is not HERE:
+        return [output.detach()]
     weights = torch.linspace(-1, 1, output.numel(), device=output.device).view(output.shape).to(output.dtype)
     leaves = [*inputs, *(parameter for parameter in module.parameters() if parameter.requires_grad)]
     return [output.detach(), *torch.autograd.grad(output, leaves, weights, allow_unused=True)]
