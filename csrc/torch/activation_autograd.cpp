@@ -12,6 +12,7 @@
 #include "layout.h"
 #include "node_kind.h"
 #include "nonzeros.h"
+#include "operators.h"
 #include "optional.h"
 #include "rebuild.h"
 #include "spec.h"
@@ -56,14 +57,14 @@ at::Tensor activation_backward(const at::Tensor& grad, const OptionalTensor& sav
                                int64_t dim, const OptionalTensor& bits, std::string_view op, Params params,
                                bool from_output, const OptionalTensor& seed, Params drop) {
   MEMKIT_OPERATOR(activation_backward);
-  return op_handle.call(grad, saved, bias, dim, bits, op, params, from_output, seed, drop);
+  return PastAutograd(op_handle)(grad, saved, bias, dim, bits, op, params, from_output, seed, drop);
 }
 
 at::Tensor& activation_backward_(at::Tensor& grad, const OptionalTensor& saved, const OptionalTensor& bias, int64_t dim,
                                  const OptionalTensor& bits, std::string_view op, Params params, bool from_output,
                                  const OptionalTensor& seed, Params drop) {
   MEMKIT_OPERATOR(activation_backward_);
-  return op_handle.call(grad, saved, bias, dim, bits, op, params, from_output, seed, drop);
+  return PastAutograd(op_handle)(grad, saved, bias, dim, bits, op, params, from_output, seed, drop);
 }
 
 at::Tensor dropout_mask(c10::SymIntArrayRef size, const at::Tensor& seed, Params drop, at::ScalarType dtype) {
@@ -354,13 +355,14 @@ Tensor& activation_autograd_(Tensor& x, const OptionalTensor& bias, int64_t dim,
   auto node = new_node(x, request, save);
   Tensor bits;
   {
-    const at::AutoDispatchBelowAutograd below;  // the ADInplaceOrView kernel bumps the version
+    const at::AutoDispatchBelowADInplaceOrView below;
     if (node->has_bits) {
       bits = ops::activation_with_bits_(x, bias, dim, op, params, seed, drop);
     } else {
       ops::activation_(x, bias, dim, op, params, save_name, residual, seed, drop);
     }
   }
+  autograd::impl::bump_version(x);
   const bool on_view = x.is_view();
   if (on_view && node->strides.empty()) node->strides.assign(x.sym_strides().begin(), x.sym_strides().end());
   autograd::rebase_history(x, NodePtr(node));

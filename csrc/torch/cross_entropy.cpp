@@ -151,9 +151,9 @@ Tensor& backward_meta_(Tensor& input, const Tensor&, const Tensor&, const Option
 
 // -- autograd
 
-#define MEMKIT_BACKWARD(NAME, RESULT, INPUT)                                                                         \
-  MEMKIT_CALL(NAME, RESULT(INPUT, const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&, const Tensor&, \
-                           int64_t, int64_t, double, double, double))
+#define MEMKIT_BACKWARD(NAME, RESULT, INPUT)                                                                        \
+  MEMKIT_CALL_PAST_AUTOGRAD(NAME, RESULT(INPUT, const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&, \
+                                         const Tensor&, int64_t, int64_t, double, double, double))
 
 struct CrossEntropyBackward : SavedNode {
   LossOptions options;

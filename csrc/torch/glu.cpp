@@ -32,12 +32,12 @@ Tensor call_glu(const Tensor& gate, const OptionalTensor& up, Text act, Text pac
 }
 std::tuple<Tensor, Tensor> call_backward(const Tensor& grad, const Tensor& gate, const OptionalTensor& up, Text act,
                                          Text packing) {
-  return MEMKIT_CALL("memkit::_glu_backward",
-                     std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const OptionalTensor&, Text, Text))(
-      grad, gate, up, act, packing);
+  return MEMKIT_CALL_PAST_AUTOGRAD("memkit::_glu_backward",
+                                   std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const OptionalTensor&, Text,
+                                                              Text))(grad, gate, up, act, packing);
 }
 void call_backward_(const Tensor& grad, Tensor& gate, const OptionalTensor& up, Text act, Text packing) {
-  MEMKIT_CALL("memkit::_glu_backward_", void(const Tensor&, Tensor&, const OptionalTensor&, Text, Text))
+  MEMKIT_CALL_PAST_AUTOGRAD("memkit::_glu_backward_", void(const Tensor&, Tensor&, const OptionalTensor&, Text, Text))
   (grad, gate, up, act, packing);
 }
 

@@ -338,7 +338,7 @@ struct LinearCrossEntropyBackward : SavedNode {
     check_first_derivative(kOp);
     const OptionalTensor bias = has_bias ? OptionalTensor(unpack(4)) : std::nullopt;
     const OptionalTensor weight = has_weight ? OptionalTensor(unpack(5)) : std::nullopt;
-    std::tie(result[0], result[1], result[2]) = MEMKIT_CALL(
+    std::tie(result[0], result[1], result[2]) = MEMKIT_CALL_PAST_AUTOGRAD(
         "memkit::_linear_cross_entropy_backward",
         Grads(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&, const OptionalTensor&,
               const Tensor&, int64_t, int64_t, double, double, double, at::ScalarType, int64_t, Wanted))(

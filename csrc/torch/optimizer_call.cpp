@@ -77,10 +77,10 @@ class Step {
     const pybind11::gil_scoped_release free;
     const at::NoGradGuard no_grad;
     const auto& s = state();
-    MEMKIT_CALL("memkit::_adamw_",
-                void(TensorList, TensorList, TensorList, TensorList, TensorList, TensorList, TensorList, TensorList,
-                     double, const OptionalTensor&, double, double, double, double, bool, int64_t,
-                     const OptionalTensor&, const OptionalTensor&, const OptionalTensor&))
+    MEMKIT_CALL_PAST_AUTOGRAD("memkit::_adamw_",
+                              void(TensorList, TensorList, TensorList, TensorList, TensorList, TensorList, TensorList,
+                                   TensorList, double, const OptionalTensor&, double, double, double, double, bool,
+                                   int64_t, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&))
     (params(), grads_, s[0], s[1], s[2], s[3], s[4], s[5], lr, lr_tensor, beta1, beta2, eps, weight_decay, maximize,
      block_size, seed(stochastic), grad_scale, found_inf);
     grads_.clear();
@@ -92,9 +92,10 @@ class Step {
     const pybind11::gil_scoped_release free;
     const at::NoGradGuard no_grad;
     const auto& s = state();
-    MEMKIT_CALL("memkit::_sgd_", void(TensorList, TensorList, TensorList, TensorList, TensorList, double,
-                                      const OptionalTensor&, double, double, double, bool, bool, int64_t,
-                                      const OptionalTensor&, const OptionalTensor&, const OptionalTensor&))
+    MEMKIT_CALL_PAST_AUTOGRAD(
+        "memkit::_sgd_",
+        void(TensorList, TensorList, TensorList, TensorList, TensorList, double, const OptionalTensor&, double, double,
+             double, bool, bool, int64_t, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&))
     (params(), grads_, s[0], s[1], s[2], lr, lr_tensor, momentum, dampening, weight_decay, nesterov, maximize,
      block_size, seed(stochastic), grad_scale, found_inf);
     grads_.clear();

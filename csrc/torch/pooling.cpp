@@ -84,8 +84,8 @@ Both call(const Tensor& x, const Window& w) {
   return MEMKIT_CALL("memkit::_max_pool2d", Both(const Tensor&, MEMKIT_WINDOW))(x, MEMKIT_WINDOW_OF(w));
 }
 Tensor call_backward(const Tensor& grad, const Tensor& places, c10::SymIntArrayRef size, bool last, const Window& w) {
-  return MEMKIT_CALL("memkit::_max_pool2d_backward",
-                     Tensor(const Tensor&, const Tensor&, c10::SymIntArrayRef, bool, MEMKIT_WINDOW))(
+  return MEMKIT_CALL_PAST_AUTOGRAD("memkit::_max_pool2d_backward",
+                                   Tensor(const Tensor&, const Tensor&, c10::SymIntArrayRef, bool, MEMKIT_WINDOW))(
       grad, places, size, last, MEMKIT_WINDOW_OF(w));
 }
 

@@ -83,11 +83,12 @@ struct GluProducer : Producer {
     grad = grad.to(gate.scalar_type());
     if (last && eager::is_dead(gate) && (!up.defined() || eager::is_dead(up))) {
       Tensors found = inputs;
-      MEMKIT_CALL("memkit::_glu_backward_", void(const Tensor&, Tensor&, const OptionalTensor&, Text, Text))
+      MEMKIT_CALL_PAST_AUTOGRAD("memkit::_glu_backward_",
+                                void(const Tensor&, Tensor&, const OptionalTensor&, Text, Text))
       (grad, found[0], optional(up), act, packing);
       return found;
     }
-    auto [grad_gate, grad_up] = MEMKIT_CALL(
+    auto [grad_gate, grad_up] = MEMKIT_CALL_PAST_AUTOGRAD(
         "memkit::_glu_backward", std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const OptionalTensor&, Text,
                                                             Text))(grad, gate, optional(up), act, packing);
     return {grad_gate, up.defined() ? grad_up : Tensor()};

@@ -47,7 +47,7 @@ Tensor& call_(Tensor& x, const Request& r) {
       x, r.dim, r.mask, r.scale, r.causal, r.log);
 }
 #define MEMKIT_CALL_BACKWARD(NAME, RESULT, GRAD) \
-  MEMKIT_CALL(NAME, RESULT(GRAD, const Tensor&, int64_t, double, bool, bool, bool))
+  MEMKIT_CALL_PAST_AUTOGRAD(NAME, RESULT(GRAD, const Tensor&, int64_t, double, bool, bool, bool))
 
 // -- checks
 
