@@ -1,33 +1,14 @@
 """Threads that step at once, with parameters and graphs of their own."""
 
 import copy
-import threading
-from collections.abc import Callable
 
 import pytest
 import torch
+from pool_cases import in_threads
 from torch import nn
 
 import memkit
 from memkit.optim import AdamW, step_in_backward
-
-
-def run_in_threads(*works: Callable[[], None]) -> None:
-    errors: list[BaseException] = []
-
-    def guarded(work: Callable[[], None]) -> None:
-        try:
-            work()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(work,)) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
 
 
 def make_blocks() -> nn.ModuleList:
@@ -43,11 +24,11 @@ def test_backwards_of_two_threads_step_what_is_theirs(cls: type) -> None:
     optimizer = cls(blocks.parameters(), lr=1e-3)
     handle = step_in_backward(optimizer)
 
-    def train(block: nn.Module) -> None:
+    def train(number: int) -> None:
         for _ in range(150):
-            block(x).square().mean().backward()
+            blocks[number](x).square().mean().backward()
 
-    run_in_threads(*(lambda block=block: train(block) for block in blocks))
+    in_threads(train, len(blocks))
     handle.remove()
     for block in alone:
         theirs = cls(block.parameters(), lr=1e-3)
