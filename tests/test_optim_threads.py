@@ -1,6 +1,7 @@
 """Threads that step at once, with parameters and graphs of their own."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -16,28 +17,34 @@ def make_blocks() -> nn.ModuleList:
     return nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(2))
 
 
-@pytest.mark.parametrize("cls", [AdamW, memkit.optim.SGD])
-def test_backwards_of_two_threads_step_what_is_theirs(cls: type) -> None:
-    blocks = make_blocks()
+def assert_threads_step_alone(cls: type, steps: int) -> None:
+    x, blocks = torch.randn(8, 16), make_blocks()
     alone = copy.deepcopy(blocks)
-    x = torch.randn(8, 16)
-    optimizer = cls(blocks.parameters(), lr=1e-3)
-    handle = step_in_backward(optimizer)
+    handle = step_in_backward(cls(blocks.parameters(), lr=1e-3))
+    start = threading.Barrier(len(blocks))
 
     def train(number: int) -> None:
-        for _ in range(150):
+        start.wait()
+        for _ in range(steps):
             blocks[number](x).square().mean().backward()
 
     in_threads(train, len(blocks))
     handle.remove()
     for block in alone:
-        theirs = cls(block.parameters(), lr=1e-3)
-        for _ in range(150):
+        optimizer = cls(block.parameters(), lr=1e-3)
+        for _ in range(steps):
             block(x).square().mean().backward()
-            theirs.step()
-            theirs.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
     for mine, want in zip(blocks.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(mine, want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("cls", [AdamW, memkit.optim.SGD])
+def test_backwards_of_two_threads_step_what_is_theirs(cls: type) -> None:
+    """Also the first steps, which both threads find without a state."""
+    for steps in [3] * 30 + [150]:
+        assert_threads_step_alone(cls, steps)
 
 
 def test_a_step_has_its_own_gradients() -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from ._state import Moment, check_loaded, fill, make_state
 STATE_DTYPES = (None, torch.float32, torch.bfloat16, "8bit")
 OWN_OPTIONS = ("state_dtype", "block_size", "stochastic_rounding")  # the program's, not a checkpoint's
 PLAIN = torch._C._disabled_torch_dispatch_impl
+_looking = threading.RLock()
+"""Held while an optimizer's lists are made: backwards of two threads may both find that there are none."""
 
 
 Step: TypeAlias = _C.Step | _sharded.ShardedStep
@@ -165,9 +168,10 @@ class FusedOptimizer(Optimizer):
         task = torch._C._current_graph_task_id()
         found = self._where.get(param) if 0 <= task == self._looked_in else None
         if found is None:
-            self._parts()
-            self._looked_in = task
-            found = self._where.get(param)
+            with _looking:
+                self._parts()
+                self._looked_in = task
+                found = self._where.get(param)
             if found is None:
                 raise RuntimeError(
                     f"{self._name}: expected a gradient of its parameters, got one of {list(param.shape)} that was taken "
@@ -218,16 +222,17 @@ class FusedOptimizer(Optimizer):
 
     def _parts(self) -> list[Part]:
         """The lists, made again when groups, parameters, their state or layout, or what is kept changed."""
-        options = [
-            (self._moments(group), *(group[key] for key in OWN_OPTIONS)) for group in self.param_groups
-        ]
-        params = [group["params"] for group in self.param_groups]
-        thawed = any(p.requires_grad or p.grad is not None for p in self._frozen)
-        same = options == self._options and _C.is_made_of(self._made_of, params, self.state)
-        if thawed or not same or not all(part.lists.lies_as_parameters() for part in self._made):
-            self._make_parts()
-            self._options, self._made_of = options, _C.made_of(params, self.state)
-        return self._made
+        with _looking:
+            options = [
+                (self._moments(group), *(group[key] for key in OWN_OPTIONS)) for group in self.param_groups
+            ]
+            params = [group["params"] for group in self.param_groups]
+            thawed = any(p.requires_grad or p.grad is not None for p in self._frozen)
+            same = options == self._options and _C.is_made_of(self._made_of, params, self.state)
+            if thawed or not same or not all(part.lists.lies_as_parameters() for part in self._made):
+                self._make_parts()
+                self._options, self._made_of = options, _C.made_of(params, self.state)
+            return self._made
 
     def _lists(self, entries: Sequence[Mapping[str, Any]], moments: tuple[Moment, ...]) -> list[list[Tensor]]:
         """What the operator takes beside parameters and gradients."""
