@@ -7,6 +7,7 @@ namespace memkit::cpu {
 
 // Body is a class template over the lanes (lanes.h) with one always-inline static function `run`. Also in an unnamed namespace
 // its name has to be its own among those that take the same arguments: GCC gives these functions external linkage then.
+// with_v4: whether for AVX-512 too; see has_v4.
 template <template <class> class Body, bool with_v4 = true>
 struct Compiled {
   template <class... Args>

@@ -32,8 +32,8 @@ namespace memkit::cpu {
 
 enum class Isa : int { base, v3, v4 };
 
-// Whether loops over T are compiled for AVX-512 as well. Those over float64 take AVX2's, in 0.3 to 1.0 of stock's time on a Xeon,
-// and a tenth less of the compiler's.
+// Whether loops over T are compiled for AVX-512 as well. Those over float64 take AVX2's, but for softmax and pooling, which
+// would be slower than stock's then, or nearly: the compiler is spared as many copies of them.
 template <class T>
 inline constexpr bool has_v4 = !std::is_same_v<T, double>;
 

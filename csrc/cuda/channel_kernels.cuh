@@ -61,7 +61,7 @@ __device__ void for_terms(const ChannelArgs& args, const SetFinder& find, int64_
 MEMKIT_FN Act act_of(const ChannelArgs& args) { return args.has_act ? args.act : Act::identity; }
 
 // An activation's value and gradient. Those of float64 are called: written out for each of eight elements, its long formulas
-// were a third of all that these kernels took to compile.
+// were a fifth of all that these kernels took to compile.
 template <class Op>
 __device__ __noinline__ double far_value(Op op, double z) {
   return op.value(z);
