@@ -25,11 +25,10 @@ import setup_checks as checks  # noqa: E402
 
 # -fno-math-errno and -fno-trapping-math: without them g++ cannot vectorise the branch-free formulas.
 # -falign-loops: a loop of four instructions that crosses a line of the code's cache took 1.4 times as long (Zen 5).
-# -fno-thread-jumps: or g++ makes of two clamps, with AVX-512, a net of masks that takes half as long again as the formula.
 # No -march=native: the loops are compiled for three instruction sets and choose at run time, so wheels run everywhere.
 # -Wno-...uninitialized: g++ 12 warns of its own AVX-512 headers (GCC bug 105593).
 # -fopenmp: at::parallel_for is serial without it. -g0 undoes the -g of some distributions' Python.
-CXX_FLAGS = ["-O3", "-g0", "-fno-math-errno", "-fno-trapping-math", "-fno-thread-jumps"]
+CXX_FLAGS = ["-O3", "-g0", "-fno-math-errno", "-fno-trapping-math"]
 CXX_FLAGS += [
     "-falign-loops=64",
     "-fvisibility=hidden",
@@ -37,19 +36,28 @@ CXX_FLAGS += [
     "-Wno-maybe-uninitialized",
     "-Wno-uninitialized",
 ]
+# For g++ alone. -fno-thread-jumps: or it makes of two clamps, with AVX-512, a net of masks that takes half as long again as
+# the formula. The others: passes that take a tenth of the time and leave kernels and calls as fast.
+GCC_FLAGS = ["-fno-thread-jumps", "-fno-gcse", "-fno-gcse-after-reload", "-fno-rerun-cse-after-loop"]
+GCC_FLAGS += ["-fno-code-hoisting", "-fno-crossjumping", "-fno-ipa-modref", "-fno-schedule-insns2"]
 # -O1 is for the host's half, launches alone, which compile in half the time; kernels are optimised in full unless told not
 # to be. -compress-all: object code an eighth the size. Line numbers: NVCC_APPEND_FLAGS=-lineinfo.
 NVCC_FLAGS = ["-Xcompiler=-O1", "-Xcompiler=-fvisibility=hidden", "-Xfatbin=-compress-all"]
 
 # Files of csrc compiled as one: the headers, torch above all, take longer than most of these files themselves. The files
-# of a unit may not give one name to two things. A file that fits no pattern is compiled alone.
+# of a unit may not give one name to two things. Units are begun in this order, and then each file that fits no pattern, by
+# its path: what takes longest comes first, or one core waits for the other at the end.
 UNITS = {
     "torch.cpp": "torch/* bindings",
+    "activation.cpp": "cpu/activation",
+    "cuda_norm.cu": "cuda/pooling cuda/row_norm* cuda/rotary cuda/softmax",
+    "cuda_channel.cu": "cuda/channel_*",
+    "cuda_activation.cu": "cuda/activation_*",
+    "cuda_loss.cu": "cuda/glu cuda/loss cuda/optimizer",
+    "row_norm.cpp": "cpu/row_norm",
+    "row_norm_apart.cpp": "cpu/row_norm_apart",
+    "softmax.cpp": "cpu/softmax",
     "arena.cpp": "arena/*",
-    "cuda_1.cu": "cuda/activation_*",
-    "cuda_2.cu": "cuda/channel_*",
-    "cuda_3.cu": "cuda/pooling cuda/row_norm* cuda/rotary cuda/softmax",
-    "cuda_4.cu": "cuda/glu cuda/loss cuda/optimizer",
 }
 # Ahead of a kernel compiled for the CPU; CUDA's own header then finds its guard.
 PLAYED = '#include "../../tests/simt/cuda_runtime.h"\n#define __CUDA_RUNTIME_H__\n'
@@ -83,14 +91,14 @@ def sources(suffixes: Container[str], played: bool) -> list[str]:
     folder.mkdir(parents=True, exist_ok=True)
     alone = {path for path in csrc.rglob("*") if path.suffix in suffixes}
     units = []
-    for name, patterns in UNITS.items():
+    for place, (name, patterns) in enumerate(UNITS.items()):
         suffix = Path(name).suffix
         if suffix not in suffixes:
             continue
         files = {path for pattern in patterns.split() for path in csrc.glob(pattern + suffix)}
         alone -= files
         text = "".join(f'#include "{path.relative_to(csrc)}"\n' for path in sorted(files))
-        unit = folder / name
+        unit = folder / f"{place:02}_{name}"  # sources are sorted, by setuptools
         if played and suffix == ".cu":
             unit, text = unit.with_suffix(".cpp"), PLAYED + text
         if not unit.exists() or unit.read_text() != text:
@@ -177,6 +185,8 @@ def build_arguments() -> dict[str, Any]:
             except checks.BuildError as error:
                 raise BaseError(str(error)) from None
             os.environ["MAX_JOBS"] = str(jobs)
+            if compiler.startswith("g++"):
+                extensions[0].extra_compile_args["cxx"] += GCC_FLAGS
             cuda = f"yes, {reason}" if toolkit else f"no, {reason}"
             say(f"torch {torch.__version__}, {compiler}, {jobs} jobs; CUDA: {cuda}")
             try:

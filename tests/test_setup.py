@@ -349,13 +349,13 @@ def test_all_that_includes_torch_compiles_without_cuda(tmp_path):
 
     units = re.search(r"^UNITS = (\{.*?^\})", (ROOT / "setup.py").read_text(), re.DOTALL | re.MULTILINE)
     assert units is not None
-    halves = [patterns for patterns in ast.literal_eval(units[1]).values() if "torch/" in patterns]
-    assert len(halves) > 1
+    layers = [patterns for patterns in ast.literal_eval(units[1]).values() if "torch/" in patterns]
+    assert layers
     folders = [str(ROOT / "csrc"), *include_paths("cpu"), sysconfig.get_path("include")]
     macros = ['-DMEMKIT_TORCH_VERSION=""', '-DMEMKIT_CUDA_VERSION=""', "-DTORCH_EXTENSION_NAME=_C"]
     unit = tmp_path / "unit.cpp"
-    for half in halves:
-        files = sorted({path for name in half.split() for path in (ROOT / "csrc").glob(name + ".cpp")})
+    for layer in layers:
+        files = sorted({path for name in layer.split() for path in (ROOT / "csrc").glob(name + ".cpp")})
         unit.write_text("".join(f'#include "{path}"\n' for path in files))
         command = [os.environ.get("CXX", "c++"), "-std=c++20", "-fsyntax-only", "-H", *macros]
         command += [f"-I{folder}" for folder in folders]
