@@ -336,6 +336,11 @@ def test_modules_are_their_twins() -> None:
             "more than 1 value per channel",
             lambda x: M.batch_norm_act(x[:1, :, 0], None, None, training=True),
         ),
+        (
+            ValueError,
+            r"an eps above 0 when training, got 0\.0",
+            lambda x: M.batch_norm_act(x, None, None, training=True, eps=0.0),
+        ),
         (TypeError, "parameters", lambda x: M.batch_norm_act(x, None, None, training=True, act="relu", a=1)),
         (ValueError, "", lambda x: M.batch_norm_act(x, None, None, training=True, act="what")),
         (RuntimeError, "one device", lambda x: M.group_norm(x, 2, torch.ones(6, device="meta"))),

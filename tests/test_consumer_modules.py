@@ -113,6 +113,11 @@ def test_bad_input() -> None:
             ValueError,
             "norm_act_conv2d: expected more than 1 value per channel",
         ),
+        (
+            lambda: M.norm_act_conv2d(image, torch.randn(2, 6, 1, 1), training=True, eps=-1.0),
+            ValueError,
+            "norm_act_conv2d: expected an eps above 0 when training, got -1.0",
+        ),
         (lambda: M.act_linear("x", w), TypeError, "act_linear: expected input to be a Tensor, got str"),  # type: ignore[call-overload]
         (lambda: M.dropout_linear(None, w), TypeError, "dropout_linear: expected input to be a Tensor"),  # type: ignore[call-overload]
         (lambda: M.act_linear(x, w, 3), TypeError, "act_linear: expected a tensor argument .*, got int"),  # type: ignore[call-overload]

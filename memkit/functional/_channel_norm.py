@@ -66,8 +66,9 @@ def batch_norm_act(
     ``act``: None for none; "gelu_tanh" is gelu(approximate="tanh"). ``params``: the activation's own, by name
     (``negative_slope=0.2``). ``process_group``: a group of ``torch.distributed`` over whose processes the statistics of a
     training step are taken together, and the gradients of those statistics; None for this process alone.
-    ``ValueError``: one value a channel in training, as in PyTorch.
+    ``ValueError``: one value a channel, or an eps that is not positive, in training, as in PyTorch.
     """
+    check_eps("batch_norm_act", training, eps)
     name = act or ""
     names = _PARAMETERS.get(name, {})
     if not params.keys() <= names.keys():
@@ -120,6 +121,11 @@ def _run(
         "_batch_norm_act", input, weight, bias, mean, variance, eps, act, params, output_dtype(input)
     )
     return made
+
+
+def check_eps(op: str, training: bool, eps: float) -> None:
+    if training and eps <= 0:
+        raise ValueError(f"{op}: expected an eps above 0 when training, got {eps}")
 
 
 def check_running(op: str, input: Tensor, *statistics: Tensor | None) -> None:

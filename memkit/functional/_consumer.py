@@ -32,7 +32,7 @@ from torch.fx import Proxy
 from .. import _C
 from .._sharding import call
 from ._activation import _parameters
-from ._channel_norm import check_running, move_running
+from ._channel_norm import check_eps, check_running, move_running
 from ._dropout import check_probability, draw_seed, drop_numbers
 from ._glu import Packing
 from ._norm import _resolve_eps
@@ -321,9 +321,10 @@ def norm_act_conv2d(
     """conv2d(act(batch_norm(input))); keeps the input, [N, C, H, W], and 16 bytes a channel.
 
     The first arguments are those of ``torch.nn.functional.conv2d``, the others those of :func:`batch_norm_act`.
-    ``padding`` in numbers. ``ValueError``: one value a channel in training.
+    ``padding`` in numbers. ``ValueError``: one value a channel, or an eps that is not positive, in training.
     """
     op, name = "norm_act_conv2d", act or ""
+    check_eps(op, training, eps)
     _check_tensor(op, "input", input)
     conv = _convolution(op, stride, padding, dilation, groups)
     numbers = [eps, *_parameters(op, name, params)]
