@@ -181,12 +181,15 @@ def build_arguments() -> dict[str, Any]:
                 checks.check_python_headers(sysconfig.get_path("include"))
                 checks.check_ninja(os.environ["PATH"])
                 checks.check_disk(Path(self.build_temp))
-                jobs = checks.max_jobs(os.environ, len(os.sched_getaffinity(0)), checks.available_memory())
+                cores = len(os.sched_getaffinity(0))
+                jobs = checks.max_jobs(os.environ, cores, checks.memory("Available"))
             except checks.BuildError as error:
                 raise BaseError(str(error)) from None
             os.environ["MAX_JOBS"] = str(jobs)
             if compiler.startswith("g++"):
-                extensions[0].extra_compile_args["cxx"] += GCC_FLAGS
+                extensions[0].extra_compile_args["cxx"] += GCC_FLAGS + checks.collector_flags(
+                    cores, checks.memory("Total")
+                )
             cuda = f"yes, {reason}" if toolkit else f"no, {reason}"
             say(f"torch {torch.__version__}, {compiler}, {jobs} jobs; CUDA: {cuda}")
             try:

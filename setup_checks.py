@@ -176,13 +176,19 @@ def max_jobs(env: Mapping[str, str], cores: int, memory: int | None) -> int:
     return max(1, cores if memory is None else min(cores, memory // (2 * 1024**3)))
 
 
-def available_memory() -> int | None:
+def memory(kind: str) -> int | None:
+    """Bytes of the machine's: "Total" or "Available"."""
     try:
         text = Path("/proc/meminfo").read_text()
     except OSError:
         return None
-    match = re.search(r"MemAvailable:\s+(\d+) kB", text)
+    match = re.search(rf"Mem{kind}:\s+(\d+) kB", text)
     return int(match[1]) * 1024 if match else None
+
+
+def collector_flags(cores: int, total: int | None) -> list[str]:
+    """g++ without its garbage collector where each core has 4 GB: a twelfth of the time, 1 GB more at most."""
+    return ["--param=ggc-min-heapsize=4194304"] if total and total >= cores * 4 * 1024**3 else []
 
 
 # CUDA

@@ -265,6 +265,14 @@ def test_nvcc_of_another_major_is_named_with_the_cure():
     assert "The CUDA half is left out; to have it: pip install nvidia-cuda-nvcc==13.0.* " in reason
 
 
+def test_a_compiler_keeps_its_garbage_where_each_core_has_4_gb():
+    total = checks.memory("Total")
+    assert total is None or total >= (checks.memory("Available") or 0) > 0
+    assert checks.collector_flags(2, 8 << 30) == ["--param=ggc-min-heapsize=4194304"]
+    assert not checks.collector_flags(2, (8 << 30) - 1)
+    assert not checks.collector_flags(2, None)
+
+
 def test_cuda_12_has_no_wheels_to_offer():
     _, reason = checks.choose_cuda({}, "2.13.0+cu126", "12.6", nothing)
     assert "needs nvcc 12.x; none was found" in reason
