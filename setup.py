@@ -181,15 +181,14 @@ def build_arguments() -> dict[str, Any]:
                 checks.check_python_headers(sysconfig.get_path("include"))
                 checks.check_ninja(os.environ["PATH"])
                 checks.check_disk(Path(self.build_temp))
-                cores = len(os.sched_getaffinity(0))
-                jobs = checks.max_jobs(os.environ, cores, checks.memory("Available"))
+                keeps = checks.collector_flags(os.cpu_count() or 1, checks.memory("Total"))
+                cores, available = len(os.sched_getaffinity(0)), checks.memory("Available")
+                jobs = checks.max_jobs(os.environ, cores, available, each=3 if keeps else 2)
             except checks.BuildError as error:
                 raise BaseError(str(error)) from None
             os.environ["MAX_JOBS"] = str(jobs)
             if compiler.startswith("g++"):
-                extensions[0].extra_compile_args["cxx"] += GCC_FLAGS + checks.collector_flags(
-                    cores, checks.memory("Total")
-                )
+                extensions[0].extra_compile_args["cxx"] += GCC_FLAGS + keeps
             cuda = f"yes, {reason}" if toolkit else f"no, {reason}"
             say(f"torch {torch.__version__}, {compiler}, {jobs} jobs; CUDA: {cuda}")
             try:

@@ -166,29 +166,35 @@ def check_disk(folder: Path, free: int | None = None) -> None:
         )
 
 
-def max_jobs(env: Mapping[str, str], cores: int, memory: int | None) -> int:
-    """MAX_JOBS if it is set, else one compiler a core, and no more of them than memory holds (2 GB each)."""
+def max_jobs(env: Mapping[str, str], cores: int, memory: int | None, each: int = 2) -> int:
+    """MAX_JOBS if it is set, else one compiler a core, and no more of them than memory holds (`each`: GB)."""
     wish = env.get("MAX_JOBS")
     if wish:
         if not wish.isdecimal() or int(wish) < 1:
             raise BuildError(f"memkit: expected MAX_JOBS to be a number from 1, got {wish!r}")
         return int(wish)
-    return max(1, cores if memory is None else min(cores, memory // (2 * 1024**3)))
+    return max(1, cores if memory is None else min(cores, memory // (each * 1024**3)))
 
 
-def memory(kind: str) -> int | None:
-    """Bytes of the machine's: "Total" or "Available"."""
+def memory(kind: str, root: Path = Path("/")) -> int | None:
+    """Bytes: the machine's "Available", or its "Total" or what a container may have of it."""
     try:
-        text = Path("/proc/meminfo").read_text()
+        text = (root / "proc/meminfo").read_text()
     except OSError:
         return None
     match = re.search(rf"Mem{kind}:\s+(\d+) kB", text)
-    return int(match[1]) * 1024 if match else None
+    found = [int(match[1]) * 1024] if match else []
+    for limit in ("memory.max", "memory/memory.limit_in_bytes"):
+        try:
+            found.append(int((root / "sys/fs/cgroup" / limit).read_text()))
+        except (OSError, ValueError):  # not this version of cgroups, or "max"
+            continue
+    return min(found, default=None)
 
 
 def collector_flags(cores: int, total: int | None) -> list[str]:
-    """g++ without its garbage collector where each core has 4 GB: a twelfth of the time, 1 GB more at most."""
-    return ["--param=ggc-min-heapsize=4194304"] if total and total >= cores * 4 * 1024**3 else []
+    """g++ without its garbage collector on machines of 4 GB a core: a twelfth of the time, up to 1 GB more a job."""
+    return ["--param=ggc-min-heapsize=4194304"] if total and total >= cores * 3.5 * 1024**3 else []
 
 
 # CUDA

@@ -341,6 +341,11 @@ def test_modules_are_their_twins() -> None:
             r"an eps above 0 when training, got 0\.0",
             lambda x: M.batch_norm_act(x, None, None, training=True, eps=0.0),
         ),
+        (
+            ValueError,
+            r"an eps of at least 0, got -0\.1",
+            lambda x: M.batch_norm_act(x, torch.zeros(6), torch.ones(6), eps=-0.1),
+        ),
         (TypeError, "parameters", lambda x: M.batch_norm_act(x, None, None, training=True, act="relu", a=1)),
         (ValueError, "", lambda x: M.batch_norm_act(x, None, None, training=True, act="what")),
         (RuntimeError, "one device", lambda x: M.group_norm(x, 2, torch.ones(6, device="meta"))),

@@ -265,12 +265,23 @@ def test_nvcc_of_another_major_is_named_with_the_cure():
     assert "The CUDA half is left out; to have it: pip install nvidia-cuda-nvcc==13.0.* " in reason
 
 
-def test_a_compiler_keeps_its_garbage_where_each_core_has_4_gb():
-    total = checks.memory("Total")
-    assert total is None or total >= (checks.memory("Available") or 0) > 0
-    assert checks.collector_flags(2, 8 << 30) == ["--param=ggc-min-heapsize=4194304"]
-    assert not checks.collector_flags(2, (8 << 30) - 1)
+def test_compilers_keep_their_garbage_on_machines_of_4_gb_a_core(tmp_path):
+    giga = 1024**3
+    assert checks.collector_flags(2, 7_800_000 * 1024) == ["--param=ggc-min-heapsize=4194304"]  # sold as 8 GB
+    assert not checks.collector_flags(2, 6 * giga)
     assert not checks.collector_flags(2, None)
+    assert checks.max_jobs({}, cores=8, memory=8 * giga, each=3) == 2
+
+    assert checks.memory("Total", tmp_path) is None
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal:  16000000 kB\nMemAvailable:  9000000 kB\n")
+    assert checks.memory("Total", tmp_path) == 16_000_000 * 1024
+    folder = tmp_path / "sys/fs/cgroup"
+    folder.mkdir(parents=True)
+    (folder / "memory.max").write_text("max\n")
+    assert checks.memory("Available", tmp_path) == 9_000_000 * 1024
+    (folder / "memory.max").write_text(f"{4 * giga}\n")
+    assert checks.memory("Total", tmp_path) == checks.memory("Available", tmp_path) == 4 * giga
 
 
 def test_cuda_12_has_no_wheels_to_offer():

@@ -66,7 +66,7 @@ def batch_norm_act(
     ``act``: None for none; "gelu_tanh" is gelu(approximate="tanh"). ``params``: the activation's own, by name
     (``negative_slope=0.2``). ``process_group``: a group of ``torch.distributed`` over whose processes the statistics of a
     training step are taken together, and the gradients of those statistics; None for this process alone.
-    ``ValueError``: one value a channel, or an eps that is not positive, in training, as in PyTorch.
+    ``ValueError``: one value a channel or an eps of 0 in training, or an eps below 0, as in PyTorch.
     """
     check_eps("batch_norm_act", training, eps)
     name = act or ""
@@ -124,8 +124,9 @@ def _run(
 
 
 def check_eps(op: str, training: bool, eps: float) -> None:
-    if training and eps <= 0:
-        raise ValueError(f"{op}: expected an eps above 0 when training, got {eps}")
+    if eps <= 0 and (training or eps < 0):
+        least = "above 0 when training" if training else "of at least 0"
+        raise ValueError(f"{op}: expected an eps {least}, got {eps}")
 
 
 def check_running(op: str, input: Tensor, *statistics: Tensor | None) -> None:

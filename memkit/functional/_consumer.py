@@ -321,7 +321,7 @@ def norm_act_conv2d(
     """conv2d(act(batch_norm(input))); keeps the input, [N, C, H, W], and 16 bytes a channel.
 
     The first arguments are those of ``torch.nn.functional.conv2d``, the others those of :func:`batch_norm_act`.
-    ``padding`` in numbers. ``ValueError``: one value a channel, or an eps that is not positive, in training.
+    ``padding`` in numbers. ``ValueError``: one value a channel or an eps of 0 in training, or an eps below 0.
     """
     op, name = "norm_act_conv2d", act or ""
     check_eps(op, training, eps)
