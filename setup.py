@@ -37,9 +37,9 @@ CXX_FLAGS += [
     "-Wno-uninitialized",
 ]
 # For g++ alone. -fno-thread-jumps: or it makes of two clamps, with AVX-512, a net of masks that takes half as long again as
-# the formula. The others: passes that take a tenth of the time and leave kernels and calls as fast.
+# the formula. The others: passes that take a twentieth of the time and leave kernels and calls as fast.
 GCC_FLAGS = ["-fno-thread-jumps", "-fno-gcse", "-fno-gcse-after-reload", "-fno-rerun-cse-after-loop"]
-GCC_FLAGS += ["-fno-code-hoisting", "-fno-crossjumping", "-fno-ipa-modref", "-fno-schedule-insns2"]
+GCC_FLAGS += ["-fno-code-hoisting", "-fno-crossjumping", "-fno-ipa-modref"]
 # -O1 is for the host's half, launches alone, which compile in half the time; kernels are optimised in full unless told not
 # to be. -compress-all: object code an eighth the size. Line numbers: NVCC_APPEND_FLAGS=-lineinfo.
 NVCC_FLAGS = ["-Xcompiler=-O1", "-Xcompiler=-fvisibility=hidden", "-Xfatbin=-compress-all"]
