@@ -36,10 +36,8 @@ CXX_FLAGS += [
     "-Wno-maybe-uninitialized",
     "-Wno-uninitialized",
 ]
-# For g++ alone. -fno-thread-jumps: or it makes of two clamps, with AVX-512, a net of masks that takes half as long again as
-# the formula. The others: passes that take a twentieth of the time and leave kernels and calls as fast.
-GCC_FLAGS = ["-fno-thread-jumps", "-fno-gcse", "-fno-gcse-after-reload", "-fno-rerun-cse-after-loop"]
-GCC_FLAGS += ["-fno-code-hoisting", "-fno-crossjumping", "-fno-ipa-modref"]
+# For g++ alone: or it makes of two clamps, with AVX-512, a net of masks that takes half as long again as the formula.
+GCC_FLAGS = ["-fno-thread-jumps"]
 # -O1 is for the host's half, launches alone, which compile in half the time; kernels are optimised in full unless told not
 # to be. -compress-all: object code an eighth the size. Line numbers: NVCC_APPEND_FLAGS=-lineinfo.
 NVCC_FLAGS = ["-Xcompiler=-O1", "-Xcompiler=-fvisibility=hidden", "-Xfatbin=-compress-all"]
@@ -181,13 +179,14 @@ def build_arguments() -> dict[str, Any]:
                 checks.check_python_headers(sysconfig.get_path("include"))
                 checks.check_ninja(os.environ["PATH"])
                 checks.check_disk(Path(self.build_temp))
-                keeps = checks.collector_flags(os.cpu_count() or 1, checks.memory("Total"))
+                gcc = compiler.startswith("g++")
+                keeps = checks.collector_flags(os.cpu_count() or 1, checks.memory("Total")) if gcc else []
                 cores, available = len(os.sched_getaffinity(0)), checks.memory("Available")
                 jobs = checks.max_jobs(os.environ, cores, available, each=3 if keeps else 2)
             except checks.BuildError as error:
                 raise BaseError(str(error)) from None
             os.environ["MAX_JOBS"] = str(jobs)
-            if compiler.startswith("g++"):
+            if gcc:
                 extensions[0].extra_compile_args["cxx"] += GCC_FLAGS + keeps
             cuda = f"yes, {reason}" if toolkit else f"no, {reason}"
             say(f"torch {torch.__version__}, {compiler}, {jobs} jobs; CUDA: {cuda}")

@@ -265,10 +265,12 @@ def test_nvcc_of_another_major_is_named_with_the_cure():
     assert "The CUDA half is left out; to have it: pip install nvidia-cuda-nvcc==13.0.* " in reason
 
 
-def test_compilers_keep_their_garbage_on_machines_of_4_gb_a_core(tmp_path):
+def test_compilers_keep_their_garbage_on_machines_of_6_gb_a_core(tmp_path):
     giga = 1024**3
-    assert checks.collector_flags(2, 7_800_000 * 1024) == ["--param=ggc-min-heapsize=4194304"]  # sold as 8 GB
-    assert not checks.collector_flags(2, 6 * giga)
+    assert checks.collector_flags(2, 11_700_000 * 1024) == [
+        "--param=ggc-min-heapsize=4194304"
+    ]  # sold as 12 GB
+    assert not checks.collector_flags(2, 8 * giga)
     assert not checks.collector_flags(2, None)
     assert checks.max_jobs({}, cores=8, memory=8 * giga, each=3) == 2
 

@@ -124,6 +124,7 @@ def _run(
 
 
 def check_eps(op: str, training: bool, eps: float) -> None:
+    """What torch.nn.functional.batch_norm takes."""
     if eps <= 0 and (training or eps < 0):
         least = "above 0 when training" if training else "of at least 0"
         raise ValueError(f"{op}: expected an eps {least}, got {eps}")
