@@ -113,11 +113,15 @@ def check_compiler(cxx: str, run: Run = run) -> str:
             f"Install g++ {GCC_OLDEST} or newer (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++) "
             "or name one: CXX=/path/to/g++"
         ) from None
-    clang = "clang" in banner
+    first = banner.partition("\n")[0]
+    clang = "clang" in first
     name, oldest = ("clang++", CLANG_OLDEST) if clang else ("g++", GCC_OLDEST)
-    match = re.search(r"version (\d+)[.\d]*" if clang else r"\) (\d+)[.\d]*", banner)
+    if clang:
+        match = re.search(r"version (\d+)[.\d]*", first)
+    else:  # Intel's and NVIDIA's look like g++'s, too, but for who signs
+        match = re.match(r"\S+ \(.*\) (\d+)[.\d]*", first) if "Free Software Foundation" in banner else None
     if match is None:  # a vendor's compiler with a banner of its own: let it try
-        return banner.splitlines()[0] if banner else cxx
+        return first or cxx
     if int(match[1]) < oldest:
         raise BuildError(
             f"memkit: needs {name} {oldest} or newer, got {match[0].split()[-1]} ({cxx}); "

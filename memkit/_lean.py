@@ -83,6 +83,8 @@ class lean:  # noqa: N801  a context, named as torch.no_grad is
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if not self._entered:
+            raise RuntimeError("lean: expected to be entered before it is left, got an exit alone")
         hooks = self._entered.pop()
         if hooks is not None:
             hooks.__exit__(kind, error, trace)

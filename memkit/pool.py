@@ -159,7 +159,7 @@ class Pool(_C.PoolBase):
         requires_grad: bool = False,
         tag: str | None = None,
     ) -> Tensor:
-        """As `torch.empty`. `tag`: whom the memory is for, in reports and errors."""
+        """As `torch.empty`. `tag`: whom the memory is for, in reports and errors. The pool keeps every name: use few."""
         # Only compilers come here and to the next three, and calls through the class: an instance answers with C
         # functions, see PoolBase.
         shape = size[0] if len(size) == 1 and isinstance(size[0], (tuple, list)) else size
@@ -347,7 +347,7 @@ class Pool(_C.PoolBase):
 
         Args:
             tag: only what has this tag, in scopes and replays, too. By default all of the pool.
-            file: by default a temporary one.
+            file: a path, by default of a temporary one. Its contents are lost; until `wake()` no other pool may use it.
 
         Until `wake()` nobody may read or write the tensors that sleep, nor replay a graph that does, and nothing can be
         allocated from the pool, or under the tag. Freeing is allowed, and so is `close()`. While this call or `wake()` is
@@ -356,14 +356,14 @@ class Pool(_C.PoolBase):
         Raises:
             TypeError: a tag that is no string.
             ValueError: a tag that nothing in this pool ever had.
-            RuntimeError: the pool is closed, sleeps already, its contents do not fit the file, or a graph is being
-                captured; it stays as it was.
+            RuntimeError: the pool is closed, sleeps already, its contents do not fit the file, another pool sleeps in
+                the file, or a graph is being captured; it stays as it was.
         """
         if tag is not None and not isinstance(tag, str):
             raise TypeError(f"Pool.sleep: expected tag to be a str or None, got {type(tag).__name__}")
         if tag == "":
             raise ValueError("Pool.sleep: expected a tag or None, got an empty one")
-        with tempfile.TemporaryFile() if file is None else Path(file).open("w+b") as out:
+        with tempfile.TemporaryFile() if file is None else Path(file).open("a+b") as out:  # emptied later
             return self._core.sleep(tag or "", out.fileno())
 
     def wake(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -39,12 +40,13 @@ def test_alpha_dropout() -> None:
         ("dropout1d", (20, 30, 5), 2),
         ("dropout1d", (30, 5), 1),
         ("dropout2d", (20, 30, 2, 3), 2),
-        ("dropout2d", (30, 2, 3), 1),
         ("dropout3d", (20, 30, 2, 2, 2), 2),
+        ("dropout3d", (30, 2, 2, 2), 1),
         ("drop_path", (500, 2, 3), 1),
     ],
 )
 @pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.filterwarnings("ignore:dropout")
 def test_whole_features(name: str, shape: tuple[int, ...], dims: int, inplace: bool) -> None:
     x = torch.ones(shape, requires_grad=True)
     y = getattr(M, name)(x * 1, 0.4, inplace=inplace)
@@ -54,9 +56,36 @@ def test_whole_features(name: str, shape: tuple[int, ...], dims: int, inplace: b
     assert values == {0.0, torch.tensor(1 / 0.6).item()}
     (slope,) = torch.autograd.grad(y.sum(), x)
     assert torch.equal(slope, y.detach())
-    wrong = x.flatten()[:6].view(6) if name != "drop_path" else x.sum()
+    wrong = x.flatten()[:6].view(6) if name.startswith("dropout") and name != "dropout3d" else x.sum()
     with pytest.raises(ValueError, match=f"{name}: expected an input of"):
         getattr(M, name)(wrong, 0.4)
+
+
+@pytest.mark.parametrize("name", ["dropout2d", "dropout3d"])
+@pytest.mark.parametrize("dims", [2, 3, 4, 5, 6])
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.filterwarnings("ignore:dropout")
+def test_what_shares_a_mask_is_as_in_stock(name: str, dims: int, inplace: bool) -> None:
+    """Which of the first dimensions each element of the result stands alone for, and which it shares."""
+    ours, stock = getattr(M, name), getattr(F, name)
+    x = torch.ones((24, 24, 3, 3, 3, 3)[:dims])
+    for function in (ours, stock):
+        y = function(x.clone(), 0.5, True, inplace)
+        varies = [not (y == y.narrow(dim, 0, 1)).all() for dim in range(dims)]
+        if function is ours:
+            mine = varies
+    assert varies == mine
+    with (
+        pytest.warns(UserWarning, match=f"{name}: expected an input")
+        if (name, dims)
+        not in (
+            ("dropout2d", 4),
+            ("dropout3d", 4),
+            ("dropout3d", 5),
+        )
+        else nullcontext()
+    ):
+        ours(x, 0.5)
 
 
 def test_drop_path_without_scaling() -> None:
@@ -78,6 +107,29 @@ def test_modules_are_their_twins(name: str) -> None:
     assert torch.equal(ours.eval()(x), x)
     with pytest.raises(ValueError, match="between 0 and 1"):
         getattr(memkit.nn, name)(1.5)
+
+
+@pytest.mark.filterwarnings("ignore:dropout")
+def test_arguments_of_other_types() -> None:
+    x = torch.randn(4, 6)
+    for function in (
+        M.normalize,
+        M.dropout1d,
+        M.dropout2d,
+        M.dropout3d,
+        M.drop_path,
+        M.feature_alpha_dropout,
+    ):
+        with pytest.raises(TypeError, match=f"{function.__name__}: expected input to be a Tensor, got list"):
+            function([1.0])
+        if function is not M.normalize:
+            with pytest.raises(TypeError, match=f"{function.__name__}: expected p to be a number, got str"):
+                function(x, "a")
+    for module in (memkit.nn.DropPath, lambda p: memkit.nn.MLP(4, dropout=p)):
+        with pytest.raises(TypeError, match=r"expected .* to be a number, got NoneType"):
+            module(None)
+    with pytest.raises(TypeError, match="dropout_linear: expected p to be a number, got str"):
+        M.dropout_linear(x, torch.randn(2, 6), p="a")
 
 
 def test_bad_input() -> None:

@@ -94,6 +94,11 @@ def test_lean_inside_lean_adds_nothing() -> None:
     assert not is_lean()
 
 
+def test_an_exit_alone_is_told() -> None:
+    with pytest.raises(RuntimeError, match="lean: expected to be entered before it is left"):
+        memkit.lean().__exit__(None, None, None)
+
+
 def test_hooks_around_it_get_what_is_kept() -> None:
     given, back = [], []
 

@@ -421,6 +421,8 @@ def test_bad_arguments() -> None:
     with pytest.raises(TypeError, match=r"step_in_backward: expected an optimizer of memkit.optim, got SGD"):
         step_in_backward(torch.optim.SGD(params))  # type: ignore[arg-type]
     optimizer = optim.SGD(params)
+    with pytest.raises(TypeError, match="step_in_backward: expected max_norm to be a number, got str"):
+        step_in_backward(optimizer, max_norm="a")
     with pytest.raises(ValueError, match="step_in_backward: expected max_norm above 0 or None, got 0"):
         step_in_backward(optimizer, max_norm=0)
     step_in_backward(optimizer)

@@ -173,7 +173,10 @@ def test_failed_load_changes_nothing() -> None:
         lambda s: s["state"][1].update(exp_avg=torch.zeros(7)),
         lambda s: s["state"][1].pop("exp_avg_sq"),
         lambda s: s["state"][1].update(exp_avg=torch.zeros(5000, dtype=torch.int8)),
+        lambda s: s["state"][1].update(exp_avg=torch.zeros(5000, dtype=torch.int64)),
+        lambda s: s["state"][1].update(exp_avg=torch.zeros(5000, dtype=torch.complex64)),
         lambda s: s["param_groups"][0].update(betas=(2.0, 0.5)),
+        lambda s: s["param_groups"][0].pop("betas"),
     ):
         broken = copy.deepcopy(before)
         broken["param_groups"][0]["lr"] = 5.0
@@ -183,3 +186,53 @@ def test_failed_load_changes_nothing() -> None:
         assert optimizer.param_groups[0]["lr"] == 1e-2
         now = optimizer.state_dict()["state"]
         assert all(torch.equal(now[i][k], x) for i, e in before["state"].items() for k, x in e.items())
+
+
+@pytest.mark.parametrize(
+    ("rule", "other"),
+    [
+        *((optim.AdamW, each) for each in ("RMSprop", "SGD", "Adagrad", "Adamax", "Rprop")),
+        *((optim.SGD, each) for each in ("RMSprop", "Adagrad", "Adamax", "NAdam", "AdamW")),
+    ],
+)
+def test_states_of_other_optimizers_are_refused(rule: Any, other: str) -> None:
+    a, b = parameters(), parameters()
+    theirs = getattr(torch.optim, other)(a)
+    train(theirs, a, 1)
+    ours = rule(b)
+    before = copy.deepcopy(ours.state_dict())
+    with pytest.raises(ValueError, match=f"{rule.__name__}: expected"):
+        ours.load_state_dict(theirs.state_dict())
+    assert ours.state_dict() == before
+
+
+def test_dampening_spares_the_first_step_in_torch() -> None:
+    """torch.optim.SGD takes a buffer for a step that was taken."""
+    values = torch.randn(2, 5)
+    options = {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}
+    ends = []
+    for first in (optim.SGD, torch.optim.SGD):
+        params = [nn.Parameter(values[i].clone()) for i in range(2)]
+        optimizer = first(params, **options)
+        params[0].grad = torch.ones(5)
+        optimizer.step()
+        after = torch.optim.SGD(params, **options)
+        after.load_state_dict(optimizer.state_dict())
+        for p in params:
+            p.grad = torch.ones(5)
+        after.step()
+        ends.append(params)
+    for p, q in zip(*ends, strict=True):
+        torch.testing.assert_close(p, q)
+
+
+def test_a_flag_that_is_none_writes_nothing() -> None:
+    a, b = parameters(), parameters()
+    optimizer = optim.SGD([{"params": a}, {"params": b}], lr=1.0)
+    for p in (*a, *b):
+        p.grad = torch.ones_like(p)
+    before = [p.detach().clone() for p in (*a, *b)]
+    optimizer.param_groups[1]["maximize"] = torch.ones(2)
+    with pytest.raises(TypeError, match="SGD: expected maximize to be a bool, got Tensor"):
+        optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip((*a, *b), before, strict=True))

@@ -227,6 +227,7 @@ def test_hooks_and_profiler_names(rule: str) -> None:
         (lambda p: optim.AdamW(p, weight_decay=math.nan), "AdamW: expected weight_decay"),
         (lambda p: optim.AdamW(p, state_dtype="4bit"), "AdamW: expected state_dtype None, .* got '4bit'"),
         (lambda p: optim.AdamW(p, state_dtype=torch.float16), "AdamW: expected state_dtype"),
+        (lambda p: optim.AdamW(p, block_size=64.0), "AdamW: expected block_size 64, 128 or 256, got 64.0"),
         (lambda p: optim.AdamW(p, block_size=100), "AdamW: expected block_size 64, 128 or 256, got 100"),
         (lambda p: optim.AdamW(p, amsgrad=True, state_dtype="8bit"), "AdamW: expected amsgrad without"),
         (lambda p: optim.AdamW([{"params": p, "eps": -2.0}]), "AdamW: expected eps"),

@@ -316,6 +316,30 @@ def test_a_wake_that_fails_can_be_called_again(tag, tmp_path):
     pool.check()
 
 
+def test_a_file_is_its_sleepers_until_it_wakes(tmp_path):
+    path = tmp_path / "contents"
+    path.write_bytes(b"old" * 1000)
+    pool, other = Pool("8MiB"), Pool("8MiB")
+    held, others = pool.full((1000,), 3.0), other.full((1000,), 5.0)
+    with pytest.raises(ValueError, match=r"Pool\.sleep: expected a tag that this pool knows"):
+        pool.sleep("unknown", file=path)
+    assert path.read_bytes() == b"old" * 1000
+    pool.sleep(file=path)
+    assert path.stat().st_size >= held.nbytes
+    with pytest.raises(RuntimeError, match=r"Pool\.sleep: expected a pool that is awake"):
+        pool.sleep(file=path)
+    with pytest.raises(
+        RuntimeError, match=r"Pool\.sleep: expected a file of its own, got one that another pool"
+    ):
+        other.sleep(file=path)
+    assert others.eq(5).all()
+    pool.wake()
+    assert held.eq(3).all()
+    other.sleep(file=path)
+    other.wake()
+    assert others.eq(5).all()
+
+
 def test_a_sleep_that_fails_leaves_the_pool_awake():
     pool = Pool("8MiB")
     held = pool.full((1_000_000,), 3.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -274,6 +275,14 @@ def test_bad_input() -> None:
             "expected all tensors on one",
         ),
         (lambda: memkit.nn.RotaryEmbedding(7), ValueError, "RotaryEmbedding: expected an even dim"),
+        (lambda: memkit.nn.RotaryEmbedding(4.0), TypeError, "RotaryEmbedding: expected dim to be an int"),
+        (
+            lambda: memkit.nn.RotaryEmbedding(8, base=0),
+            ValueError,
+            "RotaryEmbedding: expected a base above 0",
+        ),
+        (lambda: memkit.nn.RotaryEmbedding(8, base=math.nan), ValueError, "RotaryEmbedding: expected a base"),
+        (lambda: memkit.nn.RotaryEmbedding(8, base="a"), TypeError, "RotaryEmbedding: expected base to be a"),
         (lambda: memkit.nn.RotaryEmbedding(8, layout="bsdh"), ValueError, "RotaryEmbedding: expected layout"),
         (
             lambda: memkit.nn.RotaryEmbedding(8, inplace="yes"),
@@ -316,6 +325,17 @@ def test_module(layout: str, interleaved: bool) -> None:
         half.cos, cos[: half.cos.size(0), ::2] if interleaved else cos[: half.cos.size(0), :8]
     )
     assert half(q.bfloat16()).dtype == torch.bfloat16
+
+
+def test_tables_of_a_model_made_without_memory() -> None:
+    want = memkit.nn.RotaryEmbedding(16, 64)
+    with torch.device("meta"):
+        model = torch.nn.Sequential(memkit.nn.RotaryEmbedding(16, 64, device="meta"))
+    rope = model.to_empty(device="cpu")[0]
+    assert torch.equal(rope.cos, want.cos)
+    assert torch.equal(rope.sin, want.sin)
+    shared = want.cos.data_ptr()
+    assert want.float().cos.data_ptr() == shared  # as it was
 
 
 def test_a_block_of_attention_trains_the_same() -> None:

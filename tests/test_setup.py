@@ -74,6 +74,19 @@ def test_compilers():
 
 
 @pytest.mark.parametrize(
+    "banner",
+    [
+        "icpc (ICC) 2021.10.0 20230609\nCopyright (C) 1985-2023 Intel Corporation.  All rights reserved.\n",
+        "nvc++ 9.1-0 64-bit target on x86-64 Linux\nCopyright (c) 2024, NVIDIA CORPORATION\n",
+        "ccache version 4.7.5\nCopyright (C) 2022 Free Software Foundation, Inc. (part) 4.0\n",
+        "",
+    ],
+)
+def test_compilers_of_others_may_try(banner):
+    assert checks.check_compiler("c++", lambda _: banner) == (banner.splitlines() or ["c++"])[0]
+
+
+@pytest.mark.parametrize(
     ("cxx", "banner", "message"),
     [
         ("c++", GCC.format("9.4.0"), r"^memkit: needs g\+\+ 11 or newer, got 9\.4\.0 \(c\+\+\)"),

@@ -465,6 +465,13 @@ def test_stock_forms() -> None:
         assert torch.equal(M.softmax(x), M.softmax(x, 1))
     with pytest.warns(UserWarning, match="Implicit dimension"):
         M.log_softmax(x)
+    with pytest.raises(TypeError, match="softmax: expected input to be a Tensor, got list"):
+        M.softmax([1.0])  # type: ignore[arg-type]
+    for layer in (memkit.nn.Softmax(), memkit.nn.LogSoftmax()):
+        compiled = torch.compile(layer, fullgraph=True, backend="eager")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.testing.assert_close(compiled(x), layer(x))
 
     class Sub(Tensor):
         pass

@@ -461,6 +461,16 @@ def test_an_empty_batch_counts_once() -> None:
     assert model.bn1.num_batches_tracked == 1
 
 
+def test_a_batch_that_stock_has_to_norm_counts_once() -> None:
+    model = Direct()
+    model.bn1.weight = nn.Parameter(torch.rand(WIDTH, 1))  # which stock views as [WIDTH]
+    stock = copy.deepcopy(model)
+    swap(model, lean="call")
+    x = images(torch.float32)
+    torch.testing.assert_close(model(x), stock(x))
+    assert model.bn1.num_batches_tracked == stock.bn1.num_batches_tracked == 1
+
+
 def test_no_gradient_and_empty() -> None:
     model = Block().eval()
     stock = copy.deepcopy(model)

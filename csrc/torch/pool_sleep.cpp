@@ -1,7 +1,10 @@
 // Sleep and wake: contents to a file, memory back to the system, addresses kept.
+#include <fcntl.h>
+#include <sys/file.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <iterator>
 #include <set>
 #include <utility>
@@ -44,6 +47,19 @@ class Stillness {
 
 arena::Gate gate_of(const Pool::Tag& tag) { return tag ? arena::Gate::shut_for(*tag) : arena::Gate::shut(); }
 
+// The file for contents, emptied, and nobody else's until wake() or the pool's end.
+int take_file(int file) {
+  const int own = fcntl(file, F_DUPFD_CLOEXEC, 0);
+  TORCH_CHECK(own >= 0, "Pool.sleep: expected an open file, got ", file);
+  if (flock(own, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {  // some file systems have no locks
+    ::close(own);
+    TORCH_CHECK(false, "Pool.sleep: expected a file of its own, got one that another pool sleeps in");
+  }
+  // A pipe or a device has nothing to empty.
+  if (ftruncate(own, 0) == 0) lseek(own, 0, SEEK_SET);
+  return own;
+}
+
 }  // namespace
 
 std::size_t Pool::sleep(const std::string& name, int file) {
@@ -83,16 +99,16 @@ std::size_t Pool::sleep(const std::string& name, int file) {
     arena_->visit_guests([&](const BlockView& block) {
       if (block.tag == *tag) sleepers.push_back(sleeper(block));
     });
-  const int copy = dup(file);
+  int own = -1;
   try {
-    TORCH_CHECK(copy >= 0, "Pool.sleep: expected an open file, got ", file);
-    for (const Sleeper& one : sleepers) device_->save(file, one.at, one.bytes);
+    own = take_file(file);
+    for (const Sleeper& one : sleepers) device_->save(own, one.at, one.bytes);
   } catch (...) {
-    if (copy >= 0) ::close(copy);
+    if (own >= 0) ::close(own);
     asleep_.store(false);
     throw;
   }
-  file_ = copy;
+  file_ = own;
   sleepers_ = sleepers;
   still.end_with(gate_of(tag));
   // Neighbours together, so that a page that they share goes, too.
@@ -168,6 +184,7 @@ void Pool::wake() {
     }
     position += static_cast<off_t>(one.bytes);
   }
+  flock(file_, LOCK_UN);  // also where a child of this process still has it open
   ::close(file_);
   file_ = -1;
   sleepers_.clear();

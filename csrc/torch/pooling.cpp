@@ -88,6 +88,8 @@ Tensor call_backward(const Tensor& grad, const Tensor& places, c10::SymIntArrayR
                                    Tensor(const Tensor&, const Tensor&, c10::SymIntArrayRef, bool, MEMKIT_WINDOW))(
       grad, places, size, last, MEMKIT_WINDOW_OF(w));
 }
+#undef MEMKIT_WINDOW
+#undef MEMKIT_WINDOW_OF
 
 void check(const Tensor& x, const Window& w) {
   check_float_tensor(kOp, x);

@@ -36,7 +36,7 @@ from ._channel_norm import check_eps, check_running, move_running
 from ._dropout import check_probability, draw_seed, drop_numbers
 from ._glu import Packing
 from ._norm import _resolve_eps
-from ._shared import describe
+from ._shared import check_tensor, describe
 
 __all__ = [
     "act_conv2d",
@@ -143,7 +143,7 @@ def dropout_linear(
 
     Drops what :func:`dropout` and :func:`act_dropout` drop under the same seed. The rest as in :func:`act_linear`.
     """
-    _check_tensor("dropout_linear", "input", input)
+    check_tensor("dropout_linear", "input", input)
     check_probability("dropout_linear", p)
     act = act or "identity"
     numbers = _parameters("dropout_linear", act, params)
@@ -288,7 +288,7 @@ def _convolved(
     bias: Tensor | None,
     *how: Any,
 ) -> Tensor:
-    _check_tensor(op, "input", input)
+    check_tensor(op, "input", input)
     if input.dim() == 3:
         return _convolved(op, act, numbers, input.unsqueeze(0), weight, bias, *how).squeeze(0)
     if input.dim() != 4:
@@ -325,7 +325,7 @@ def norm_act_conv2d(
     """
     op, name = "norm_act_conv2d", act or ""
     check_eps(op, training, eps)
-    _check_tensor(op, "input", input)
+    check_tensor(op, "input", input)
     conv = _convolution(op, stride, padding, dilation, groups)
     numbers = [eps, *_parameters(op, name, params)]
     if not is_dynamo_compiling():
@@ -365,7 +365,7 @@ def _linear(
     packing: str = "",
     numbers: Sequence[float] = (),
 ) -> Tensor | tuple[Tensor, ...]:
-    _check_tensor(name, "input", inputs[0])
+    check_tensor(name, "input", inputs[0])
     weights, biases = _layers(name, weight, bias)
     outputs = _consumer(name, inputs, op, act, packing, numbers, weights, biases, [])[0]
     return outputs[0] if isinstance(weight, _ONE) else tuple(outputs[i] for i in range(len(weights)))
@@ -389,16 +389,11 @@ def _consumer(
     except TypeError:  # looked into where something is wrong, and not in every call
         for each in [*inputs[1:], *weights, *biases]:
             if each is not None:
-                _check_tensor(name, "a tensor argument", each)
+                check_tensor(name, "a tensor argument", each)
         raise
     if results is None:
         results = call("_consumer", *args)
     return results
-
-
-def _check_tensor(op: str, argument: str, value: Any) -> None:
-    if not isinstance(value, _ONE) and not hasattr(type(value), "__torch_function__"):
-        raise TypeError(f"{op}: expected {argument} to be a Tensor, got {type(value).__name__}")
 
 
 def _layers(

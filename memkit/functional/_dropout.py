@@ -19,6 +19,7 @@ Shapes: any; the result has the input's shape and dtype. Dtypes: float32, float6
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from .. import _C
 from .._sharding import call
 from ._activation import Inplace, Save, _parameters, check_inplace, save_of
 from ._partition import keep_results
-from ._shared import describe
+from ._shared import check_number, check_tensor, describe
 
 __all__ = [
     "act_dropout",
@@ -51,6 +52,7 @@ _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def check_probability(op: str, p: float) -> None:
+    check_number(op, "p", p)
     if not 0 <= p <= 1:
         raise ValueError(f"{op}: expected a probability p in [0, 1], got {p}")
 
@@ -236,12 +238,13 @@ def act_dropout(
     )
 
 
-def _feature_dims(name: str, input: Tensor, spatial: int, batched: tuple[int, ...]) -> int:
-    """Dimensions before the spatial ones: (N, C), or (C) without a batch."""
-    if input.dim() not in batched:
-        wanted = " or ".join(str(each) for each in batched)
-        raise ValueError(f"{name}: expected an input of {wanted} dimensions, got {list(input.shape)}")
-    return input.dim() - spatial
+def _warn_of(name: str, input: Tensor, expected: str, got: str) -> None:
+    """As torch.nn.functional does, of shapes that it takes for something else than they seem."""
+    if not is_dynamo_compiling():
+        text = (
+            f"{name}: expected an input {expected}, took one of {list(input.shape)} for {got}, as torch does"
+        )
+        warnings.warn(text, stacklevel=3)
 
 
 def dropout1d(
@@ -256,8 +259,10 @@ def dropout1d(
 
     Arguments as in :func:`dropout`.
     """
-    dims = _feature_dims("dropout1d", input, 1, (2, 3))
-    return _drop_features("dropout1d", input, dims, p, training, inplace, generator)
+    check_tensor("dropout1d", "input", input)
+    if input.dim() not in (2, 3):
+        raise ValueError(f"dropout1d: expected an input of 2 or 3 dimensions, got {list(input.shape)}")
+    return _drop_features("dropout1d", input, input.dim() - 1, p, training, inplace, generator)
 
 
 def dropout2d(
@@ -268,12 +273,15 @@ def dropout2d(
     *,
     generator: Generator | None = None,
 ) -> Tensor:
-    """Drops whole channels of (N, C, H, W) or (C, H, W) (Tompson et al. 2015). Backward keeps one element a channel.
+    """Drops whole channels of (N, C, H, W) (Tompson et al. 2015). Backward keeps one element a channel.
 
-    Arguments as in :func:`dropout`.
+    As in torch the channels are the second of any number of dimensions, also of three, (N, C, L), with a warning. Arguments
+    as in :func:`dropout`.
     """
-    dims = _feature_dims("dropout2d", input, 2, (3, 4))
-    return _drop_features("dropout2d", input, dims, p, training, inplace, generator)
+    check_tensor("dropout2d", "input", input)
+    if input.dim() != 4:
+        _warn_of("dropout2d", input, "(N, C, H, W)", "(N, C, ...)")
+    return _drop_features("dropout2d", input, 2, p, training, inplace, generator)
 
 
 def dropout3d(
@@ -286,10 +294,13 @@ def dropout3d(
 ) -> Tensor:
     """Drops whole channels of (N, C, D, H, W) or (C, D, H, W) (Tompson et al. 2015). Backward keeps one element a channel.
 
-    Arguments as in :func:`dropout`.
+    As in torch the channels are the first of any other number of dimensions, too, with a warning. Arguments as in
+    :func:`dropout`.
     """
-    dims = _feature_dims("dropout3d", input, 3, (4, 5))
-    return _drop_features("dropout3d", input, dims, p, training, inplace, generator)
+    check_tensor("dropout3d", "input", input)
+    if input.dim() not in (4, 5):
+        _warn_of("dropout3d", input, "(N, C, D, H, W) or (C, D, H, W)", "(C, ...)")
+    return _drop_features("dropout3d", input, 2 if input.dim() == 5 else 1, p, training, inplace, generator)
 
 
 def drop_path(
@@ -306,6 +317,7 @@ def drop_path(
     ``scale_by_keep``: the others are scaled by 1 / (1 - p). The other arguments are those of :func:`dropout`.
     Huang, Sun, Liu, Sedra, Weinberger, "Deep networks with stochastic depth", 2016.
     """
+    check_probability("drop_path", p)
     scale = 1.0 if scale_by_keep else 1 - p
     return _drop_features("drop_path", input, 1, p, training, inplace, generator, scale)
 
@@ -336,6 +348,7 @@ def _drop_features(
     scale: float = 1.0,
 ) -> Tensor:
     check_probability(name, p)
+    check_tensor(name, "input", input)
     check_inplace(name, inplace)
     if not training or p == 0 or input.numel() == 0:
         return input
@@ -358,6 +371,7 @@ def feature_alpha_dropout(
     Arguments as in :func:`dropout`.
     """
     check_probability("feature_alpha_dropout", p)
+    check_tensor("feature_alpha_dropout", "input", input)
     check_inplace("feature_alpha_dropout", inplace)
     if not training or p == 0 or input.numel() == 0:
         return input

@@ -32,7 +32,7 @@ from .._sharding import call
 from . import _flops
 from ._activation import Inplace, check_inplace
 from ._partition import keep_results
-from ._shared import describe
+from ._shared import check_number, check_tensor, describe
 
 __all__ = ["cross_entropy", "linear_cross_entropy"]
 
@@ -98,6 +98,7 @@ def cross_entropy(
 def _cap(op: str, softcap: float | None) -> float:
     if softcap is None:
         return 0.0
+    check_number(op, "softcap", softcap)
     if not softcap > 0:
         raise ValueError(f"{op}: expected softcap None or above 0, got {softcap}")
     return softcap
@@ -134,10 +135,7 @@ def linear_cross_entropy(
     A second derivative raises ``NotImplementedError``.
     """
     for name, given in (("input", input), ("linear_weight", linear_weight), ("target", target)):
-        if not isinstance(given, Tensor):
-            raise TypeError(
-                f"linear_cross_entropy: expected {name} to be a Tensor, got {type(given).__name__}"
-            )
+        check_tensor("linear_cross_entropy", name, given)
     ignored = -100 if ignore_index is None else ignore_index
     if not is_dynamo_compiling():
         _flops.tell()

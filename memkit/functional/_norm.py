@@ -55,7 +55,7 @@ from torch.compiler import is_dynamo_compiling
 from .. import _C
 from .._sharding import call
 from ._activation import Inplace, Save, check_inplace, save_of
-from ._shared import describe
+from ._shared import check_tensor, describe
 
 __all__ = [
     "add_layer_norm",
@@ -128,6 +128,7 @@ def normalize(
     save: Save = "auto",
 ) -> Tensor:
     """x / max(|x|, eps) over one dimension: ``torch.nn.functional.normalize`` of ``p=2``, with its arguments."""
+    check_tensor("normalize", "input", input)
     if p != 2:
         raise ValueError(f"normalize: expected p=2, got {p}; use torch.nn.functional.normalize")
     if eps is None:  # which rms_norm takes

@@ -42,7 +42,7 @@ from torch.compiler import is_dynamo_compiling
 from .. import _C
 from .._sharding import call
 from ._activation import Inplace, check_inplace
-from ._shared import describe
+from ._shared import check_tensor, describe
 
 __all__ = ["log_softmax", "softmax"]
 
@@ -89,7 +89,9 @@ def _call(
     a copy in place."""
     log = op == "log_softmax"
     if dim is None:  # what torch.nn.functional takes, with its warning
-        warnings.warn(f"Implicit dimension choice for {op} has been deprecated: give dim=", stacklevel=3)
+        check_tensor(op, "input", input)
+        if not is_dynamo_compiling():
+            warnings.warn(f"Implicit dimension choice for {op} has been deprecated: give dim=", stacklevel=3)
         dim = 0 if input.dim() in (0, 1, 3) else 1
     if not is_dynamo_compiling():
         result = _C.softmax(input, dim, mask, scale, causal, log, dtype, inplace)

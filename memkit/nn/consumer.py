@@ -18,6 +18,7 @@ from .._hooks import has_global_hooks, has_hooks
 from .._lean import lean
 from ..functional._activation import overwrites
 from ..functional._glu import Packing
+from ..functional._shared import check_number
 from .norm import LayerNorm, RMSNorm, norm_act_conv_of
 
 __all__ = [
@@ -311,6 +312,7 @@ def _gate(act: str) -> str:
 
 
 def _probability(name: str, p: float) -> float:
+    check_number(name, "a dropout probability", p)
     if not 0 <= p <= 1:
         raise ValueError(f"{name}: expected a dropout probability in [0, 1], got {p}")
     return p

@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from .. import functional as F
+from ..functional._shared import check_number
 
 
 class Dropout(nn.Dropout):
@@ -46,6 +47,7 @@ class DropPath(nn.Module):
 
     def __init__(self, drop_prob: float = 0.0, scale_by_keep: bool = True) -> None:
         super().__init__()
+        check_number("DropPath", "drop_prob", drop_prob)
         if not 0 <= drop_prob <= 1:
             raise ValueError(f"DropPath: expected a probability drop_prob in [0, 1], got {drop_prob}")
         self.drop_prob = drop_prob

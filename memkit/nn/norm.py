@@ -78,15 +78,23 @@ def batch_norm_of(
 ) -> Tensor:
     """What a batch norm of torch.nn computes with its state, and the activation behind it."""
     module._check_input_dim(input)
-    return F.batch_norm_act(
-        input,
-        weight=module.weight,
-        bias=module.bias,
-        act=act,
-        process_group=process_group,
-        **batch_norm_state(module),
-        **params,
-    )
+    state = batch_norm_state(module)
+    try:
+        return F.batch_norm_act(
+            input,
+            weight=module.weight,
+            bias=module.bias,
+            act=act,
+            process_group=process_group,
+            **state,
+            **params,
+        )
+    except (RuntimeError, TypeError, ValueError) as error:
+        refused = str(error).startswith("batch_norm_act: expected")  # before it wrote, so stock may do it
+        counts = module.training and module.track_running_stats and module.num_batches_tracked is not None
+        if refused and counts:
+            module.num_batches_tracked.sub_(1)
+        raise
 
 
 def norm_act_conv_of(

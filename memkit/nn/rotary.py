@@ -9,6 +9,7 @@ from .. import functional as F
 from ..functional import Inplace
 from ..functional._activation import check_inplace
 from ..functional._rotary import Layout
+from ..functional._shared import check_number
 
 
 class RotaryEmbedding(nn.Module):
@@ -37,8 +38,13 @@ class RotaryEmbedding(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        if not hasattr(dim, "__index__"):
+            raise TypeError(f"RotaryEmbedding: expected dim to be an int, got {type(dim).__name__}")
         if dim < 2 or dim % 2:
             raise ValueError(f"RotaryEmbedding: expected an even dim of at least 2, got {dim}")
+        check_number("RotaryEmbedding", "base", base)
+        if not base > 0:
+            raise ValueError(f"RotaryEmbedding: expected a base above 0, got {base}")
         if layout not in ("bhsd", "bshd"):
             raise ValueError(f"RotaryEmbedding: expected layout 'bhsd' or 'bshd', got {layout!r}")
         check_inplace("RotaryEmbedding", inplace)
@@ -58,9 +64,10 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("sin", angles.sin().float(), persistent=False)
 
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
-        """Moves with the module, but stays float32: half a table's digits would turn far positions by wrong angles."""
+        """Moves with the module, but stays float32, whatever the model is cast to, and full, also after to_empty()."""
+        before = self.cos
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self.cos.dtype != torch.float32:
+        if self.cos is not before:
             self._fill(self.cos.size(0), self.cos.device)
         return self
 

@@ -39,6 +39,7 @@ class AdamW(FusedOptimizer):
     _all_moments = (FIRST, SECOND, LARGEST)
     _fused = True  # its `step` is on the device
     _numbers_named = ("lr", "weight_decay", "eps")
+    _known_by = ("lr", "betas")
 
     def __init__(
         self,

@@ -79,6 +79,8 @@ class FusedOptimizer(Optimizer):
 
     _numbers_named: tuple[str, ...] = ("lr", "weight_decay")
     """Of a group, at least 0."""
+    _known_by: tuple[str, ...]
+    """What the groups of a checkpoint have if it is one of this rule, and others' lack."""
     _flags_named: tuple[str, ...] = ("maximize",)
 
     def _check_numbers(self, group: dict[str, Any]) -> None:
@@ -95,9 +97,14 @@ class FusedOptimizer(Optimizer):
                     f"{self._name}: expected {key} with a real value, got {value.dtype} on {value.device}"
                 )
         for key in self._flags_named:
-            if not hasattr(type(group[key]), "__bool__"):
-                got = type(group[key]).__name__
+            value = group[key]
+            got = type(value).__name__
+            if not hasattr(type(value), "__bool__"):
                 raise TypeError(f"{self._name}: expected {key} to be a bool, got {got}")
+            try:
+                bool(value)
+            except Exception as error:
+                raise TypeError(f"{self._name}: expected {key} to be a bool, got {got} ({error})") from error
 
     def _check(self, group: dict[str, Any]) -> None:
         self._check_numbers(group)
@@ -108,7 +115,7 @@ class FusedOptimizer(Optimizer):
         if group["state_dtype"] not in STATE_DTYPES:
             choices = "None, torch.float32, torch.bfloat16 or '8bit'"
             raise ValueError(f"{name}: expected state_dtype {choices}, got {group['state_dtype']!r}")
-        if group["block_size"] not in BLOCK_SIZES:
+        if not isinstance(group["block_size"], int) or group["block_size"] not in BLOCK_SIZES:
             raise ValueError(f"{name}: expected block_size 64, 128 or 256, got {group['block_size']!r}")
 
     # -- groups
@@ -340,6 +347,12 @@ class FusedOptimizer(Optimizer):
             self._forget()
             self._pool = None
         groups = state["param_groups"]
+        for group in groups:
+            if missing := [key for key in self._known_by if key not in group]:
+                expected, got = ", ".join(missing), ", ".join(key for key in group if key != "params")
+                raise ValueError(
+                    f"{self._name}: expected a state of {self._name}, whose groups have {expected}, got one with {got}"
+                )
         saved_as = [group.get("state_dtype") for group in groups]
         for group, own in zip(groups, groups if new else self.param_groups, strict=True):
             defaults = state.get("defaults", self.__dict__.get("defaults", {}))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .. import _C
 from .._sharding import is_dtensor
+from ..functional._shared import check_number
 from ._base import FusedOptimizer
 from ._sharded import gradient
 
@@ -248,6 +249,9 @@ def step_in_backward(
             "step_in_backward: expected an optimizer without it, got one that has it: remove() it first"
         )
     for name, value in (("max_norm", max_norm), ("clip_value", clip_value)):
-        if value is not None and not value > 0:
+        if value is None:
+            continue
+        check_number("step_in_backward", name, value)
+        if not value > 0:
             raise ValueError(f"step_in_backward: expected {name} above 0 or None, got {value}")
     return StepInBackward(optimizer, max_norm, clip_value)

@@ -26,6 +26,7 @@ class SGD(FusedOptimizer):
     _name = "SGD"
     _all_moments = (BUFFER,)
     _numbers_named = ("lr", "weight_decay", "momentum")
+    _known_by = ("lr", "momentum", "dampening")
     _flags_named = ("maximize", "nesterov")
     _fused = None  # what suits the parameters: PyTorch has no fused SGD for DTensors
 
@@ -68,6 +69,15 @@ class SGD(FusedOptimizer):
         if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
             got = f"{group['momentum']} and {group['dampening']}"
             raise ValueError(f"SGD: expected with nesterov a momentum above 0 and no dampening, got {got}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, which counts no steps: where dampening would take a buffer for one, before the first there is none."""
+        packed = super().state_dict()
+        for group in packed["param_groups"]:
+            for key in group["params"] if group["dampening"] else ():
+                if not float(packed["state"].get(key, {}).get("step", 1)):
+                    del packed["state"][key]
+        return packed
 
     def _moments(self, group: dict[str, Any]) -> tuple[Moment, ...]:
         return (BUFFER,) if group["momentum"] else ()

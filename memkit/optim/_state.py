@@ -141,6 +141,8 @@ def check_loaded(
         if not isinstance(value, Tensor) or value.shape != param.shape:
             got = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(f"{op}: expected {moment.name} of shape {list(param.shape)}, got {got}")
+        if not value.is_floating_point() and value.dtype is not moment.code:
+            raise ValueError(f"{op}: expected {moment.name} of floating point, got {value.dtype}")
         if value.dtype in (torch.int8, torch.uint8) and not isinstance(loaded.get(moment.scale), Tensor):
             raise ValueError(f"{op}: expected {moment.scale} with {moment.name} in 8 bits, got none")
         if coded and value.is_floating_point() and moment.code and _are_codes(value, moment.code):
