@@ -495,6 +495,7 @@ def test_bad_input() -> None:
             "softmax: expected a dense mask on the device",
         ),
         (lambda: M.softmax(x.long(), -1), TypeError, "softmax: expected float32"),
+        (lambda: M.softmax(x, -1, "half"), TypeError, "softmax: expected a torch.dtype or None, got str"),
         (lambda: M.softmax(x, -1, torch.int64), TypeError, "softmax: expected float32"),
         (lambda: M.softmax(x.to_sparse(), -1), RuntimeError, "softmax: expected a dense"),
         (lambda: M.softmax(x, -1, inplace=2), ValueError, "softmax: expected inplace"),

@@ -283,7 +283,7 @@ bool is_kept_anyway(const Tensor& x) {
 
 auto new_node(const Tensor& x, const Request& r, Save save) {
   auto node = make_node<ActivationBackward>();
-  node->set_next_edges(autograd::collect_next_edges(x, r.bias, r.residual));
+  node->set_next_edges(edges_of(x, r.bias, r.residual));
   node->op = r.spec.name;
   node->params = r.params.vec();
   node->dim = r.dim;

@@ -278,7 +278,7 @@ std::tuple<Tensor, Tensor, Tensor> run(const ChannelNorm& norm, const Tensor& in
   if (running && !moved) running->move(own_mean, own_variance, input.numel() / input.size(1));
   if (autograd::compute_requires_grad(input, weight, bias)) {
     auto node = make_node<ChannelNormBackward>();
-    node->set_next_edges(autograd::collect_next_edges(input, weight, bias));
+    node->set_next_edges(edges_of(input, weight, bias));
     node->groups = norm.groups;
     node->eps = norm.eps;
     node->act = norm.act;

@@ -5,6 +5,7 @@
 #include <ATen/core/Generator.h>
 #include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
+#include <torch/csrc/Dtype.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/Generator.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -102,6 +103,10 @@ struct Argument {
       TORCH_CHECK_TYPE(object == Py_None || THPGenerator_Check(object), op,
                        ": expected a torch.Generator or None, got ", Py_TYPE(object)->tp_name);
       return object == Py_None ? T() : T(reinterpret_cast<THPGenerator*>(object)->cdata);
+    } else if constexpr (std::is_same_v<T, std::optional<at::ScalarType>>) {
+      TORCH_CHECK_TYPE(object == Py_None || THPDtype_Check(object), op, ": expected a torch.dtype or None, got ",
+                       Py_TYPE(object)->tp_name);
+      return object == Py_None ? T() : T(reinterpret_cast<THPDtype*>(object)->scalar_type);
     } else {
       return pybind11::cast<T>(pybind11::handle(object));
     }

@@ -275,7 +275,7 @@ Tensor glu_autograd(const Tensor& gate, const OptionalTensor& up, Text act, Text
   }
   if (!recorded) return out;
   auto node = make_node<GluBackward>();
-  node->set_next_edges(autograd::collect_next_edges(gate, up));
+  node->set_next_edges(edges_of(gate, up));
   node->act = act;
   node->packing = packing;
   node->split = up.has_value();

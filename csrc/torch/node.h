@@ -24,4 +24,13 @@ auto make_node() {
   }
 }
 
+// collect_next_edges in one allocation.
+template <class... Variables>
+torch::autograd::edge_list edges_of(const Variables&... variables) {
+  torch::autograd::detail::MakeNextFunctionList made;
+  made.next_edges.reserve(sizeof...(variables));
+  made.apply(variables...);
+  return std::move(made.next_edges);
+}
+
 }  // namespace memkit

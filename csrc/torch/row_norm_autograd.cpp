@@ -163,7 +163,7 @@ Tensor row_norm(const Tensor& input, int64_t dims, int64_t behind, const Optiona
   if (!autograd::compute_requires_grad(input, weight, bias))
     return forward(norm, input, std::nullopt, weight, bias, Statistics::none).out;
   const Kept kept = resolve_kept(norm, input, weight, bias, save, false);
-  auto node = new_node(norm, kept, input, autograd::collect_next_edges(input, weight, bias));
+  auto node = new_node(norm, kept, input, edges_of(input, weight, bias));
   const RowNormed made = forward(norm, input, std::nullopt, weight, bias, statistics_beside(kept));
   autograd::set_history(made.out, node);
   node->watch(made.out);
@@ -185,7 +185,7 @@ std::tuple<Tensor, Tensor> add_row_norm(const Tensor& input, const Tensor& resid
     return {made.out, made.sum};
   }
   const Kept kept = resolve_kept(norm, input, weight, bias, save, false);
-  auto node = new_node(norm, kept, input, autograd::collect_next_edges(input, residual, weight, bias));
+  auto node = new_node(norm, kept, input, edges_of(input, residual, weight, bias));
   node->adds = true;
   const RowNormed made = forward(norm, input, residual, weight, bias, statistics_beside(kept));
   autograd::set_history(made.sum, node);
@@ -217,7 +217,7 @@ Tensor& row_norm_(const RowNorm& norm, Tensor& x, const OptionalTensor& weight, 
   const bool requires_grad = autograd::compute_requires_grad(x, weight, bias);
   autograd::check_inplace(x, requires_grad);
   decltype(make_node<RowNormBackward>()) node;
-  if (requires_grad) node = new_node(norm, Kept::output, x, autograd::collect_next_edges(x, weight, bias));
+  if (requires_grad) node = new_node(norm, Kept::output, x, edges_of(x, weight, bias));
   RowNormed made;
   {
     const at::AutoDispatchBelowADInplaceOrView below;
@@ -251,7 +251,7 @@ std::tuple<Tensor, Tensor> add_row_norm_(const RowNorm& norm, const Tensor& inpu
   if (requires_grad) {
     kept = resolve_kept(norm, input, weight, bias, save, false);
     statistics = statistics_beside(kept);
-    node = new_node(norm, kept, input, autograd::collect_next_edges(input, residual, weight, bias));
+    node = new_node(norm, kept, input, edges_of(input, residual, weight, bias));
     node->adds = true;
   }
   RowNormed made;

@@ -92,7 +92,7 @@ OptionalTensor scale_shift(const Tensor& first, const Tensor& second, const Opti
     out = scaled_and_shifted(x, scale, shift, false);
   }
   auto node = make_node<ScaleShiftBackward>();
-  node->set_next_edges(autograd::collect_next_edges(x, scale, shift));
+  node->set_next_edges(edges_of(x, scale, shift));
   node->has_shift = shift.has_value();
   node->scale_sizes = scale.sizes();
   if (shift) node->shift_sizes = shift->sizes();

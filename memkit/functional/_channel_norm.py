@@ -18,7 +18,7 @@ from .. import _C
 from .._sharding import call
 from ._activation import _PARAMETERS
 from ._norm import output_dtype
-from ._shared import describe
+from ._shared import check_number, describe
 
 __all__ = ["batch_norm_act", "group_norm"]
 
@@ -125,6 +125,7 @@ def _run(
 
 def check_eps(op: str, training: bool, eps: float) -> None:
     """What torch.nn.functional.batch_norm takes."""
+    check_number(op, "eps", eps)
     if eps <= 0 and (training or eps < 0):
         least = "above 0 when training" if training else "of at least 0"
         raise ValueError(f"{op}: expected an eps {least}, got {eps}")

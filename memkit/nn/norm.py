@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any, TypedDict
 
+import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
@@ -142,6 +143,11 @@ class _BatchNorm(nn.modules.batchnorm._BatchNorm):
         self.act = act
         self.act_params = {name: value for name, value in kwargs.items() if name not in own}
         self.process_group = process_group
+        if act is not None:  # raises at once what the first forward would
+            F.act_dropout(torch.empty(0, device="cpu"), act, 0.0, save="input", **self.act_params)
+        elif self.act_params:
+            name, got = type(self).__name__, ", ".join(self.act_params)
+            raise TypeError(f"{name}: expected parameters of an activation with act=, got {got} alone")
 
     def forward(self, input: Tensor) -> Tensor:
         group = self.process_group if self.training else None
