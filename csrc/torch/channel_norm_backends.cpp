@@ -108,13 +108,6 @@ Tensor doubles(c10::SymIntArrayRef shape, const Tensor& x) {
 
 Tensor empty_statistics(const ChannelNorm& norm, const Tensor& x) { return doubles(statistics_shape(norm, x), x); }
 
-void check_gradient(const ChannelNorm& norm, const Tensor& grad, const Tensor& input) {
-  check_float_tensor(norm.name(), grad);
-  TORCH_CHECK(input.sym_sizes() == grad.sym_sizes() && input.device() == grad.device(), norm.name(),
-              ": expected a saved input like the gradient, ", describe(grad), " on ", grad.device(), ", got ",
-              describe(input), " on ", input.device());
-}
-
 // As PyTorch's kernels: group norms hand on what x's strides say of dimensions of one element, batch norms do not.
 Tensor result_memory(const ChannelNorm& norm, const Tensor& x, at::ScalarType dtype) {
   return norm.groups ? fresh_strided_like(x, dtype) : fresh_like(x, dtype);
@@ -145,6 +138,20 @@ void check_channel_norm(const ChannelNorm& norm, const Tensor& input, const Opti
   }
   if (!norm.act.empty()) (void)ActivationSpec(norm.act, norm.params);
 }
+
+namespace {
+
+// Saved-tensor hooks may hand back anything.
+void check_gradient(const ChannelNorm& norm, const Tensor& grad, const Tensor& input, const OptionalTensor& weight,
+                    const OptionalTensor& bias) {
+  check_float_tensor(norm.name(), grad);
+  check_channel_norm(norm, input, weight, bias);
+  TORCH_CHECK(input.sym_sizes() == grad.sym_sizes() && input.device() == grad.device(), norm.name(),
+              ": expected a saved input like the gradient, ", describe(grad), " on ", grad.device(), ", got ",
+              describe(input), " on ", input.device());
+}
+
+}  // namespace
 
 std::tuple<Tensor, Tensor> channel_moments(const ChannelNorm& norm, const Tensor& input) {
   const Tensor mean = empty_statistics(norm, input), variance = empty_statistics(norm, input);
@@ -199,7 +206,7 @@ Tensor gradient_of(const OptionalTensor& parameter, const Tensor& sums) {
 
 ChannelSums channel_norm_sums(const ChannelNorm& norm, const Tensor& grad, const Tensor& input, const Tensor& mean,
                               const Tensor& variance, const OptionalTensor& weight, const OptionalTensor& bias) {
-  check_gradient(norm, grad, input);
+  check_gradient(norm, grad, input, weight, bias);
   const auto format = format_of(norm, input);
   const Tensor x = input.contiguous(format), g = grad.contiguous(format);
   ChannelSums sums{doubles({x.sym_size(1)}, x), doubles({x.sym_size(1)}, x), empty_statistics(norm, x),
@@ -217,7 +224,7 @@ ChannelSums channel_norm_sums(const ChannelNorm& norm, const Tensor& grad, const
 Tensor channel_norm_backward(const ChannelNorm& norm, const Tensor& grad, const Tensor& input, const Tensor& mean,
                              const Tensor& variance, const OptionalTensor& weight, const OptionalTensor& bias,
                              const OptionalTensor& c1, const OptionalTensor& c2, bool reuse_grad) {
-  check_gradient(norm, grad, input);
+  check_gradient(norm, grad, input, weight, bias);
   const auto format = format_of(norm, input);
   const Tensor x = input.contiguous(format), g = grad.contiguous(format);
   const Tensor grad_input = gradient_memory(x, grad, g, reuse_grad);
@@ -225,6 +232,9 @@ Tensor channel_norm_backward(const ChannelNorm& norm, const Tensor& grad, const 
   ChannelCall call = call_of(norm, x, g.scalar_type());
   const Operands operands(call, norm, x, mean, variance, weight, bias);
   const OptionalTensor first = as(c1, at::kDouble), second = as(c2, at::kDouble);
+  for (const OptionalTensor& each : {first, second})
+    TORCH_CHECK(!each || (each->numel() == mean.numel() && each->device() == x.device()), norm.name(),
+                ": expected a sum for each of ", mean.numel(), " means, got ", each ? describe(*each) : "");
   call.args.grad = g.const_data_ptr();
   call.args.grad_input = grad_input.mutable_data_ptr();
   run_channel_backward(call, first ? first->const_data_ptr<double>() : nullptr,
@@ -236,7 +246,7 @@ ChannelGradients channel_norm_gradients(const ChannelNorm& norm, const Tensor& g
                                         const Tensor& mean, const Tensor& variance, const OptionalTensor& weight,
                                         const OptionalTensor& bias, bool wants_weight, bool wants_bias,
                                         bool reuse_grad) {
-  check_gradient(norm, grad, input);
+  check_gradient(norm, grad, input, weight, bias);
   const auto format = format_of(norm, input);
   const Tensor x = input.contiguous(format), g = grad.contiguous(format);
   const Tensor grad_input = gradient_memory(x, grad, g, reuse_grad);

@@ -103,11 +103,20 @@ Tensors backward(const OptionalTensors& grads, const OptionalTensors& inputs, at
                  Text act, Text packing, Params numbers, at::TensorList weights, at::IntArrayRef conv,
                  c10::List<bool> wanted) {
   const at::AutoDispatchBelowADInplaceOrView below;  // what is written into needs no gradient
+  TORCH_CHECK_VALUE(!weights.empty() && grads.size() == weights.size() && !inputs.empty() &&
+                        wanted.size() == inputs.size() + 2 * weights.size(),
+                    "_consumer_backward: expected weights, a gradient for each, inputs, and whether each of them is ",
+                    "wanted, got ", weights.size(), ", ", grads.size(), ", ", inputs.size(), " and ", wanted.size());
+  const size_t kept = op == "layer_norm" || op == "batch_norm" ? 2 : op == "rms_norm" ? 1 : 0;
+  TORCH_CHECK_VALUE(statistics.size() >= kept, "_consumer_backward: expected ", kept, " statistics, got ",
+                    statistics.size());
   std::vector<bool> asked;
   for (const bool each : wanted) asked.push_back(each);
-  Tensors found = gradients(defined_or_not(grads), defined_or_not(inputs), statistics.vec(),
-                            {op, act, packing, numbers, weights[0].scalar_type()},
-                            {weights.vec(), Tensors(weights.size()), conv}, asked, false);
+  const ProducerSpec spec{op, act, packing, numbers, weights[0].scalar_type()};
+  Consumers layers{weights.vec(), Tensors(weights.size()), conv};
+  const Tensors given = defined_or_not(inputs);
+  layers.check(spec, make_producer(spec, given)->inputs);
+  Tensors found = gradients(defined_or_not(grads), given, statistics.vec(), spec, layers, asked, false);
   for (Tensor& each : found)  // operators return tensors
     if (!each.defined()) each = at::empty({0}, weights[0].options());
   return found;

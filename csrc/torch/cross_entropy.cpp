@@ -104,11 +104,23 @@ Tensor loss_alone_meta(const Tensor& input, const Tensor& target, const Optional
   return std::get<0>(forward_meta(input, target, weight, reduction, ignore_index, smoothing, z, cap, dtype));
 }
 
+// Saved-tensor hooks may hand back anything.
+void check_backward(const Tensor& input, const Tensor& grad, const Tensor& target, const OptionalTensor& weight,
+                    const Tensor& stats, const Tensor& total, const LossOptions& options) {
+  check(input, target, weight, options);
+  const auto fits = [&](const Tensor& x) {
+    return x.is_contiguous() && x.scalar_type() == wide_dtype(input.scalar_type()) && x.device() == input.device();
+  };
+  const c10::SymInt rows = c10::multiply_integers(rows_shape(input.sym_sizes()));
+  TORCH_CHECK(fits(stats) && stats.sym_sizes() == c10::SymIntArrayRef({2, rows}) && fits(total) &&
+                  total.sym_numel() == (options.reduction == at::Reduction::Mean ? 1 : 0) &&
+                  grad.device() == input.device(),
+              kOp, ": expected what the forward kept, [2, ", rows, "] and a total, got ", describe(stats), " and ",
+              describe(total), " for ", describe(input));
+}
+
 void backward_into(const Tensor& grad, const Layout& layout, const Tensor& target, const OptionalTensor& weight,
                    const Tensor& stats, const Tensor& total, const LossOptions& options, const Tensor& out) {
-  TORCH_CHECK(stats.is_contiguous() && stats.dim() == 2 && stats.size(1) == layout.rows &&
-                  stats.scalar_type() == wide_dtype(layout.x.scalar_type()) && stats.device() == layout.x.device(),
-              kOp, ": expected what the forward kept, [2, ", layout.rows, "], got ", describe(stats));
   LossCall call = layout.call(target, weight, options);
   call.set_results(Tensor(), stats);
   call.set_grad(grad, total);
@@ -121,14 +133,18 @@ void backward_into(const Tensor& grad, const Layout& layout, const Tensor& targe
 Tensor backward(const Tensor& input, const Tensor& grad, const Tensor& target, const OptionalTensor& weight,
                 const Tensor& stats, const Tensor& total, int64_t reduction, int64_t ignore_index, double smoothing,
                 double z, double cap) {
+  const LossOptions options{reduction, ignore_index, smoothing, z, cap};
+  check_backward(input, grad, target, weight, stats, total, options);
   const Layout layout(input);
   Tensor out = fresh_like(layout.x);
-  backward_into(grad, layout, target, weight, stats, total, {reduction, ignore_index, smoothing, z, cap}, out);
+  backward_into(grad, layout, target, weight, stats, total, options, out);
   return out;
 }
 
-Tensor backward_meta(const Tensor& input, const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&,
-                     const Tensor&, int64_t, int64_t, double, double, double) {
+Tensor backward_meta(const Tensor& input, const Tensor& grad, const Tensor& target, const OptionalTensor& weight,
+                     const Tensor& stats, const Tensor& total, int64_t reduction, int64_t ignore_index,
+                     double smoothing, double z, double cap) {
+  check_backward(input, grad, target, weight, stats, total, {reduction, ignore_index, smoothing, z, cap});
   const bool dense = input.is_contiguous() || (input.dim() > 2 && input.movedim(1, -1).is_contiguous());
   return at::empty_like(input, dense ? at::MemoryFormat::Preserve : at::MemoryFormat::Contiguous);
 }
@@ -138,14 +154,18 @@ Tensor& backward_(Tensor& input, const Tensor& grad, const Tensor& target, const
                   const Tensor& stats, const Tensor& total, int64_t reduction, int64_t ignore_index, double smoothing,
                   double z, double cap) {
   check_inplace(kOp, input, memory_blocker(input));
+  const LossOptions options{reduction, ignore_index, smoothing, z, cap};
+  check_backward(input, grad, target, weight, stats, total, options);
   const Layout layout(input);
-  backward_into(grad, layout, target, weight, stats, total, {reduction, ignore_index, smoothing, z, cap}, layout.x);
+  backward_into(grad, layout, target, weight, stats, total, options, layout.x);
   if (!layout.x.is_same(input)) input.copy_(layout.x);
   return input;
 }
 
-Tensor& backward_meta_(Tensor& input, const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&, const Tensor&,
-                       int64_t, int64_t, double, double, double) {
+Tensor& backward_meta_(Tensor& input, const Tensor& grad, const Tensor& target, const OptionalTensor& weight,
+                       const Tensor& stats, const Tensor& total, int64_t reduction, int64_t ignore_index,
+                       double smoothing, double z, double cap) {
+  check_backward(input, grad, target, weight, stats, total, {reduction, ignore_index, smoothing, z, cap});
   return input;
 }
 

@@ -38,7 +38,7 @@ Dtype dtype_of(at::ScalarType dtype) {
     case at::kDouble: return Dtype::float64;
     case at::kHalf: return Dtype::float16;
     case at::kBFloat16: return Dtype::bfloat16;
-    default: TORCH_INTERNAL_ASSERT(false, "a dtype that was not checked");
+    default: TORCH_CHECK_TYPE(false, "memkit: expected float32, float64, float16 or bfloat16, got ", dtype);
   }
 }
 

@@ -285,22 +285,37 @@ Results forward_meta(const Tensor& input, const Tensor& linear_weight, const Opt
           grad_bias};
 }
 
+// Saved-tensor hooks may hand back anything.
+void check_backward(const Tensor& grad, const Tensor& input, const Tensor& linear_weight,
+                    const OptionalTensor& linear_bias, const Tensor& target, const OptionalTensor& weight,
+                    const Tensor& stats, const LossOptions& options, at::ScalarType compute) {
+  check(input, linear_weight, linear_bias, target, weight, options, compute);
+  TORCH_CHECK(stats.sym_sizes() == c10::SymIntArrayRef({2, input.sym_size(0)}) && grad.device() == input.device() &&
+                  stats.scalar_type() == wide_dtype(compute) && stats.device() == input.device(),
+              kOp, ": expected what the forward kept, [2, ", input.sym_size(0), "], got ", describe(stats));
+}
+
 // Of losses that were not reduced.
 Grads backward(const Tensor& grad, const Tensor& input, const Tensor& linear_weight, const OptionalTensor& linear_bias,
                const Tensor& target, const OptionalTensor& weight, const Tensor& stats, int64_t reduction,
                int64_t ignore_index, double smoothing, double z, double cap, at::ScalarType compute, int64_t chunk,
                Wanted grads) {
   const at::AutoDispatchBelowADInplaceOrView below;
+  const LossOptions options{reduction, ignore_index, smoothing, z, cap};
+  check_backward(grad, input, linear_weight, linear_bias, target, weight, stats, options, compute);
   const Chunks chunks(input, linear_weight, linear_bias, compute, chunk);
-  LossCall call = chunks.call(target, weight, {reduction, ignore_index, smoothing, z, cap});
+  LossCall call = chunks.call(target, weight, options);
   call.set_results(Tensor(), stats.contiguous());
   call.set_grad(grad, Tensor());
   return chunks.run(LossPass::backward, call, input, linear_weight, linear_bias, grads);
 }
 
-Grads backward_meta(const Tensor&, const Tensor& input, const Tensor& linear_weight, const OptionalTensor& linear_bias,
-                    const Tensor&, const OptionalTensor&, const Tensor&, int64_t, int64_t, double, double, double,
-                    at::ScalarType, int64_t, Wanted grads) {
+Grads backward_meta(const Tensor& grad, const Tensor& input, const Tensor& linear_weight,
+                    const OptionalTensor& linear_bias, const Tensor& target, const OptionalTensor& weight,
+                    const Tensor& stats, int64_t reduction, int64_t ignore_index, double smoothing, double z,
+                    double cap, at::ScalarType compute, int64_t, Wanted grads) {
+  check_backward(grad, input, linear_weight, linear_bias, target, weight, stats,
+                 {reduction, ignore_index, smoothing, z, cap}, compute);
   return empty_grads(input, linear_weight, linear_bias, grads);
 }
 

@@ -148,6 +148,7 @@ Tensor max_pool_backward(const Tensor& grad, const Tensor& places, c10::SymIntAr
   Tensor out = with_pages(at::empty_symint(size, grad.options(), format));
   check(out, w);
   const std::vector<SymInt> sizes = w.results(size);
+  TORCH_CHECK(places.device() == grad.device(), kOp, ": expected places on ", grad.device(), ", got ", places.device());
   TORCH_CHECK_VALUE(grad.sym_sizes() == sizes && places.sym_sizes() == sizes && places.scalar_type() == w.places(), kOp,
                     ": expected a gradient of ", c10::SymIntArrayRef(sizes), " and places of that and ", w.places(),
                     ", got ", grad.sym_sizes(), ", ", places.sym_sizes(), " and ", places.scalar_type());

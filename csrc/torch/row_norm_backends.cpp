@@ -187,6 +187,7 @@ RowNormGradients row_norm_backward(const RowNorm& norm, const Tensor& grad, cons
   const auto computed = compute_dtype(input_dtype);
   const OptionalTensor w = dense(weight, computed), b = dense(bias, computed);
   RowNormGradients result;
+  TORCH_CHECK((!wanted[1] || w) && (!wanted[2] || b), norm.name(), ": expected parameters whose gradients are wanted");
   if (wanted[0]) result.input = into.defined() ? into : fresh_like(g, input_dtype);
   if (wanted[1]) result.weight = at::empty_like(*w, at::MemoryFormat::Contiguous);
   if (wanted[2]) result.bias = at::empty_like(*b, at::MemoryFormat::Contiguous);
@@ -198,10 +199,18 @@ RowNormGradients row_norm_backward(const RowNorm& norm, const Tensor& grad, cons
   if (g.is_meta()) return as_parameters();
   RowNormArgs args;
   describe_call(args, norm, g, input_dtype, w, b);
-  TORCH_CHECK(
-      rstd.is_contiguous() && rstd.numel() * args.columns == g.numel() && rstd.scalar_type() == computed &&
-          (!mean.defined() || (mean.is_contiguous() && mean.numel() == rstd.numel() && mean.scalar_type() == computed)),
-      norm.name(), ": expected one statistic a row, got ", describe(rstd), " for ", describe(g));
+  const auto fits = [&](const Tensor& x, int64_t numel, at::ScalarType dtype) {
+    return !x.defined() ||
+           (x.is_contiguous() && x.numel() == numel && x.scalar_type() == dtype && x.device() == g.device());
+  };
+  TORCH_CHECK(rstd.numel() * args.columns == g.numel() && fits(rstd, rstd.numel(), computed) &&
+                  fits(mean, rstd.numel(), computed),
+              norm.name(), ": expected one statistic a row, got ", describe(rstd), " for ", describe(g));
+  const Tensor none;
+  const at::ScalarType parameters = w ? w->scalar_type() : b ? b->scalar_type() : computed;
+  TORCH_CHECK(fits(w.value_or(none), args.columns, parameters) && fits(b.value_or(none), args.columns, parameters) &&
+                  fits(more.value_or(none), g.numel(), input_dtype),
+              norm.name(), ": expected parameters of ", args.columns, " elements and gradients like ", describe(g));
   args.from_output = from_output;
   args.mean = mean.defined() ? mean.data_ptr() : nullptr;
   args.rstd = rstd.data_ptr();
