@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
@@ -154,3 +156,31 @@ def test_none_in_function_transforms() -> None:
     expected = torch.func.grad(lambda x: M.gelu(x, save="input").square().sum())(x)
     torch.testing.assert_close(torch.func.grad(loss)(x), expected)
     torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss))(x), expected)
+
+
+NORM_WEIGHT = torch.linspace(0.5, 1.5, 8)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda h: M.gelu(h, save="input"),
+        lambda h: M.silu(h, save="input"),
+        lambda h: M.layer_norm(h, (8,), NORM_WEIGHT, save="input"),
+    ],
+    ids=["gelu", "silu", "layer_norm"],
+)
+@pytest.mark.parametrize("how", ["looked at", "used by another backward"])
+def test_a_change_after_the_result_was_made_again_raises(make: Any, how: str) -> None:
+    x, weight = torch.randn(8, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
+    with memkit.lean():
+        h = x * 1
+        out = make(h) @ weight
+    if how == "looked at":
+        assert out.grad_fn._saved_self.shape == (8, 8)  # type: ignore[union-attr]
+    else:
+        torch.autograd.grad(out.sum(), weight, retain_graph=True)
+    with torch.no_grad():
+        h.mul_(2)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation|changed in place"):
+        torch.autograd.grad(out.sum(), x)

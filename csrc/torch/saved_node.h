@@ -88,7 +88,10 @@ struct SavedNode : torch::autograd::Node {
   at::Tensor rebuild() {
     const std::lock_guard<std::mutex> lock(mutex_);
     TORCH_CHECK(!released_, torch::autograd::ERR_BACKWARD_TWICE);
-    unpacked_.resize(saved_.size());
+    const int task = torch::autograd::get_current_graph_task_id();
+    if (task < 0 || task != unpacked_in_) unpacked_.clear();
+    unpacked_in_ = task;
+    if (task >= 0) unpacked_.resize(saved_.size());
     return recompute();
   }
 
@@ -121,6 +124,7 @@ struct SavedNode : torch::autograd::Node {
   torch::autograd::variable_list with_saved(const Work& work) {
     const std::lock_guard<std::mutex> lock(mutex_);
     TORCH_CHECK(!released_, torch::autograd::ERR_BACKWARD_TWICE);
+    if (unpacked_in_ != torch::autograd::get_current_graph_task_id()) unpacked_.clear();
     torch::autograd::variable_list result = work();
     unpacked_.clear();
     return result;
@@ -189,7 +193,7 @@ struct SavedNode : torch::autograd::Node {
   c10::SmallVector<torch::autograd::SavedVariable, 4> saved_;
   // Which of them, of the first 64; known from the packing, as an unpacking may run a checkpoint, which unpacks others.
   uint64_t recipes_ = 0;
-  // From a rebuild to the backward that follows it: hooks may cost, and a checkpoint's allow one unpacking only. Not what
+  // From a rebuild to this node's turn in the same backward: hooks may cost, and a checkpoint's allow one unpacking only. Not what
   // lean() rebuilds, which is made twice rather than kept meanwhile, but for concatenations.
   std::vector<at::Tensor> unpacked_;
   std::vector<std::pair<size_t, at::Tensor>> copies_;
@@ -197,6 +201,7 @@ struct SavedNode : torch::autograd::Node {
   int64_t kept_version_ = -1;
   mutable std::shared_ptr<const NonzerosRef> nonzeros_;
   c10::VariableVersion result_version_;
+  int unpacked_in_ = -1;  // the backward that filled unpacked_: in a later one what is saved is looked at again
   bool made_in_lean_ = false;
   bool released_ = false;
 };
