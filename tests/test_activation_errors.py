@@ -395,3 +395,30 @@ def test_modules_take_what_their_twins_take_and_no_more() -> None:
             module.save = "neither"
             with pytest.raises(ValueError, match=f"^{name}: expected save .*'neither'"):
                 module(X)
+
+
+KEEPERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "std": lambda x: x.std(0),
+    "hypot": lambda x: torch.hypot(x, torch.ones(())),
+    "cdist": lambda x: torch.cdist(x, torch.ones(2, 4)),
+    "sgn": torch.sgn,
+    "solve": lambda x: torch.linalg.solve(x + 9 * torch.eye(4), torch.ones(4, 4)),
+    "det": torch.linalg.det,
+    "max": lambda x: x.max(),
+    "median": lambda x: x.median(),
+    "power of a number": lambda x: torch.pow(2.0, x),
+    "scatter_reduce": lambda x: torch.ones(4, 4).scatter_reduce(
+        0, torch.zeros(4, 4, dtype=torch.long), x, "prod"
+    ),
+    "erfcx": torch.special.erfcx,
+}
+
+
+@pytest.mark.parametrize("name", KEEPERS)
+def test_results_that_their_operator_keeps_are_not_overwritten(name: str) -> None:
+    x = torch.rand(4, 4).add_(0.5).requires_grad_()
+    y = KEEPERS[name](x)
+    before = y.detach().clone()
+    with pytest.raises(RuntimeError, match="gelu: expected, in place, a tensor that nothing else needs"):
+        M.gelu(y, inplace=True)
+    assert torch.equal(y, before)
